@@ -1,0 +1,1 @@
+"""Linear-cost attention for JAX, from one laptop core to a TPU pod."""

@@ -1,0 +1,35 @@
+"""Argument checks shared by the attention functions: each error names the argument, what came, what is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message) unless the (static) condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value")) -> None:
+    """Checks (B, T, N, H), (B, S, K, H), (B, S, K, H) with N a multiple of K and nothing empty."""
+    for array, name in zip((query, key, value), names):
+        require(array.ndim == 4, f"{name} must have shape (batch, length, heads, head_dim), got {array.shape}")
+        require(0 not in array.shape, f"{name} must not be empty, got shape {array.shape}")
+    q, k, v = names
+    require(
+        key.shape[:3] == value.shape[:3],
+        f"{v} must have {k}'s batch, length and heads {key.shape[:3]}, got {value.shape[:3]}",
+    )
+    require(
+        query.shape[0] == key.shape[0],
+        f"{k} must have {q}'s batch size {query.shape[0]}, got {key.shape[0]}",
+    )
+    require(
+        query.shape[3] == key.shape[3],
+        f"{k} must have {q}'s head_dim {query.shape[3]}, got {key.shape[3]}",
+    )
+    require(
+        query.shape[2] % key.shape[2] == 0,
+        f"the heads of {q} must be a multiple of those of {k}, got {query.shape[2]} and {key.shape[2]}",
+    )
