@@ -1,0 +1,8 @@
+"""Text for language modeling: `load` gives a tokenizer and corpora, the streams cut them in batches."""
+
+from train.data.corpus import Corpus
+from train.data.dataset import DataConfig, load
+from train.data.streams import EvalStream, TokenStreams
+from train.data.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = ["Corpus", "DataConfig", "EvalStream", "TokenStreams", "Tokenizer", "load", "load_tokenizer"]

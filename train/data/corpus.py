@@ -1,0 +1,148 @@
+"""Tokens of a text on disk: made once, a piece at a time, then read through a memory map."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from train.data.sources import Split
+from train.data.tokenizers import Tokenizer, text_pieces
+from train.errors import UserError
+
+# A corpus that is ready sooner than this shows no progress bar.
+_QUIET_SECONDS = 1.0
+_COUNT_BLOCK = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The tokens of one split.
+
+    tokens: (N,) uint8, uint16 or int32, one text after the other. token_bytes: (vocab,) int64, bytes of text
+    a token stands for. extra: (k, 2) int64, rows (position, bytes beyond token_bytes there), by position.
+    digest: hash of the tokens.
+    """
+
+    tokens: Int[np.ndarray, " N"]
+    token_bytes: Int[np.ndarray, " vocab"]
+    extra: Int[np.ndarray, "k 2"]
+    digest: str
+
+    def num_bytes(self, start: int = 0, stop: int | None = None) -> int:
+        """Bytes of the original text that tokens[start:stop] stand for, unknown words included."""
+        start, stop, _ = slice(start, stop).indices(len(self.tokens))
+        total = 0
+        for low in range(start, stop, _COUNT_BLOCK):
+            counts = np.bincount(
+                self.tokens[low : min(low + _COUNT_BLOCK, stop)], minlength=len(self.token_bytes)
+            )
+            total += int(counts @ self.token_bytes)
+        first, last = np.searchsorted(self.extra[:, 0], [start, stop])
+        return total + int(self.extra[first:last, 1].sum())
+
+
+@contextlib.contextmanager
+def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
+    """The split's text as `text_pieces`, with a progress bar on stderr once it takes longer than a second."""
+    started = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+
+    def pieces() -> Iterator[bytes]:
+        task = progress.add_task(title, total=split.size)
+        for piece in text_pieces(split.blocks()):
+            yield piece
+            progress.advance(task, len(piece))
+            if not progress.live.is_started and time.monotonic() - started > _QUIET_SECONDS:
+                progress.start()
+
+    try:
+        yield pieces()
+    finally:
+        progress.stop()
+
+
+def _npy_header(dtype: np.dtype, length: int) -> bytes:
+    """Header of a one-dimensional .npy file; its own length does not depend on the array's."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    )
+    return file.getvalue()
+
+
+def build_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
+    """Writes folder/name.npy (tokens), name.extra.npy and, last, name.json, in memory for a few pieces of
+    text.
+
+    Each file is written aside and renamed, so that a folder that has name.json has the whole corpus.
+
+    Raises:
+      UserError: the text is empty or cannot be read as the tokenizer needs it.
+      OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    asides: list[Path] = []
+
+    def aside(file: str) -> Path:
+        asides.append(folder / f".{file}.{os.uname().nodename}.{os.getpid()}")
+        return asides[-1]
+
+    try:
+        dtype, count, digest, extras = tokenizer.dtype, 0, hashlib.sha256(), [np.zeros((0, 2), np.int64)]
+        tokens_file = aside(f"{name}.npy")
+        with open(tokens_file, "wb") as file, reading(f"tokens of {name}", split) as pieces:
+            file.write(_npy_header(dtype, 0))
+            for ids, extra in tokenizer.encode_corpus(pieces):
+                ids.tofile(file)
+                digest.update(ids.tobytes())
+                if len(extra):
+                    extras.append(extra + np.array([count, 0]))
+                count += len(ids)
+            file.seek(0)
+            file.write(_npy_header(dtype, count))
+        if not count:
+            raise UserError(f"--data: the {name} text is empty")
+        extra_file = aside(f"{name}.extra.npy")
+        with open(extra_file, "wb") as file:
+            np.save(file, np.concatenate(extras))
+        summary = aside(f"{name}.json")
+        summary.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")
+        tokens_file.replace(folder / f"{name}.npy")
+        extra_file.replace(folder / f"{name}.extra.npy")
+        summary.replace(folder / f"{name}.json")
+    finally:
+        for path in asides:
+            path.unlink(missing_ok=True)
+
+
+def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
+    """What `build_corpus` wrote, memory-mapped; None where it is not there or not whole."""
+    try:
+        summary = json.loads((folder / f"{name}.json").read_text())
+        tokens = np.load(folder / f"{name}.npy", mmap_mode="r")
+        extra = np.load(folder / f"{name}.extra.npy")
+    except (OSError, ValueError, EOFError):
+        return None
+    if tokens.shape != (summary["tokens"],) or tokens.dtype != tokenizer.dtype:
+        return None
+    return Corpus(tokens, tokenizer.token_bytes, extra, summary["digest"])

@@ -1,0 +1,151 @@
+"""From what the command line names to a tokenizer and corpora, made once and kept with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from etils import epath
+
+from train.data.corpus import Corpus, build_corpus, read_corpus, reading
+from train.data.sources import SPLITS, Source, open_source
+from train.data.tokenizers import Tokenizer, check_tokenizer, load_tokenizer, train_tokenizer
+from train.errors import UserError
+
+# Part of every key: a change of how text becomes tokens must not read what an older version kept.
+_FORMAT = 1
+_MANIFEST = "data.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The text a run reads, and how it becomes tokens."""
+
+    data: str = "stdlib"
+    """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz; names with
+    train, valid or test in them are those splits), tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG] (or a
+    folder)."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT or words:max=SIZE."""
+    holdout: float = 0.05
+    """Share of the text held out for evaluation where it has no validation split of its own."""
+    cache_dir: str | None = None
+    """Local folder for the tokens, which runs may share; the run's own folder by default."""
+
+
+def load(
+    config: DataConfig, workdir: str | os.PathLike[str], splits: Sequence[str] = SPLITS
+) -> tuple[Tokenizer, dict[str, Corpus]]:
+    """The tokenizer and the corpora of a run; makes what is not there yet.
+
+    A run's text is settled when it starts: data.json in its folder says which tokens are its own, and they
+    are read again even where the sources have changed since or are gone. The tokenizer is saved in the run's
+    folder. Reading another text than the run's with the run's tokenizer (to evaluate on it) works for splits
+    without "train".
+
+    Args:
+      config: text and tokenizer.
+      workdir: the run's folder, local or remote (gs://...); tokens of a remote run are kept in
+      ~/.cache/brl-jax. splits: those wanted, of train, valid and test; test comes only where the text has
+      one.
+
+    Returns:
+      The tokenizer and a mapping from split to corpus.
+
+    Raises:
+      UserError: a text or a tokenizer that cannot be had, a run of other data, a folder that cannot be
+      written.
+    """
+    check_tokenizer(config.tokenizer)
+    run = epath.Path(workdir)
+    with _written("--cache-dir" if config.cache_dir else "--workdir", config.cache_dir or workdir):
+        return _load(config, run, _cache(config, run), splits)
+
+
+@contextlib.contextmanager
+def _written(option: str, folder: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{option}: cannot write under {os.fspath(folder)}: {error.strerror or error}"
+        ) from error
+
+
+def _cache(config: DataConfig, run: epath.Path) -> Path:
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser()
+    if "://" in os.fspath(run):
+        return Path.home() / ".cache" / "brl-jax"
+    return Path(run) / "data"
+
+
+def _load(
+    config: DataConfig, run: epath.Path, cache: Path, splits: Sequence[str]
+) -> tuple[Tokenizer, dict[str, Corpus]]:
+    asked = {"data": config.data, "tokenizer": config.tokenizer, "holdout": config.holdout}
+    manifest = json.loads((run / _MANIFEST).read_text()) if (run / _MANIFEST).exists() else None
+    tokenizer: Tokenizer | None = None
+    if manifest is not None:
+        differing = [name for name, value in asked.items() if manifest[name] != value]
+        if "tokenizer" in differing or ("train" in splits and differing):
+            name = "tokenizer" if "tokenizer" in differing else differing[0]
+            raise UserError(
+                f"--{name}: the run in {run} was started with {manifest[name]!r}, got {asked[name]!r}; "
+                "expected the same, or another --workdir"
+            )
+        tokenizer = load_tokenizer(run)
+        if not differing:
+            wanted = [s for s in splits if s in manifest["splits"]]
+            corpora = {s: read_corpus(cache / manifest["tokens"], s, tokenizer) for s in wanted}
+            kept = {s: corpus for s, corpus in corpora.items() if corpus is not None}
+            if len(kept) == len(wanted):
+                return tokenizer, kept
+
+    source = open_source(config.data, config.holdout)
+    missing = [s for s in splits if s not in source.splits and s != "test"]
+    if missing:
+        raise UserError(
+            f"--data: {config.data} has no {missing[0]} text, only {', '.join(source.splits)} (told by name)"
+        )
+    if tokenizer is None:
+        tokenizer = _tokenizer(config.tokenizer, source, cache)
+    folder = "tokens-" + _key(source.fingerprint, tokenizer.digest)
+    corpora = {}
+    for name in (s for s in splits if s in source.splits):
+        if read_corpus(cache / folder, name, tokenizer) is None:
+            build_corpus(cache / folder, name, source.splits[name], tokenizer)
+        corpora[name] = read_corpus(cache / folder, name, tokenizer)
+    if manifest is None:
+        tokenizer.save(run)
+        manifest = asked | {"splits": list(source.splits), "tokens": folder}
+        aside = run / f".{_MANIFEST}.{os.getpid()}"
+        aside.write_text(json.dumps(manifest, indent=1) + "\n")
+        aside.replace(run / _MANIFEST)
+    return tokenizer, {name: corpus for name, corpus in corpora.items() if corpus is not None}
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+
+
+def _tokenizer(spec: str, source: Source, cache: Path) -> Tokenizer:
+    """The tokenizer of this text: from the cache, or learnt and kept there."""
+    if spec == "bytes":
+        return train_tokenizer(spec, lambda: ())
+    folder = cache / ("tokenizer-" + _key(source.fingerprint, spec))
+    if (folder / "tokenizer_config.json").exists():
+        return load_tokenizer(folder)
+    if "train" not in source.splits:
+        raise UserError(
+            f"--data: --tokenizer {spec} is learnt from a train text, got {', '.join(source.splits)}"
+        )
+    with reading("vocabulary", source.splits["train"]) as pieces:
+        tokenizer = train_tokenizer(spec, lambda: pieces)
+    tokenizer.save(folder)
+    return tokenizer

@@ -1,0 +1,192 @@
+"""Batches whose rows go on where the batch before stopped, so that carried memory is the real past."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+from train.data.corpus import Corpus
+from train.errors import UserError
+
+# One thread reads ahead: batches come in order, and the state says which was handed out last, not read last.
+_READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+def _rows_of_process(batch: int, process_index: int, process_count: int) -> slice:
+    if batch < 1 or batch % process_count:
+        raise UserError(
+            f"--batch: expected a positive multiple of the {process_count} processes, got {batch}"
+        )
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
+    rows = batch // process_count
+    return slice(process_index * rows, (process_index + 1) * rows)
+
+
+def _check_length(length: int) -> None:
+    if length < 1:
+        raise UserError(f"--length: expected at least 1 token, got {length}")
+
+
+class TokenStreams(grain.DatasetIterator):
+    """Endless training batches: `batch` rows, each reading its own stretch of the text.
+
+    A pass takes steps_per_pass = N // (batch * length) steps. In a pass that starts at offset o, row b of
+    step s holds tokens [o + b R + s T, o + b R + s T + T), R = steps_per_pass * T, positions taken round the
+    end of the text, and as targets the token after each. The offset is drawn anew for each pass, from the
+    seed and the pass's number alone.
+
+    A batch is {"tokens": (B, T) int32, "targets": (B, T) int32, "reset": bool scalar}; reset is True on the
+    first batch of a pass, where the rows jump and memory must be cleared. A process among many gets its share
+    of the rows, in order. The state is the number of batches handed out, whatever the number of processes;
+    going to it reads nothing.
+
+    Args:
+      corpus: the text; at least batch * length + 1 tokens.
+      batch: rows of all processes together.
+      length: tokens of a row in one batch.
+      seed: seed of the passes' offsets.
+      process_index, process_count: which rows to give; one process by default.
+
+    Raises:
+      UserError: a text too short, or batch, length or seed out of range.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        batch: int,
+        length: int,
+        seed: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        _check_length(length)
+        if seed < 0:
+            raise UserError(f"--seed: expected 0 or more, got {seed}")
+        rows = _rows_of_process(batch, process_index, process_count)
+        size = len(corpus.tokens)
+        if size < batch * length + 1:
+            raise UserError(
+                f"--data: the text has {size} tokens, too few for one batch: "
+                f"--batch {batch} times --length {length}, and the token after, take {batch * length + 1}"
+            )
+        tokens, steps = corpus.tokens, size // (batch * length)
+        row_starts = np.arange(batch)[rows, None] * (steps * length) + np.arange(length + 1)
+
+        def make(index: int, step: int) -> dict[str, np.ndarray | np.bool_]:
+            offset = np.random.default_rng([seed, index // steps]).integers(size)
+            window = tokens.take(row_starts + (offset + step * length), mode="wrap").astype(np.int32)
+            return {"tokens": window[:, :-1], "targets": window[:, 1:], "reset": np.bool_(step == 0)}
+
+        dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
+        self._inner = iter(dataset.to_iter_dataset(_READ_AHEAD))
+        super().__init__(self._inner)
+        self._identity = {
+            "batch": batch,
+            "length": length,
+            "seed": seed,
+            "tokens": size,
+            "digest": corpus.digest,
+        }
+        self.steps_per_pass = steps
+
+    @property
+    def step(self) -> int:
+        """Number of batches handed out since the start of training."""
+        return self._inner.get_state()["next_index"]
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._inner)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands and over which text, as plain numbers and strings (JSON)."""
+        return {"step": self.step, **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a state of `get_state`: the next batch is the one that would have come next.
+
+        Raises:
+          UserError: the state is of another text, batch size, length or seed; says which.
+        """
+        for name, ours in self._identity.items():
+            if state.get(name) != ours:
+                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        self._inner.set_state({"next_index": state["step"]})
+
+    def start_prefetch(self) -> None:
+        """Starts reading ahead before the first batch is asked for."""
+        self._inner.start_prefetch()
+
+    def close(self) -> None:
+        """Ends the reading thread; batches cannot be read any more."""
+        self._inner.close()
+
+
+class EvalStream:
+    """One pass over a text: every token but the first is a target once.
+
+    The N - 1 targets are cut in `batch` rows of R = ceil((N - 1) / batch), the last ones shorter; step s of
+    row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
+    (B, T) int32, "weights": (B, T) float32, "reset": bool scalar}; weights are 0 on what fills the last batch
+    up, where tokens and targets are 0, and 1 elsewhere. Iterating again starts again.
+
+    Args:
+      corpus: the text; at least 2 tokens.
+      batch: rows of all processes together.
+      length: tokens of a row in one batch.
+      limit: use the first `limit` tokens only.
+      process_index, process_count: which rows to give; one process by default.
+
+    Raises:
+      UserError: a text too short, or batch, length or limit out of range.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        batch: int,
+        length: int,
+        limit: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        _check_length(length)
+        rows = _rows_of_process(batch, process_index, process_count)
+        tokens: Int[np.ndarray, " N"] = corpus.tokens[:limit]
+        if (limit is not None and limit < 2) or len(tokens) < 2:
+            raise UserError(f"--data: evaluation takes at least 2 tokens, got {len(tokens)}")
+        self.num_targets = len(tokens) - 1
+        """Targets of weight 1, over all processes."""
+        self.num_bytes = corpus.num_bytes(1, len(tokens))
+        """Bytes of the original text these targets stand for."""
+        row = -(-self.num_targets // batch)
+        self._steps = -(-row // length)
+        places = np.arange(length)
+
+        def make(step: int) -> dict[str, np.ndarray | np.bool_]:
+            within = places + step * length
+            at = np.arange(batch)[rows, None] * row + within
+            counted = (within < row) & (at < self.num_targets)
+            at = np.where(counted, at, 0)
+            return {
+                "tokens": np.where(counted, tokens[at], 0).astype(np.int32),
+                "targets": np.where(counted, tokens[at + 1], 0).astype(np.int32),
+                "weights": counted.astype(np.float32),
+                "reset": np.bool_(step == 0),
+            }
+
+        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(_READ_AHEAD)
+
+    def __len__(self) -> int:
+        """Batches of the pass."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._dataset)
