@@ -7,12 +7,12 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from etils import epath
 from jaxtyping import Int
 from rich.console import Console
 from rich.progress import (
@@ -24,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from train.data.files import beside
 from train.data.sources import Split
 from train.data.tokenizers import Tokenizer, text_pieces
 from train.errors import UserError
@@ -90,59 +91,62 @@ def _npy_header(dtype: np.dtype, length: int) -> bytes:
     return file.getvalue()
 
 
-def build_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
-    """Writes folder/name.npy (tokens), name.extra.npy and, last, name.json, in memory for a few pieces of
-    text.
+def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> Corpus:
+    """The tokens of `split` in folder/name.npy, made where they are not there yet.
 
-    Each file is written aside and renamed, so that a folder that has name.json has the whole corpus.
+    Making takes memory for a few pieces of text only. Each file (name.npy, name.extra.npy and, last,
+    name.json) is written aside and renamed, so that a folder that has name.json has the whole corpus.
 
     Raises:
       UserError: the text is empty or cannot be read as the tokenizer needs it.
       OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    asides: list[Path] = []
-
-    def aside(file: str) -> Path:
-        asides.append(folder / f".{file}.{os.uname().nodename}.{os.getpid()}")
-        return asides[-1]
-
-    try:
-        dtype, count, digest, extras = tokenizer.dtype, 0, hashlib.sha256(), [np.zeros((0, 2), np.int64)]
-        tokens_file = aside(f"{name}.npy")
-        with open(tokens_file, "wb") as file, reading(f"tokens of {name}", split) as pieces:
-            file.write(_npy_header(dtype, 0))
-            for ids, extra in tokenizer.encode_corpus(pieces):
-                ids.tofile(file)
-                digest.update(ids.tobytes())
-                if len(extra):
-                    extras.append(extra + np.array([count, 0]))
-                count += len(ids)
-            file.seek(0)
-            file.write(_npy_header(dtype, count))
-        if not count:
-            raise UserError(f"--data: the {name} text is empty")
-        extra_file = aside(f"{name}.extra.npy")
-        with open(extra_file, "wb") as file:
-            np.save(file, np.concatenate(extras))
-        summary = aside(f"{name}.json")
-        summary.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")
-        tokens_file.replace(folder / f"{name}.npy")
-        extra_file.replace(folder / f"{name}.extra.npy")
-        summary.replace(folder / f"{name}.json")
-    finally:
-        for path in asides:
-            path.unlink(missing_ok=True)
+    corpus = read_corpus(folder, name, tokenizer)
+    if corpus is None:
+        _build(folder, name, split, tokenizer)
+        corpus = read_corpus(folder, name, tokenizer)
+        if corpus is None:
+            raise OSError(f"{folder / name}.npy is not what was written to it")
+    return corpus
 
 
 def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
-    """What `build_corpus` wrote, memory-mapped; None where it is not there or not whole."""
+    """What `open_corpus` made, memory-mapped; None where it is not there or not whole."""
     try:
         summary = json.loads((folder / f"{name}.json").read_text())
-        tokens = np.load(folder / f"{name}.npy", mmap_mode="r")
+        tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
         extra = np.load(folder / f"{name}.extra.npy")
     except (OSError, ValueError, EOFError):
         return None
     if tokens.shape != (summary["tokens"],) or tokens.dtype != tokenizer.dtype:
         return None
     return Corpus(tokens, tokenizer.token_bytes, extra, summary["digest"])
+
+
+def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}{end}" for end in (".npy", ".extra.npy", ".json")]
+    asides = {path: Path(beside(epath.Path(path))) for path in paths}
+    tokens_file, extra_file, summary_file = asides.values()
+    try:
+        count, digest, extras = 0, hashlib.sha256(), [np.zeros((0, 2), np.int64)]
+        with open(tokens_file, "wb") as file, reading(f"tokens of {name}", split) as pieces:
+            file.write(_npy_header(tokenizer.dtype, 0))
+            for ids, extra in tokenizer.encode_corpus(pieces):
+                ids.tofile(file)
+                digest.update(ids.tobytes())
+                if len(extra):
+                    extras.append(extra + np.array([[count, 0]]))
+                count += len(ids)
+            file.seek(0)
+            file.write(_npy_header(tokenizer.dtype, count))
+        if not count:
+            raise UserError(f"--data: the {name} text is empty")
+        with open(extra_file, "wb") as file:
+            np.save(file, np.concatenate(extras))
+        summary_file.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")
+        for path, aside in asides.items():
+            aside.replace(path)
+    finally:
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)

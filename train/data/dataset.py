@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
-from train.data.corpus import Corpus, build_corpus, read_corpus, reading
+from train.data.corpus import Corpus, open_corpus, read_corpus, reading
+from train.data.files import write_whole
 from train.data.sources import SPLITS, Source, open_source
 from train.data.tokenizers import Tokenizer, check_tokenizer, load_tokenizer, train_tokenizer
 from train.errors import UserError
@@ -63,33 +64,9 @@ def load(
     """
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
-    with _written("--cache-dir" if config.cache_dir else "--workdir", config.cache_dir or workdir):
-        return _load(config, run, _cache(config, run), splits)
-
-
-@contextlib.contextmanager
-def _written(option: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{option}: cannot write under {os.fspath(folder)}: {error.strerror or error}"
-        ) from error
-
-
-def _cache(config: DataConfig, run: epath.Path) -> Path:
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
-    if "://" in os.fspath(run):
-        return Path.home() / ".cache" / "brl-jax"
-    return Path(run) / "data"
-
-
-def _load(
-    config: DataConfig, run: epath.Path, cache: Path, splits: Sequence[str]
-) -> tuple[Tokenizer, dict[str, Corpus]]:
+    cache = _cache(config, run)
     asked = {"data": config.data, "tokenizer": config.tokenizer, "holdout": config.holdout}
-    manifest = json.loads((run / _MANIFEST).read_text()) if (run / _MANIFEST).exists() else None
+    manifest = _read_manifest(run)
     tokenizer: Tokenizer | None = None
     if manifest is not None:
         differing = [name for name, value in asked.items() if manifest[name] != value]
@@ -101,33 +78,53 @@ def _load(
             )
         tokenizer = load_tokenizer(run)
         if not differing:
-            wanted = [s for s in splits if s in manifest["splits"]]
-            corpora = {s: read_corpus(cache / manifest["tokens"], s, tokenizer) for s in wanted}
-            kept = {s: corpus for s, corpus in corpora.items() if corpus is not None}
+            wanted = _wanted(splits, manifest["splits"], config.data)
+            read = {s: read_corpus(cache / manifest["tokens"], s, tokenizer) for s in wanted}
+            kept = {s: corpus for s, corpus in read.items() if corpus is not None}
             if len(kept) == len(wanted):
                 return tokenizer, kept
 
     source = open_source(config.data, config.holdout)
-    missing = [s for s in splits if s not in source.splits and s != "test"]
+    wanted = _wanted(splits, source.splits, config.data)
+    try:
+        if tokenizer is None:
+            tokenizer = _tokenizer(config.tokenizer, source, cache)
+        folder = "tokens-" + _key(source.fingerprint, tokenizer.digest)
+        opened = {s: open_corpus(cache / folder, s, source.splits[s], tokenizer) for s in wanted}
+        if manifest is None:
+            tokenizer.save(run)
+            manifest = asked | {"splits": list(source.splits), "tokens": folder}
+            write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    except OSError as error:
+        option, place = ("--cache-dir", cache) if config.cache_dir else ("--workdir", run)
+        raise UserError(f"{option}: cannot write under {place}: {error.strerror or error}") from error
+    return tokenizer, opened
+
+
+def _cache(config: DataConfig, run: epath.Path) -> Path:
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser()
+    if "://" in os.fspath(run):
+        return Path.home() / ".cache" / "brl-jax"
+    return Path(run) / "data"
+
+
+def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
+    """What the run's folder says of its data: its DataConfig, the names of the text's splits, its tokens."""
+    try:
+        return json.loads((run / _MANIFEST).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise UserError(f"--workdir: {run / _MANIFEST} is damaged: {error}") from error
+
+
+def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[str]:
+    """The splits to open: those asked for, without test where others are asked for and the text has none."""
+    missing = [s for s in splits if s not in there and (s != "test" or len(splits) == 1)]
     if missing:
-        raise UserError(
-            f"--data: {config.data} has no {missing[0]} text, only {', '.join(source.splits)} (told by name)"
-        )
-    if tokenizer is None:
-        tokenizer = _tokenizer(config.tokenizer, source, cache)
-    folder = "tokens-" + _key(source.fingerprint, tokenizer.digest)
-    corpora = {}
-    for name in (s for s in splits if s in source.splits):
-        if read_corpus(cache / folder, name, tokenizer) is None:
-            build_corpus(cache / folder, name, source.splits[name], tokenizer)
-        corpora[name] = read_corpus(cache / folder, name, tokenizer)
-    if manifest is None:
-        tokenizer.save(run)
-        manifest = asked | {"splits": list(source.splits), "tokens": folder}
-        aside = run / f".{_MANIFEST}.{os.getpid()}"
-        aside.write_text(json.dumps(manifest, indent=1) + "\n")
-        aside.replace(run / _MANIFEST)
-    return tokenizer, {name: corpus for name, corpus in corpora.items() if corpus is not None}
+        raise UserError(f"--data: {spec} has no {missing[0]} text, only {', '.join(there)}")
+    return [s for s in splits if s in there]
 
 
 def _key(*parts: str) -> str:

@@ -6,6 +6,7 @@ are separated by a line end; that joined text is what bits per byte are counted 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -27,6 +28,7 @@ from train.errors import UserError
 SPLITS = ("train", "valid", "test")
 _EXPECTED = "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG]"
 _BLOCK = 1 << 20
+_ROWS = 256
 _SPLIT_NAMES = {
     "train": "train",
     "training": "train",
@@ -249,8 +251,16 @@ def _hold_out(paths: Sequence[Path], holdout: float) -> tuple[list[_Segment], li
 # --------------------------------------------------------------------------------------------
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextlib.contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Makes one line of what a library raises, whatever part it comes from: network, hub, parser, files."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{option}: {first_line}") from error
 
 
 def _join(texts: Iterable[str | bytes | None]) -> bytes:
@@ -310,16 +320,15 @@ def _open_tfds(rest: str, holdout: float) -> Source:
         import tensorflow_datasets as tfds
 
         importlib.import_module("tensorflow_datasets.text")  # registers wiki40b and its like
-        sources: dict[str, Any] = tfds.data_source(name)
+        with _naming(option):
+            sources: dict[str, Any] = tfds.data_source(name)
     except ModuleNotFoundError as error:
-        if error.name == "tensorflow":
+        if "'tensorflow'" in str(error):
             raise UserError(
                 f"{option}: not prepared on this machine, and preparing it (once) needs TensorFlow: "
                 f"pip install tensorflow, or run `tfds build {name} --file_format=array_record` where it is"
             ) from error
         raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
-    except Exception as error:  # the library raises whatever its parts raise: network, builder, file system
-        raise UserError(f"{option}: {_first_line(error)}") from error
     if not sources:
         raise UserError(f"{option}: the data set has no splits")
     features = next(iter(sources.values())).dataset_info.features
@@ -327,8 +336,9 @@ def _open_tfds(rest: str, holdout: float) -> Source:
     key = _text_field(option, texts, field)
 
     def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
-        for low in range(start, stop, 256):
-            examples = sources[split].__getitems__(list(range(low, min(low + 256, stop))))
+        for low in range(start, stop, _ROWS):
+            with _naming(option):
+                examples = sources[split].__getitems__(list(range(low, min(low + _ROWS, stop))))
             yield _join(example[key] for example in examples)
 
     rows = {str(split): len(source) for split, source in sources.items()}
@@ -344,23 +354,24 @@ def _open_hf(rest: str, holdout: float) -> Source:
     try:
         import datasets
 
-        if folder.is_dir():
-            saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
-            loaded: Any = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder))
-        else:
-            loaded = datasets.load_dataset(name, config or None)
+        with _naming(option):
+            if folder.is_dir():
+                saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+                loaded: Any = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder))
+            else:
+                loaded = datasets.load_dataset(name, config or None)
     except ModuleNotFoundError as error:
         raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
-    except Exception as error:  # the library raises whatever its parts raise: network, hub, parsers
-        raise UserError(f"{option}: {_first_line(error)}") from error
     tables: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     columns = {} if not tables else next(iter(tables.values())).features
     texts = [n for n, f in columns.items() if getattr(f, "dtype", None) in ("string", "large_string")]
     key = _text_field(option, texts, None)
 
     def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
-        for batch in tables[split].select_columns(key).select(range(start, stop)).iter(256):
-            yield _join(batch[key])
+        for low in range(start, stop, _ROWS):
+            with _naming(option):
+                texts = tables[split][low : min(low + _ROWS, stop)][key]
+            yield _join(texts)
 
     rows = {str(split): len(table) for split, table in tables.items()}
     files = sorted(f["filename"] for table in tables.values() for f in table.cache_files)

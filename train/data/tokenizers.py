@@ -17,6 +17,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from train.data.files import write_whole
 from train.errors import UserError
 
 _EXPECTED = "bytes, bpe:SIZE, words, words:MIN_COUNT or words:max=SIZE"
@@ -95,9 +96,7 @@ class Tokenizer(abc.ABC):
         folder.mkdir(parents=True, exist_ok=True)
         files = self._payload() | {"tokenizer_config.json": json.dumps({"tokenizer": self.spec}) + "\n"}
         for name, text in files.items():
-            aside = folder / f".{name}.{os.getpid()}"
-            aside.write_text(text)
-            aside.replace(folder / name)
+            write_whole(folder / name, text)
 
 
 class BytesTokenizer(Tokenizer):
@@ -178,7 +177,7 @@ class BPETokenizer(Tokenizer):
 class WordsTokenizer(Tokenizer):
     """Words between blanks, `<eos>` at each line's end, `<unk>` for words outside the vocabulary.
 
-    WikiText's way (Merity et al. 2016, arXiv:1609.07843, section 4.2). Runs of blanks are one blank.
+    WikiText's way (Merity et al. 2016, arXiv:1609.07843). Runs of blanks are one blank.
     token_bytes counts a word and the blank after it; what else a line holds belongs to its `<eos>`.
     """
 
