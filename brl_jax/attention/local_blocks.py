@@ -1,0 +1,327 @@
+"""How local attention walks over blocks: which queries meet which keys, without an array of all pairs.
+
+A pattern is cut into *parts* that share no (query, key) pair. A part arranges the queries and the keys in
+some order, cuts the queries into blocks of equal size, and says which stretch of the arranged keys each meets:
+
+- band: the stretch moves on with the block (sliding windows; one band a phase for dilated ones);
+- dense: all keys of the block's phase (block-diagonal attention, columns, global rows);
+- table: a static list of key blocks (random blocks, masks given block by block).
+
+A part's `rule` then says, from absolute positions, which pairs of the rectangle really see each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+Rule = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a pattern must know of one call to cut it into parts.
+
+    Attributes:
+      num_queries, num_keys: T and S.
+      query_offset: query i stands at key index i + query_offset.
+      key_offset: absolute position of key 0, or None where it is known only at run time.
+      is_causal: keys after the query are cut.
+      query_block: from the number of keys besides a block's own to the number of queries of a block.
+    """
+
+    num_queries: int
+    num_keys: int
+    query_offset: int
+    key_offset: int | None
+    is_causal: bool
+    query_block: Callable[[int], int]
+
+    def block(self, width: int, longest: int) -> int:
+        return max(1, min(self.query_block(width), longest))
+
+    @property
+    def first_position(self) -> int:
+        """Absolute position of query 0 (key_offset must be static)."""
+        assert self.key_offset is not None
+        return self.query_offset + self.key_offset
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """An order of a sequence: entry u of phase r is the token r * phase_step + u * stride + base.
+
+    Tokens outside the sequence are padding. `listed` gives the tokens of one phase one by one instead.
+    """
+
+    phases: int
+    per_phase: int
+    phase_step: int = 0
+    stride: int = 1
+    base: int = 0
+    listed: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        return self.phases * self.per_phase
+
+    def index(self, phase, start, length: int) -> Int[Array, " length"]:
+        """The tokens at start .. start+length of a phase; start and phase may be traced."""
+        if self.listed is not None:
+            return lax.dynamic_slice_in_dim(jnp.asarray(self.listed, jnp.int32), start, length)
+        u = start + jnp.arange(length, dtype=jnp.int32)
+        return u * self.stride + (phase * self.phase_step + self.base)
+
+    def _all_tokens(self) -> np.ndarray:
+        if self.listed is not None:
+            return self.listed
+        phase, u = np.arange(self.phases)[:, None], np.arange(self.per_phase)[None, :]
+        return (phase * self.phase_step + u * self.stride + self.base).reshape(-1)
+
+    @property
+    def _contiguous(self) -> bool:
+        in_order = self.phases == 1 or self.phase_step == self.per_phase
+        return self.listed is None and self.stride == 1 and in_order
+
+    def arrange(self, x: Array, axis: int, fill: float = 0) -> Array:
+        """Brings the tokens of x (along axis) into this order, padding with `fill`."""
+        size = x.shape[axis]
+        if self._contiguous:
+            start, stop = self.base, self.base + self.size
+            if start >= 0 and stop <= size:
+                return lax.slice_in_dim(x, start, stop, axis=axis)
+            pad = [(0, 0, 0)] * x.ndim
+            pad[axis] = (-start, stop - size, 0)
+            return lax.pad(x, jnp.asarray(fill, x.dtype), pad)
+        tokens = self._all_tokens()
+        inside = (tokens >= 0) & (tokens < size)
+        return jnp.take(x, np.where(inside, tokens, size), axis=axis, mode="fill", fill_value=fill)
+
+    def restore(self, x: Array, axis: int, size: int, fill: float = 0) -> Array:
+        """The inverse of `arrange` for a sequence of `size` tokens; tokens not in it become `fill`."""
+        if self._contiguous:
+            pad = [(0, 0, 0)] * x.ndim
+            pad[axis] = (self.base, size - self.base - self.size, 0)
+            return lax.pad(x, jnp.asarray(fill, x.dtype), pad)
+        tokens = self._all_tokens()
+        place = np.full(size, self.size)
+        inside = (tokens >= 0) & (tokens < size)
+        place[tokens[inside]] = np.flatnonzero(inside)
+        return jnp.take(x, place, axis=axis, mode="fill", fill_value=fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Queries in blocks, and the stretch of arranged keys that each block meets.
+
+    Blocks are numbered phase by phase. `advance` is how far the stretch moves from one block of a phase to
+    the next: the block size in a band, 0 in a dense part. With a `table` (blocks, m), the stretch of block i
+    is the key blocks table[i], each of `length` / m keys; an entry equal to their number is no block.
+    """
+
+    queries: Layout
+    keys: Layout
+    block: int
+    length: int
+    advance: int
+    rule: Rule | None
+    table: np.ndarray | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.queries.size // self.block
+
+    @property
+    def _per_phase(self) -> int:
+        return self.num_blocks // self.queries.phases
+
+    @property
+    def _key_block(self) -> int:
+        assert self.table is not None
+        return self.length // self.table.shape[1]
+
+    def query_index(self, i) -> Int[Array, " t"]:
+        phase, j = i // self._per_phase, i % self._per_phase
+        return self.queries.index(phase, j * self.block, self.block)
+
+    def key_index(self, i, num_keys: int) -> Int[Array, " s"]:
+        """Tokens of block i's stretch; what is outside 0 .. num_keys is padding."""
+        if self.table is None:
+            phase, j = i // self._per_phase, i % self._per_phase
+            return self.keys.index(phase, j * self.advance, self.length)
+        row = jnp.asarray(self.table, jnp.int32)[i]
+        within = jnp.arange(self._key_block, dtype=jnp.int32) + self.keys.base
+        token = row[:, None] * self._key_block + within[None, :]
+        absent = row == self.keys.size // self._key_block
+        return jnp.where(absent[:, None], num_keys, token).reshape(-1)
+
+    def _start(self, i):
+        return (i // self._per_phase) * self.keys.per_phase + (i % self._per_phase) * self.advance
+
+    def take(self, x: Array, i, axis: int) -> Array:
+        """Block i's stretch of arranged keys x (or of anything with one entry a key)."""
+        if self.table is None:
+            return lax.dynamic_slice_in_dim(x, self._start(i), self.length, axis)
+        row = jnp.asarray(self.table, jnp.int32)[i]
+        blocks = x.reshape(*x.shape[:axis], -1, self._key_block, *x.shape[axis + 1 :])
+        taken = jnp.take(blocks, row, axis=axis, mode="fill", fill_value=0)
+        return taken.reshape(*x.shape[:axis], self.length, *x.shape[axis + 1 :])
+
+    def add(self, total: Array, i, part: Array) -> Array:
+        """Adds block i's stretch `part` (..., length) into `total` (..., keys)."""
+        if self.table is None:
+            axis, start = total.ndim - 1, self._start(i)
+            old = lax.dynamic_slice_in_dim(total, start, self.length, axis)
+            return lax.dynamic_update_slice_in_dim(total, old + part, start, axis)
+        row = jnp.asarray(self.table, jnp.int32)[i]
+        blocks = total.reshape(*total.shape[:-1], -1, self._key_block)
+        pieces = part.reshape(*part.shape[:-1], -1, self._key_block)
+        return blocks.at[..., row, :].add(pieces, mode="drop").reshape(total.shape)
+
+    def take_all(self, x: Array, axis: int) -> Array:
+        """All stretches at once: the key axis becomes (blocks, length). A band needs static slices only."""
+        head, tail = x.shape[:axis], x.shape[axis + 1 :]
+        if self.table is not None:
+            blocks = x.reshape(*head, -1, self._key_block, *tail)
+            taken = jnp.take(blocks, self.table, axis=axis, mode="fill", fill_value=0)
+            return taken.reshape(*head, self.num_blocks, self.length, *tail)
+        x = x.reshape(*head, self.keys.phases, self.keys.per_phase, *tail)
+        if self.advance == 0:
+            x = jnp.broadcast_to(
+                jnp.expand_dims(x, axis + 1), (*head, self.keys.phases, self._per_phase, *x.shape[axis + 1 :])
+            )
+            return x.reshape(*head, self.num_blocks, self.length, *tail)
+        count = -(-self.length // self.block)
+        pad = [(0, 0)] * x.ndim
+        pad[axis + 1] = (0, (self._per_phase + count - 1) * self.block - self.keys.per_phase)
+        x = jnp.pad(x, pad).reshape(*head, self.keys.phases, -1, self.block, *tail)
+        shifted = [lax.slice_in_dim(x, j, j + self._per_phase, axis=axis + 1) for j in range(count)]
+        taken = lax.slice_in_dim(jnp.concatenate(shifted, axis + 2), 0, self.length, axis=axis + 2)
+        return taken.reshape(*head, self.num_blocks, self.length, *tail)
+
+    def add_all(self, parts: Array) -> Array:
+        """The transpose of take_all: the sum of all stretches (..., blocks, length) as (..., keys)."""
+        head = parts.shape[:-2]
+        if self.table is not None:
+            pieces = parts.reshape(*head, *self.table.shape, self._key_block)
+            total = jnp.zeros((*head, self.keys.size // self._key_block, self._key_block), parts.dtype)
+            return total.at[..., self.table, :].add(pieces, mode="drop").reshape(*head, self.keys.size)
+        parts = parts.reshape(*head, self.keys.phases, self._per_phase, self.length)
+        if self.advance == 0:
+            return parts.sum(-2).reshape(*head, self.keys.size)
+        count = -(-self.length // self.block)
+        parts = jnp.pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, count * self.block - self.length)])
+        total = jnp.zeros((*head, self.keys.phases, self._per_phase + count - 1, self.block), parts.dtype)
+        for j in range(count):
+            piece = parts[..., j * self.block : (j + 1) * self.block]
+            total = total + jnp.pad(piece, [(0, 0)] * (piece.ndim - 2) + [(j, count - 1 - j), (0, 0)])
+        total = total.reshape(*head, self.keys.phases, -1)[..., : self.keys.per_phase]
+        return total.reshape(*head, self.keys.size)
+
+    def split_queries(self, x: Array, axis: int) -> Array:
+        """Arranged queries with their axis cut into (blocks, block)."""
+        return x.reshape(*x.shape[:axis], self.num_blocks, self.block, *x.shape[axis + 1 :])
+
+
+def band(call: Call, left: int, right: int, rule: Rule | None, dilation: int = 1) -> Part:
+    """Queries that see `left` keys before and `right` after their own, `dilation` apart, phase by phase."""
+    first = call.query_offset // dilation
+    count = (call.query_offset + call.num_queries - 1) // dilation - first + 1
+    # Nothing is gained by a window that reaches beyond the keys.
+    before = max(0, min(left, first + count - 1))
+    after = 0 if call.is_causal else max(0, min(right, -(-call.num_keys // dilation) - 1 - first))
+    block = call.block(before + after, count)
+    length = block + before + after
+    if length >= 64:  # whole vector registers
+        before += -length % 16
+        length += -length % 16
+    blocks = -(-count // block)
+    queries = Layout(dilation, blocks * block, 1, dilation, first * dilation - call.query_offset)
+    keys = Layout(dilation, (blocks - 1) * block + length, 1, dilation, (first - before) * dilation)
+    return Part(queries, keys, block, length, block, rule)
+
+
+def aligned_bands(call: Call, size: int, before: int, after: int, rule: Rule | None) -> Part:
+    """Buckets of `size` at absolute boundaries: a bucket's queries see it, and buckets before and after."""
+    shift = call.first_position % size
+    after = 0 if call.is_causal else after
+    together = max(1, min(call.query_block((before + after) * size), call.num_queries + shift) // size)
+    block = size * together
+    blocks = -(-(call.num_queries + shift) // block)
+    length = (before + after) * size + block
+    queries = Layout(1, blocks * block, base=-shift)
+    keys = Layout(1, (blocks - 1) * block + length, base=call.query_offset - shift - before * size)
+    return Part(queries, keys, block, length, block, rule)
+
+
+def separate_blocks(call: Call, size: int, rule: Rule | None) -> Part:
+    """Blocks of `size` at absolute boundaries that see nothing but themselves."""
+    divisors = [d for d in range(1, size + 1) if size % d == 0 and d <= call.query_block(size)]
+    block = divisors[-1] if divisors else size
+    if block < 32:
+        return aligned_bands(call, size, 0, 0, rule)
+    shift = call.first_position % size
+    phases = -(-(call.num_queries + shift) // size)
+    queries = Layout(phases, size, size, base=-shift)
+    keys = Layout(phases, size, size, base=call.query_offset - shift)
+    return Part(queries, keys, block, size, 0, rule)
+
+
+def dense(
+    call: Call, queries: tuple[int, int], keys: tuple[int, int] | np.ndarray, rule: Rule | None
+) -> Part:
+    """The queries start..stop, in blocks, on all keys start..stop (or on the listed keys)."""
+    start, stop = queries
+    if isinstance(keys, np.ndarray):
+        key_layout = Layout(1, keys.size, listed=keys)
+    else:
+        key_layout = Layout(1, keys[1] - keys[0], base=keys[0])
+    block = call.block(key_layout.size, stop - start)
+    blocks = -(-(stop - start) // block)
+    return Part(Layout(1, blocks * block, base=start), key_layout, block, key_layout.size, 0, rule)
+
+
+def columns(call: Call, stride: int, rule: Rule | None) -> Part:
+    """Query i on all keys a multiple of `stride` away: one dense rectangle a phase."""
+    first = call.query_offset // stride
+    count = (call.query_offset + call.num_queries - 1) // stride - first + 1
+    per_key_phase = -(-call.num_keys // stride)
+    block = call.block(per_key_phase, count)
+    blocks = -(-count // block)
+    queries = Layout(stride, blocks * block, 1, stride, first * stride - call.query_offset)
+    keys = Layout(stride, per_key_phase, 1, stride)
+    return Part(queries, keys, block, per_key_phase, 0, rule)
+
+
+def tables(call: Call, block: int, lists: list[np.ndarray], rule: Rule | None) -> list[Part]:
+    """One part for each power of two of key blocks in a list, so that short lists don't pay for long ones.
+
+    lists[i] holds the absolute key blocks seen by the i-th block of queries, counted from the block in which
+    query 0 stands. Blocks without keys are skipped: their rows stay zero.
+    """
+    assert call.key_offset is not None
+    query_shift, key_shift = call.first_position % block, call.key_offset % block
+    first_block = call.key_offset // block
+    num_key_blocks = -(-(call.num_keys + key_shift) // block)
+    keys = Layout(1, num_key_blocks * block, base=-key_shift)
+    kept = [row[(row >= first_block) & (row < first_block + num_key_blocks)] - first_block for row in lists]
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(kept):
+        if row.size:
+            groups.setdefault(1 << int(row.size - 1).bit_length(), []).append(i)
+    parts = []
+    for members in groups.values():
+        longest = max(kept[i].size for i in members)
+        table = np.full((len(members), longest), num_key_blocks)
+        for row, i in enumerate(members):
+            table[row, : kept[i].size] = kept[i]
+        tokens = (np.asarray(members)[:, None] * block + np.arange(block) - query_shift).reshape(-1)
+        queries = Layout(1, tokens.size, listed=tokens)
+        parts.append(Part(queries, keys, block, longest * block, 0, rule, table))
+    return parts
