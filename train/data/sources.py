@@ -220,8 +220,10 @@ def _open_text(pattern: str, holdout: float) -> Source:
 
 
 def _hold_out(paths: Sequence[Path], holdout: float) -> tuple[list[_Segment], list[_Segment]]:
-    """Cuts the joined files in two near 1 - holdout of their bytes, at a line's end where there is one
-    near."""
+    """Cuts the joined files in two near 1 - holdout of their bytes, before the line that this falls in.
+
+    A line longer than a block is cut between two characters.
+    """
     sizes = [_file_size(p) for p in paths]
     total = sum(sizes)
     if total < 2:
@@ -231,16 +233,15 @@ def _hold_out(paths: Sequence[Path], holdout: float) -> tuple[list[_Segment], li
     while position >= sizes[index]:
         position -= sizes[index]
         index += 1
+    start = max(0, position - _BLOCK)
     with _open_file(paths[index]) as file:
-        file.seek(position)
-        rest_of_line = file.readline(_BLOCK)
-    at_line_end = position + len(rest_of_line)
-    is_last_file = index == len(paths) - 1
-    if rest_of_line.endswith(b"\n") and not (is_last_file and at_line_end == sizes[index]):
-        position = at_line_end
-    else:  # One line to the end: cut between two characters.
-        while position + 1 < sizes[index] and rest_of_line[:1] and rest_of_line[0] & 0xC0 == 0x80:
-            rest_of_line, position = rest_of_line[1:], position + 1
+        file.seek(start)
+        before, after = file.read(position - start), file.read(3)
+    line_start = before.rfind(b"\n") + 1
+    if line_start or (start == 0 and index > 0):
+        position = start + line_start
+    else:
+        position += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))
     train = [_Segment(p) for p in paths[:index]]
     train += [_Segment(paths[index], 0, position)] if position else []
     valid = [_Segment(paths[index], position, sizes[index])] if position < sizes[index] else []
@@ -338,7 +339,7 @@ def _open_tfds(rest: str, holdout: float) -> Source:
     def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
         for low in range(start, stop, _ROWS):
             with _naming(option):
-                examples = sources[split].__getitems__(list(range(low, min(low + _ROWS, stop))))
+                examples = [sources[split][i] for i in range(low, min(low + _ROWS, stop))]
             yield _join(example[key] for example in examples)
 
     rows = {str(split): len(source) for split, source in sources.items()}

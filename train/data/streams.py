@@ -125,7 +125,9 @@ class TokenStreams(grain.DatasetIterator):
 
     def close(self) -> None:
         """Ends the reading thread; batches cannot be read any more."""
-        self._inner.close()
+        # The base class closes what it deletes, also a stream whose arguments were refused.
+        if "_inner" in vars(self):
+            self._inner.close()
 
 
 class EvalStream:

@@ -1,0 +1,215 @@
+"""Loading: made once, kept whole or not at all, settled when the run starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.data import DataConfig, EvalStream, load, load_tokenizer
+from train.data import corpus as corpus_module
+from train.data.tokenizers import BytesTokenizer
+from train.errors import UserError
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, count in ("train", 400), ("valid", 30), ("test", 20):
+        (folder / f"{name}.txt").write_text("".join(f" the line {i % 37} of {name} \n" for i in range(count)))
+    return folder
+
+
+def config(text, **kwargs):
+    return DataConfig(data=f"text:{text}/*.txt", **kwargs)
+
+
+def hidden(folder):
+    return [p for p in Path(folder).rglob("*") if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300", "words", "words:2", "words:max=20"])
+def test_loaded_corpora_are_the_text(text, tmp_path, spec):
+    tokenizer, corpora = load(config(text, tokenizer=spec), tmp_path / "run")
+    assert list(corpora) == ["train", "valid", "test"]
+    for name, corpus in corpora.items():
+        original = (text / f"{name}.txt").read_text()
+        assert corpus.tokens.dtype == tokenizer.dtype
+        assert isinstance(corpus.tokens.base, np.memmap)
+        assert not corpus.tokens.flags.writeable
+        assert corpus.num_bytes() == len(original.encode())
+        assert corpus.num_bytes(0, 7) + corpus.num_bytes(7) == corpus.num_bytes()
+        if not spec.startswith("words"):
+            assert tokenizer.decode(corpus.tokens) == original
+    first = corpora["valid"].num_bytes(0, 1)
+    assert EvalStream(corpora["valid"], batch=2, length=8).num_bytes == corpora["valid"].num_bytes() - first
+    assert load_tokenizer(tmp_path / "run").digest == tokenizer.digest
+    assert not hidden(tmp_path / "run")
+
+
+def test_words_of_another_vocabulary_count_the_same_bytes(text, tmp_path):
+    sizes = [
+        load(config(text, tokenizer=spec), tmp_path / f"run{i}")[1]["valid"].num_bytes()
+        for i, spec in enumerate(["words", "words:max=5", "words:max=3"])
+    ]
+    assert sizes == [(text / "valid.txt").stat().st_size] * 3
+
+
+def test_a_run_keeps_its_text(text, tmp_path):
+    run = tmp_path / "run"
+    _, first = load(config(text, tokenizer="words"), run)
+    (text / "train.txt").write_text("another text\n" * 100)
+    _, again = load(config(text, tokenizer="words"), run)
+    assert again["train"].digest == first["train"].digest
+    shutil.rmtree(text)
+    tokenizer, again = load(config(text, tokenizer="words"), run)
+    assert {n: c.digest for n, c in again.items()} == {n: c.digest for n, c in first.items()}
+    assert list(load(config(text, tokenizer="words"), run, ("valid",))[1]) == ["valid"]
+    # Its tokens gone too, they are made again from the text as it is, with the run's own vocabulary.
+    shutil.rmtree(run / "data")
+    with pytest.raises(UserError, match="no file matches"):
+        load(config(text, tokenizer="words"), run)
+    text.mkdir()
+    for name in "train", "valid":
+        (text / f"{name}.txt").write_text("another text\n" * 100)
+    changed, corpora = load(config(text, tokenizer="words"), run)
+    assert changed.digest == tokenizer.digest
+    assert corpora["train"].digest != first["train"].digest
+    assert set(corpora) == {"train", "valid"}
+
+
+def test_runs_share_a_cache_and_see_when_the_text_changes(text, tmp_path, monkeypatch):
+    made = []
+    build = corpus_module._build
+    monkeypatch.setattr(corpus_module, "_build", lambda *a: (made.append(a[1]), build(*a)))
+    shared = config(text, tokenizer="bpe:300", cache_dir=str(tmp_path / "cache"))
+    first = load(shared, tmp_path / "one")
+    second = load(shared, tmp_path / "two")
+    assert made == ["train", "valid", "test"]
+    assert second[0].digest == first[0].digest
+    assert not (tmp_path / "two" / "data").exists()
+    (text / "valid.txt").write_text("something else\n" * 50)
+    third = load(shared, tmp_path / "three")
+    assert made == ["train", "valid", "test"] * 2
+    assert third[1]["valid"].digest != first[1]["valid"].digest
+
+
+def test_another_text_is_for_evaluation_only(text, tmp_path):
+    run = tmp_path / "run"
+    tokenizer, _ = load(config(text, tokenizer="words"), run)
+    manifest = (run / "data.json").read_text()
+    (tmp_path / "other.test.txt").write_text("the line of zebras\n")
+    other = DataConfig(data=f"text:{tmp_path}/other.test.txt", tokenizer="words")
+    with pytest.raises(
+        UserError, match=r"^--data: the run in .*run was started with 'text:.*another --workdir$"
+    ):
+        load(other, run)
+    same, corpora = load(other, run, ("test",))
+    assert same.digest == tokenizer.digest
+    assert same.decode(corpora["test"].tokens) == "the line of <unk>\n"
+    assert corpora["test"].num_bytes() == len("the line of zebras\n")
+    assert (run / "data.json").read_text() == manifest
+    with pytest.raises(UserError, match="has no valid text, only test"):
+        load(other, run, ("valid",))
+    with pytest.raises(UserError, match="has no train text, only test"):
+        load(other, tmp_path / "new")
+
+
+@pytest.mark.parametrize("change", [{"tokenizer": "bpe:300"}, {"holdout": 0.1}])
+def test_another_configuration_of_the_same_run_is_refused(text, tmp_path, change):
+    load(config(text), tmp_path / "run")
+    name = next(iter(change))
+    with pytest.raises(
+        UserError, match=f"^--{name}: the run in .* was started with .*, got .*{change[name]}"
+    ):
+        load(config(text, **change), tmp_path / "run")
+
+
+def test_a_split_the_text_does_not_have(text, tmp_path):
+    (text / "test.txt").unlink()
+    assert list(load(config(text), tmp_path / "run")[1]) == ["train", "valid"]
+    for _ in range(2):
+        with pytest.raises(UserError, match="has no test text, only train, valid"):
+            load(config(text), tmp_path / "run", ("test",))
+
+
+class Failing(BytesTokenizer):
+    """Breaks in the middle of a text."""
+
+    def encode_corpus(self, pieces):
+        for encoded in super().encode_corpus(pieces):
+            yield encoded
+            raise KeyboardInterrupt
+
+
+def test_what_was_stopped_halfway_leaves_nothing(text, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("train.data.dataset.train_tokenizer", lambda *_: Failing())
+        with pytest.raises(KeyboardInterrupt):
+            load(config(text), run)
+    assert not [p for p in run.rglob("*") if p.is_file()]
+    assert list(load(config(text), run)[1]) == ["train", "valid", "test"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "summary", "extra"])
+def test_damaged_tokens_are_made_again(text, tmp_path, damage):
+    _, corpora = load(config(text), tmp_path / "run")
+    folder = next((tmp_path / "run" / "data").glob("tokens-*"))
+    whole = (folder / "train.npy").read_bytes()
+    if damage == "cut":
+        (folder / "train.npy").write_bytes(whole[:-100])
+    else:
+        (folder / {"summary": "train.json", "extra": "train.extra.npy"}[damage]).write_text("")
+    _, again = load(config(text), tmp_path / "run")
+    assert again["train"].digest == corpora["train"].digest
+    assert (folder / "train.npy").read_bytes() == whole
+
+
+def test_the_streamed_array_is_an_ordinary_npy(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.data.tokenizers._PIECE", 100)
+    load(config(text), tmp_path / "run")
+    path = next((tmp_path / "run" / "data").glob("tokens-*/train.npy"))
+    assert np.load(path).tobytes() == (text / "train.txt").read_bytes()
+
+
+@pytest.mark.parametrize("option", ["workdir", "cache-dir"])
+def test_a_place_that_cannot_be_written_is_named(text, tmp_path, option):
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "run"
+    workdir, cache = (place, None) if option == "workdir" else (tmp_path / "run", str(place))
+    with pytest.raises(UserError, match=f"^--{option}: cannot write under .*file/run.*: Not a directory$"):
+        load(config(text, cache_dir=cache), workdir)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        DataConfig(data="nowhere"),
+        DataConfig(tokenizer="bpe:1"),
+        DataConfig(holdout=2.0),
+        DataConfig(data="text:/nowhere/*"),
+    ],
+)
+def test_bad_input_writes_nothing(tmp_path, bad):
+    with pytest.raises(UserError):
+        load(bad, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_split_and_a_damaged_manifest(text, tmp_path):
+    load(config(text), tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["splits"] == ["train", "valid", "test"]
+    (tmp_path / "run" / "data.json").write_text("{")
+    with pytest.raises(UserError, match=r"^--workdir: .*data\.json is damaged"):
+        load(config(text), tmp_path / "run")
+
+
+def test_the_default_trains_on_this_machine(tmp_path):
+    tokenizer, corpora = load(DataConfig(), tmp_path / "run")
+    assert tokenizer.vocab_size == 256
+    assert corpora["train"].tokens.dtype == np.uint8
+    assert corpora["train"].num_bytes() == len(corpora["train"].tokens)
+    assert "def __init__(self" in tokenizer.decode(corpora["train"].tokens[:200_000])

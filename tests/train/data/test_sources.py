@@ -1,0 +1,303 @@
+"""Sources: every byte in one split, splits by name or cut at a line, errors in one line."""
+
+import gzip
+import os
+import sysconfig
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from train.data.sources import open_source
+from train.errors import UserError
+
+
+def texts(spec, holdout=0.05):
+    source = open_source(spec, holdout)
+    return {name: b"".join(split.blocks()) for name, split in source.splits.items()}
+
+
+def lines(count, start=0):
+    return b"".join(b"line %d of the text\n" % i for i in range(start, start + count))
+
+
+# --- the standard library ---
+
+
+def test_stdlib_holds_out_files_and_is_the_same_again():
+    source, again = open_source("stdlib", 0.05), open_source("stdlib", 0.05)
+    assert list(source.splits) == ["train", "valid"]
+    train, valid = (b"".join(source.splits[s].blocks()) for s in ("train", "valid"))
+    assert source.fingerprint == again.fingerprint
+    assert b"".join(again.splits["valid"].blocks()) == valid
+    assert source.splits["train"].size == pytest.approx(len(train), rel=1e-3)
+    assert len(train) > 4_000_000
+    assert 0.01 < len(valid) / len(train) < 0.12
+    train.decode()
+    this = Path(sysconfig.get_path("stdlib"), "this.py").read_bytes().strip()
+    assert (this in train) != (this in valid)
+    both = train + valid
+    for folder, name in ("test", "support/__init__.py"), ("site-packages", "pytest/__init__.py"):
+        path = Path(sysconfig.get_path("stdlib"), folder, name)
+        assert not path.exists() or path.read_bytes().strip() not in both
+
+
+def test_stdlib_moves_no_file_when_more_is_held_out():
+    few, many = texts("stdlib", 0.02)["valid"], texts("stdlib", 0.2)["valid"]
+    assert len(few) < len(many)
+    assert few[:200] in many
+
+
+# --- files ---
+
+
+def test_files_are_split_by_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("wiki.train.tokens", 50), ("wiki.valid.tokens", 5), ("wiki.test.tokens", 6)):
+        Path(name).write_bytes(lines(count))
+        Path(name + ".gz").write_bytes(gzip.compress(lines(count)))
+    wanted = {"train": lines(50), "valid": lines(5), "test": lines(6)}
+    assert texts("text:wiki.*.tokens") == texts("text:*.gz") == wanted
+    assert texts(f"text:{tmp_path}/*train*.gz,wiki.val*.gz,./wiki.test*.gz") == wanted
+    assert texts("text:wiki.valid.tokens,wiki.test.tokens").keys() == {"valid", "test"}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("holdout", [0.05, 0.5, 0.001])
+def test_without_names_the_end_of_the_text_is_held_out_at_a_line(tmp_path, suffix, holdout):
+    whole = b""
+    for i, count in enumerate([70, 90, 3]):
+        text = lines(count, 1000 * i)
+        (tmp_path / f"book{i}.txt{suffix}").write_bytes(gzip.compress(text) if suffix else text)
+        whole += text
+    splits = texts(f"text:{tmp_path}/*", holdout)
+    assert list(splits) == ["train", "valid"]
+    assert splits["train"] + splits["valid"] == whole
+    assert splits["train"].endswith(b"\n")
+    assert abs(len(splits["valid"]) - holdout * len(whole)) <= 25
+
+
+def test_a_text_of_one_line_is_cut_between_characters(tmp_path):
+    (tmp_path / "one.txt").write_text("é" * 100)
+    splits = texts(f"text:{tmp_path}/one.txt", 0.125)
+    assert splits["train"].decode() == "é" * 88 + "\n"
+    assert splits["valid"].decode() == "é" * 12 + "\n"
+
+
+def test_the_cut_can_fall_between_files(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 89 + b"\n")
+    (tmp_path / "b.txt").write_bytes(b"y" * 10)
+    splits = texts(f"text:{tmp_path}/*.txt", 0.1)
+    assert splits == {"train": b"x" * 89 + b"\n", "valid": b"y" * 10 + b"\n"}
+
+
+def test_files_are_joined_at_lines_and_only_once(tmp_path):
+    (tmp_path / "train.1.txt").write_bytes(b"no end")
+    (tmp_path / "train.2.txt").write_bytes(b"an end\n")
+    (tmp_path / "train.3.txt").write_bytes(b"")
+    (tmp_path / "valid.txt").write_bytes(b"v")
+    splits = texts(f"text:{tmp_path}/*,{tmp_path}/train.2.txt")
+    assert splits == {"train": b"no end\nan end\n", "valid": b"v\n"}
+
+
+def test_the_fingerprint_follows_the_files(tmp_path):
+    (tmp_path / "a.txt").write_bytes(lines(30))
+    first = open_source(f"text:{tmp_path}/*", 0.05).fingerprint
+    assert open_source(f"text:{tmp_path}/*", 0.05).fingerprint == first
+    assert open_source(f"text:{tmp_path}/*", 0.06).fingerprint != first
+    (tmp_path / "a.txt").write_bytes(lines(31))
+    assert open_source(f"text:{tmp_path}/*", 0.05).fingerprint != first
+
+
+def test_bad_files_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^--data: no file matches 'x/\*\.txt' \(relative to .*\)$"):
+        texts("text:x/*.txt")
+    Path("empty.txt").touch()
+    with pytest.raises(UserError, match="matches empty files only"):
+        texts("text:*.txt")
+    Path("tiny.txt").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"tiny\.txt has 1 bytes, too few"):
+        texts("text:*.txt")
+    whole = gzip.compress(os.urandom(1000))
+    for name, content in (
+        ("cut.gz", whole[:500]),
+        ("not.gz", b"plain text"),
+        ("broken.gz", whole[:200] + whole[300:]),
+    ):
+        Path(name).write_bytes(content)
+        with pytest.raises(UserError, match=f"^--data: cannot read .*{name}: "):
+            texts(f"text:{name}")
+        os.rename(name, f"train.{name}")
+        Path("valid.txt").write_bytes(b"v")
+        with pytest.raises(UserError, match=f"^--data: cannot read .*{name}: "):
+            texts(f"text:train.{name},valid.txt")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("stdlb", "unknown text 'stdlb', expected stdlib, text:GLOB.*did you mean 'stdlib'"),
+        ("txt:*.txt", "unknown text 'txt:.*did you mean 'text'"),
+        ("wiki.txt", "unknown text 'wiki.txt', expected"),
+        ("", "unknown text ''"),
+        ("text:", "'text:' names nothing after the colon"),
+        ("stdlib:x", "unknown text 'stdlib:x'"),
+    ],
+)
+def test_unknown_texts_are_refused(spec, message):
+    with pytest.raises(UserError, match=f"^--data: .*{message}"):
+        open_source(spec, 0.05)
+
+
+@pytest.mark.parametrize("holdout", [0, 1, -0.1, 5])
+def test_the_share_held_out_is_a_share(holdout):
+    with pytest.raises(UserError, match=f"^--holdout: expected a share between 0 and 1, got {holdout}"):
+        open_source("stdlib", holdout)
+
+
+# --- Hugging Face datasets ---
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def test_hf_saved_folder(tmp_path, offline):
+    rows = [" = Title = \n", "", " some words é \n"]
+    table = {"text": rows, "n": [1, 2, 3]}
+    datasets.DatasetDict(
+        {
+            "train": datasets.Dataset.from_dict(table),
+            "validation": datasets.Dataset.from_dict({"text": ["v"], "n": [4]}),
+        }
+    ).save_to_disk(tmp_path / "wikitext")
+    splits = texts(f"hf:{tmp_path}/wikitext")
+    assert splits == {"train": " = Title = \n\n some words é \n".encode(), "valid": b"v\n"}
+
+
+def test_hf_without_validation_holds_out_the_last_rows(tmp_path, offline):
+    rows = [f"document {i}" for i in range(1000)]
+    datasets.Dataset.from_dict({"content": rows}).save_to_disk(tmp_path / "owt")
+    splits = texts(f"hf:{tmp_path}/owt", 0.01)
+    assert splits["train"].decode().splitlines() == rows[:990]
+    assert splits["valid"].decode().splitlines() == rows[990:]
+
+
+def test_hf_folder_of_files(tmp_path, offline):
+    (tmp_path / "train.txt").write_bytes(lines(20))
+    (tmp_path / "test.txt").write_bytes(lines(4))
+    splits = texts(f"hf:{tmp_path}", 0.1)
+    assert splits == {"train": lines(18), "valid": lines(2, 18), "test": lines(4)}
+
+
+def test_hf_errors_are_one_line(tmp_path, offline):
+    with pytest.raises(UserError, match=r"^--data hf:wikitext:wikitext-103-raw-v1: [^\n]+$"):
+        open_source("hf:wikitext:wikitext-103-raw-v1", 0.05)
+    datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}).save_to_disk(tmp_path / "qa")
+    with pytest.raises(UserError, match="cannot tell which field is the text among question, answer"):
+        open_source(f"hf:{tmp_path}/qa", 0.05)
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "one")
+    with pytest.raises(UserError, match="'train' has 1 rows, too few"):
+        open_source(f"hf:{tmp_path}/one", 0.05)
+    datasets.DatasetDict({"extra": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(
+        tmp_path / "extra"
+    )
+    with pytest.raises(UserError, match="expected a split named train, got extra"):
+        open_source(f"hf:{tmp_path}/extra", 0.05)
+
+
+# --- TensorFlow Datasets ---
+
+
+def write_info(builder, features, folder, splits):
+    """Writes a prepared data set's own files: metadata, and records where there are rows."""
+    folder.mkdir(parents=True)
+    infos = []
+    for split, rows in splits.items():
+        template = tfds.core.ShardedFileTemplate(
+            dataset_name=builder.name, data_dir=folder, split=split, filetype_suffix="array_record"
+        )
+        if features is not None:
+            writer = ArrayRecordWriter(
+                str(template.sharded_filepath(shard_index=0, num_shards=1)), "group_size:1"
+            )
+            for row in rows:
+                writer.write(features.serialize_example(row))
+            writer.close()
+        infos.append(
+            tfds.core.SplitInfo(
+                name=split, shard_lengths=[len(rows)], num_bytes=1, filename_template=template
+            )
+        )
+    builder.info.set_splits(tfds.core.splits.SplitDict(infos))
+    builder.info.write_to_directory(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny_books(tmp_path_factory):
+    features = tfds.features.FeaturesDict(
+        {"book_id": np.int32, "book_title": tfds.features.Text(), "book_text": tfds.features.Text()}
+    )
+
+    class TinyBooks(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        name = "tiny_books"
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, download):
+            raise AssertionError("it is prepared")
+
+        def _generate_examples(self):
+            raise AssertionError("it is prepared")
+
+    data_dir = tmp_path_factory.mktemp("tfds")
+    books = [{"book_id": i, "book_title": f"Book {i}", "book_text": f"Text {i} é\nend"} for i in range(600)]
+    builder = TinyBooks(data_dir=data_dir, file_format="array_record")
+    write_info(builder, features, data_dir / "tiny_books" / "1.0.0", {"train": books, "test": books[:2]})
+    tfds.core.add_data_dir(data_dir)
+
+
+def test_tfds_reads_prepared_records(tiny_books):
+    splits = texts("tfds:tiny_books", 0.01)
+    wanted = [f"Text {i} é\nend\n" for i in range(600)]
+    assert {name: text.decode() for name, text in splits.items()} == {
+        "train": "".join(wanted[:594]),
+        "valid": "".join(wanted[594:]),
+        "test": "".join(wanted[:2]),
+    }
+    assert texts("tfds:tiny_books:book_title")["test"] == b"Book 0\nBook 1\n"
+    assert texts("tfds:tiny_books:1.0.0")["test"] == splits["test"]
+    with pytest.raises(UserError, match="no text field 'body', the data set has book_text, book_title"):
+        open_source("tfds:tiny_books:body", 0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"), [("lm1b", ["train", "test"]), ("wiki40b/en", ["train", "validation", "test"])]
+)
+def test_tfds_knows_the_public_data_sets(name, splits, tmp_path):
+    __import__("tensorflow_datasets.text")
+    builder = tfds.builder(name, data_dir=tmp_path, file_format="array_record")
+    write_info(builder, None, Path(builder.data_dir), {split: range(30) for split in splits})
+    with tfds.testing.mock_data(num_examples=30, data_dir=str(tmp_path)):
+        found = texts(f"tfds:{name}", 0.1)
+    assert list(found) == ["train", "valid", "test"]
+    assert found["test"].count(b"\n") == 30
+    assert found["train"].count(b"\n") == (30 if "validation" in splits else 27)
+
+
+def test_tfds_errors_are_one_line():
+    with pytest.raises(UserError, match=r"^--data tfds:no_such_thing: Dataset no_such_thing not found\.$"):
+        open_source("tfds:no_such_thing", 0.05)
+    with pytest.raises(UserError, match=r"^--data tfds:lm1b/no_such_config: [^\n]+$"):
+        open_source("tfds:lm1b/no_such_config", 0.05)

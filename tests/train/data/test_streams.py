@@ -1,0 +1,271 @@
+"""Streams: rows that go on, passes that wrap, states that resume, shares of processes, targets counted once."""
+
+import json
+import subprocess
+import sys
+
+import grain
+import numpy as np
+import pytest
+from etils import epath
+
+from train.data import Corpus, EvalStream, TokenStreams
+from train.errors import UserError
+
+
+def corpus_of(tokens, digest="d"):
+    tokens = np.asarray(tokens)
+    return Corpus(tokens, np.ones(int(tokens.max()) + 1, np.int64), np.zeros((0, 2), np.int64), digest)
+
+
+def counting(size):
+    """A text whose tokens are their own positions."""
+    return corpus_of(np.arange(size, dtype=np.int32))
+
+
+def take(stream, count):
+    return [next(stream) for _ in range(count)]
+
+
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.parametrize(("size", "batch", "length"), [(101, 3, 7), (64, 4, 8), (22, 1, 21), (1000, 8, 5)])
+def test_rows_go_on_and_follow_each_other(size, batch, length):
+    stream = TokenStreams(counting(size), batch=batch, length=length, seed=3)
+    steps = stream.steps_per_pass
+    assert steps == size // (batch * length)
+    starts = []
+    for _ in range(3):
+        batches = take(stream, steps)
+        assert [bool(b["reset"]) for b in batches] == [True] + [False] * (steps - 1)
+        tokens = np.concatenate([b["tokens"] for b in batches], 1)
+        targets = np.concatenate([b["targets"] for b in batches], 1)
+        # Row after row, position after position: one stretch of the text, round its end.
+        np.testing.assert_array_equal(np.diff(tokens.ravel()) % size, 1)
+        np.testing.assert_array_equal(targets, (tokens + 1) % size)
+        assert tokens.shape == (batch, steps * length)
+        starts.append(int(tokens[0, 0]))
+    assert len(set(starts)) > 1
+
+
+def test_a_row_gives_the_text_back():
+    text = b"It was the best of times, it was the worst of times, it was the age of wisdom. " * 3
+    stream = TokenStreams(corpus_of(np.frombuffer(text, np.uint8)), batch=2, length=16, seed=1)
+    batches = take(stream, stream.steps_per_pass)
+    for row in range(2):
+        stretch = b"".join(b["tokens"][row].astype(np.uint8).tobytes() for b in batches)
+        assert stretch in text + text
+        assert stretch not in text[1:] + b"!" + text[:-1] or stretch in text
+
+
+def test_batches_are_plain_int32_arrays(tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(100, dtype=np.uint16))
+    stream = TokenStreams(
+        corpus_of(np.load(tmp_path / "t.npy", mmap_mode="r").view(np.ndarray)), batch=2, length=4
+    )
+    batch = next(stream)
+    assert type(batch["tokens"]) is np.ndarray
+    assert batch["tokens"].dtype == batch["targets"].dtype == np.int32
+    assert batch["reset"].shape == ()
+    assert batch["reset"].dtype == bool
+
+
+def test_the_seed_draws_the_offsets():
+    def first(seed):
+        return take(TokenStreams(counting(500), batch=2, length=8, seed=seed), 70)
+
+    assert_same(first(0), first(0))
+    assert first(0)[0]["tokens"][0, 0] != first(1)[0]["tokens"][0, 0]
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 6, 7, 13, 40])
+def test_resumed_it_is_the_stream_never_stopped(step):
+    def make():
+        return TokenStreams(counting(100), batch=2, length=8, seed=5)  # 6 steps a pass
+
+    whole = take(make(), step + 15)
+    stopped = make()
+    take(stopped, step)
+    state = json.loads(json.dumps(stopped.get_state()))
+    assert state["step"] == stopped.step == step
+    resumed = make()
+    take(resumed, 3)
+    resumed.set_state(state)
+    assert_same(take(resumed, 15), whole[step:])
+    stopped.set_state(state)  # also in place, over what was read ahead
+    assert_same(take(stopped, 15), whole[step:])
+
+
+class Counting(np.ndarray):
+    """Counts the reads of an array."""
+
+    reads = 0
+
+    def take(self, *args, **kwargs):
+        Counting.reads += 1
+        return super().take(*args, **kwargs)
+
+
+def test_resume_reads_nothing_of_what_it_skips():
+    corpus = Corpus(
+        np.arange(100, dtype=np.int32).view(Counting), np.ones(100, np.int64), np.zeros((0, 2), np.int64), ""
+    )
+    stream = TokenStreams(corpus, batch=2, length=8)
+    state = stream.get_state()
+    stream.set_state(state | {"step": 10**12})
+    next(stream)
+    stream.close()
+    assert stream.step == 10**12 + 1
+    assert 1 <= Counting.reads <= 6
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_share_the_rows_and_a_state_fits_any_number_of_them(count):
+    def make(**kwargs):
+        return TokenStreams(counting(200), batch=6, length=5, seed=2, **kwargs)
+
+    whole = make()
+    shares = [make(process_index=i, process_count=count) for i in range(count)]
+    for _ in range(10):
+        expected, got = next(whole), [next(s) for s in shares]
+        for name in ("tokens", "targets"):
+            np.testing.assert_array_equal(np.concatenate([g[name] for g in got]), expected[name])
+        assert {bool(g["reset"]) for g in got} == {bool(expected["reset"])}
+    assert shares[0].get_state() == whole.get_state()
+    other = make()
+    other.set_state(shares[1].get_state())
+    assert_same(take(other, 5), take(whole, 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 4}, "batch 2, now it is 4"),
+        ({"length": 4}, "length 8, now it is 4"),
+        ({"seed": 1}, "seed 0, now it is 1"),
+        ({"corpus": corpus_of(np.arange(100), "other")}, "digest d, now it is other"),
+        ({"corpus": counting(99)}, "tokens 100, now it is 99"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(change, message):
+    arguments = {"corpus": counting(100), "batch": 2, "length": 8, "seed": 0}
+    state = TokenStreams(**arguments).get_state()
+    with pytest.raises(UserError, match=message):
+        TokenStreams(**arguments | change).set_state(state)
+
+
+def test_grains_own_checkpoint_handler_takes_the_stream(tmp_path):
+    stream = TokenStreams(counting(100), batch=2, length=8)
+    take(stream, 9)
+    handler = grain.checkpoint.CheckpointHandler()
+    handler.save(epath.Path(tmp_path), stream)
+    other = TokenStreams(counting(100), batch=2, length=8)
+    handler.restore(epath.Path(tmp_path), other)
+    assert_same(take(other, 4), take(stream, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"batch": 4, "length": 25},
+            r"--data: the text has 100 tokens.*--batch 4 times --length 25.* take 101",
+        ),
+        ({"batch": 0, "length": 5}, "--batch: expected a positive multiple of the 1 processes, got 0"),
+        ({"batch": 3, "length": 5, "process_count": 2}, "--batch: .*multiple of the 2 processes, got 3"),
+        ({"batch": 2, "length": 0}, "--length: expected at least 1 token, got 0"),
+        ({"batch": 2, "length": 5, "seed": -1}, "--seed: expected 0 or more, got -1"),
+        (
+            {"batch": 2, "length": 5, "process_index": 2, "process_count": 2},
+            r"process_index must be in \[0, 2\), got 2",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TokenStreams(counting(100), **arguments)
+
+
+def test_one_token_more_than_a_batch_is_enough():
+    assert next(TokenStreams(counting(101), batch=4, length=25))["tokens"].shape == (4, 25)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "length"), [(101, 3, 7), (65, 4, 8), (2, 4, 3), (50, 1, 49), (50, 1, 60)]
+)
+def test_evaluation_counts_every_target_once(size, batch, length):
+    stream = EvalStream(counting(size), batch=batch, length=length)
+    batches = list(stream)
+    assert len(batches) == len(stream)
+    assert [bool(b["reset"]) for b in batches] == [True] + [False] * (len(stream) - 1)
+    assert all(
+        b["tokens"].shape == b["targets"].shape == b["weights"].shape == (batch, length) for b in batches
+    )
+    counted = np.concatenate([b["weights"] for b in batches], 1).astype(bool)
+    tokens = np.concatenate([b["tokens"] for b in batches], 1)
+    targets = np.concatenate([b["targets"] for b in batches], 1)
+    # In the order of the rows, the whole text but its first token; and each row without a gap.
+    np.testing.assert_array_equal(targets[counted], np.arange(1, size))
+    np.testing.assert_array_equal(tokens[counted], np.arange(size - 1))
+    assert not (np.diff(counted.astype(int), axis=1) > 0).any()
+    assert not tokens[~counted].any()
+    assert not targets[~counted].any()
+    assert stream.num_targets == counted.sum() == size - 1
+    assert_same(list(stream), batches)
+
+
+def test_evaluation_of_a_part_counts_its_bytes():
+    corpus = Corpus(
+        np.array([0, 1, 2, 1, 0, 2, 2], np.uint8),
+        np.array([1, 10, 100]),
+        np.array([[0, 5], [3, 7], [5, 1000]]),
+        "",
+    )
+    assert corpus.num_bytes() == 3 * 100 + 2 * 10 + 2 * 1 + 5 + 7 + 1000
+    assert corpus.num_bytes(1, 4) == 10 + 100 + 10 + 7
+    assert corpus.num_bytes(4, 4) == 0
+    stream = EvalStream(corpus, batch=2, length=2, limit=5)
+    assert stream.num_targets == 4
+    assert stream.num_bytes == 10 + 100 + 10 + 7 + 1
+    assert sum(float(b["weights"].sum()) for b in stream) == 4
+
+
+def test_evaluation_rows_are_shared_by_processes():
+    whole = list(EvalStream(counting(99), batch=4, length=6))
+    shares = [
+        list(EvalStream(counting(99), batch=4, length=6, process_index=i, process_count=2)) for i in range(2)
+    ]
+    for i, batch in enumerate(whole):
+        for name in ("tokens", "targets", "weights"):
+            np.testing.assert_array_equal(np.concatenate([s[i][name] for s in shares]), batch[name])
+
+
+@pytest.mark.parametrize(("size", "limit"), [(1, None), (50, 1), (50, 0), (50, -3)])
+def test_evaluation_of_too_little_is_refused(size, limit):
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        EvalStream(counting(size), batch=1, length=4, limit=limit)
+
+
+def test_a_program_ends_with_a_stream_half_read():
+    program = """
+import sys
+import numpy as np
+from train.data import Corpus, TokenStreams
+lazy = {"datasets", "tensorflow", "tensorflow_datasets", "tokenizers", "torch"} & set(sys.modules)
+assert not lazy, lazy
+stream = TokenStreams(
+    Corpus(np.arange(100), np.ones(100, np.int64), np.zeros((0, 2), np.int64), ""), batch=2, length=8
+)
+next(stream)
+sys.exit(3)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (3, "")

@@ -1,0 +1,214 @@
+"""Tokenizers: round trips, and a count of bytes that adds up to the text whatever the tokenizer."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.data import load_tokenizer
+from train.data import tokenizers as module
+from train.data.tokenizers import text_pieces, train_tokenizer
+from train.errors import UserError
+
+SPECS = ("bytes", "bpe:300", "words", "words:2", "words:max=8")
+TEXT = " the cat sat on the mat , the dog did not \n \n the café was on the mat \n" * 3
+# Letters, blanks of several widths, line ends, signs of two to four bytes, the marks themselves.
+TEXTS = st.lists(
+    st.sampled_from(
+        [
+            "the",
+            "cat",
+            "été",
+            " ",
+            "  ",
+            "\t",
+            "\n",
+            "\r\n",
+            "\u3000",
+            "🙂",
+            "<unk>",
+            "<eos>",
+            "zebra",
+            "\x00",
+        ]
+    ),
+    max_size=60,
+).map("".join)
+WIKITEXT = Path("../shared/data/wikitext2")
+
+
+def make(spec, text=TEXT):
+    return train_tokenizer(spec, lambda: text_pieces([text.encode()]))
+
+
+def encoded(tokenizer, pieces):
+    """All tokens, and the bytes of text each stands for."""
+    ids, sizes = [], []
+    for piece_ids, extra in tokenizer.encode_corpus(pieces):
+        size = tokenizer.token_bytes[piece_ids].copy()
+        size[extra[:, 0]] += extra[:, 1]
+        ids.append(piece_ids.astype(np.int64))
+        sizes.append(size)
+    return np.concatenate(ids or [[]]), np.concatenate(sizes or [[]])
+
+
+@given(text=TEXTS)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
+def test_bytes_and_bpe_give_every_text_back(spec, text):
+    tokenizer = TOKENIZERS[spec]
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert ids.ndim == 1
+    assert tokenizer.decode(ids) == text
+    assert int(tokenizer.token_bytes[ids].sum()) == len(text.encode())
+
+
+@given(text=TEXTS, piece=st.integers(8, 40))
+@settings(max_examples=80, deadline=None)
+@pytest.mark.parametrize("spec", SPECS)
+def test_bytes_of_a_corpus_add_up_whatever_the_pieces(spec, text, piece):
+    text += "\n"
+    tokenizer = TOKENIZERS[spec]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE", piece)
+        pieces = list(text_pieces([text.encode()]))
+    assert b"".join(pieces) == text.encode()
+    ids, sizes = encoded(tokenizer, pieces)
+    assert sizes.sum() == len(text.encode())
+    assert ids.max() < tokenizer.vocab_size
+    if spec in ("bytes", "bpe:300"):
+        assert tokenizer.decode(ids) == text
+
+
+@given(text=TEXTS)
+@settings(max_examples=80, deadline=None)
+@pytest.mark.parametrize("spec", ["words", "words:max=8"])
+def test_words_know_the_bytes_of_every_word_and_line(spec, text):
+    tokenizer = TOKENIZERS[spec]
+    text += "\n"
+    ids, sizes = encoded(tokenizer, [text.encode()])
+    at = 0
+    for line in text.split("\n")[:-1]:
+        words = line.split()
+        assert [tokenizer.decode([i]) for i in ids[at : at + len(words)]] == [
+            w if w in tokenizer._ids else "<unk>" for w in words
+        ]
+        assert sizes[at : at + len(words)].tolist() == [len(w.encode()) + 1 for w in words]
+        assert tokenizer.decode([ids[at + len(words)]]) == "\n"
+        assert sizes[at : at + len(words) + 1].sum() == len(line.encode()) + 1
+        at += len(words) + 1
+    assert at == len(ids)
+
+
+TOKENIZERS = {spec: make(spec) for spec in SPECS}
+
+
+def test_words_round_trip_and_vocabulary():
+    words = TOKENIZERS["words"]
+    assert words.decode(words.encode("the cat\n\non the mat\n")) == "the cat\n\non the mat\n"
+    assert words.encode("the <unk> cat").tolist().count(words.encode("<unk>")[0]) == 1
+    # " the cat ..." thrice: every word comes at least three times, so a count of 2 cuts nothing, a size does.
+    assert TOKENIZERS["words:2"].vocab_size == words.vocab_size
+    assert TOKENIZERS["words:max=8"].vocab_size == 8
+    assert make("words:4").vocab_size == 2 + 3  # the, mat, on
+    assert [words.decode([i]) for i in range(3)] == ["<unk>", "\n", "the"]
+
+
+def test_words_refuse_a_prompt_with_unknown_words():
+    with pytest.raises(UserError, match=r"2 words outside the vocabulary of \d+: 'zebra', 'Ünknown'"):
+        TOKENIZERS["words"].encode("the zebra sat the Ünknown zebra")
+
+
+def test_bytes_that_are_no_text():
+    tokenizer = TOKENIZERS["bytes"]
+    assert tokenizer.decode([0xC3, 0x28]) == "�("
+    # What the shell hands over undecodable comes as surrogates.
+    assert tokenizer.encode(os.fsdecode(b"a\xff")).tolist() == [97, 255]
+    with pytest.raises(UserError, match="not UTF-8"):
+        TOKENIZERS["bpe:300"].encode("a\udcff")
+    for spec in ("bpe:300", "words"):
+        with pytest.raises(UserError, match=r"not UTF-8.*--tokenizer bytes"):
+            list(TOKENIZERS[spec].encode_corpus([b"caf\xe9 \n"]))
+
+
+def test_bpe_merges_and_is_the_same_again():
+    bpe = TOKENIZERS["bpe:300"]
+    assert len(bpe.encode(TEXT)) < len(TEXT) // 2
+    assert bpe.vocab_size <= 300
+    assert make("bpe:300").digest == bpe.digest
+    assert make("bpe:280").digest != bpe.digest
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_saved_and_loaded_it_is_the_same(spec, tmp_path):
+    TOKENIZERS[spec].save(tmp_path / "run")
+    loaded = load_tokenizer(tmp_path / "run")
+    assert loaded.spec == spec
+    assert loaded.digest == TOKENIZERS[spec].digest
+    assert loaded.encode("the mat\n").tolist() == TOKENIZERS[spec].encode("the mat\n").tolist()
+    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+
+
+def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
+    with pytest.raises(UserError, match="no tokenizer in"):
+        load_tokenizer(tmp_path)
+    TOKENIZERS["bpe:300"].save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_dtype_is_the_smallest():
+    assert TOKENIZERS["bytes"].dtype == np.uint8
+    assert TOKENIZERS["bpe:300"].dtype == np.uint16
+    many = make("words", " ".join(f"w{i}" for i in range(70_000)) + "\n")
+    assert many.dtype == np.int32
+    ids, _ = encoded(many, [b"w69999 w3\n"])
+    assert many.decode(ids) == "w69999 w3\n"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("byte", "unknown tokenizer 'byte'.*did you mean 'bytes'"),
+        ("sentencepiece", "unknown tokenizer 'sentencepiece', expected bytes, bpe:SIZE"),
+        ("bpe", "bpe:SIZE needs a whole number above 256, got 'bpe'"),
+        ("bpe:256", "above 256, got 'bpe:256'"),
+        ("bpe:many", "above 256, got 'bpe:many'"),
+        ("words:0", "at least 1"),
+        ("words:", "at least 1"),
+        ("words:max=2", "at least 3"),
+        ("words:min=2", "got 'words:min=2'"),
+    ],
+)
+def test_unknown_tokenizers_are_refused(spec, message):
+    with pytest.raises(UserError, match=f"^--tokenizer: .*{message}"):
+        make(spec)
+
+
+def test_pieces_end_with_a_line_a_blank_or_a_character(monkeypatch):
+    monkeypatch.setattr(module, "_PIECE", 10)
+    assert list(text_pieces([b"abc\nde", b"f\nghijk lmnopq", b"rst"])) == [
+        b"abc\ndef\n",
+        b"ghijk ",
+        b"lmnopqrst",
+    ]
+    pieces = list(text_pieces(["aé🙂".encode() * 9]))
+    assert "".join(p.decode() for p in pieces) == "aé🙂" * 9
+    assert max(map(len, pieces)) <= 10
+
+
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not beside the checkout")
+def test_wikitext_2_has_the_published_counts():
+    import gzip
+
+    text = gzip.decompress((WIKITEXT / "wiki.train.tokens.gz").read_bytes())
+    words = train_tokenizer("words", lambda: text_pieces([text]))
+    ids, sizes = encoded(words, text_pieces([text]))
+    assert words.vocab_size == 33_278
+    assert len(ids) == 2_088_628
+    assert sizes.sum() == len(text)
