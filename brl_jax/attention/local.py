@@ -72,7 +72,8 @@ def local_attention(
     """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
 
     out_i = sum_j p_ij v_j with p_i = softmax over the visible j of (scale q_i . k_j + bias_ij):
-    000 (BRL-Attention) eq. 1. A window that reaches over the whole sequence is full attention. A query that sees no key gives 0.
+    000 (BRL-Attention) eq. 1. A window that reaches over the whole sequence is full attention. A query that
+    sees no key gives 0.
 
     Windows count keys on both sides besides the query's own, as in `jax.nn.dot_product_attention`:
     local_window_size=(2, 1) lets query 4 see keys 2, 3, 4, 5 (x) and not the others (.)::
@@ -400,7 +401,7 @@ def _call_bias(bias: PositionBias, positions: tuple[Array, Array], shape: tuple[
 
 
 def _softmax_block(scores: Array, value: Array, dtype: Any) -> tuple[Array, Array]:
-    """The block's output (b, k, G, t, H) and log-sum-exp (b, k, G, t); 0 and _MASKED where nothing is seen."""
+    """The block's output (b, k, G, t, H) and log-sum-exp (b, k, G, t); 0 and _MASKED if nothing is seen."""
     top = lax.max(jnp.max(scores, -1), jnp.float32(_MASKED))
     weights = jnp.exp(scores - top[..., None])
     total = jnp.sum(weights, -1)

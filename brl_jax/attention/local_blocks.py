@@ -1,7 +1,8 @@
 """How local attention walks over blocks: which queries meet which keys, without an array of all pairs.
 
 A pattern is cut into *parts* that share no (query, key) pair. A part arranges the queries and the keys in
-some order, cuts the queries into blocks of equal size, and says which stretch of the arranged keys each meets:
+some order, cuts the queries into blocks of equal size, and says which stretch of the arranged keys each one
+meets:
 
 - band: the stretch moves on with the block (sliding windows; one band a phase for dilated ones);
 - dense: all keys of the block's phase (block-diagonal attention, columns, global rows);

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -364,7 +365,7 @@ class BigBird(Pattern):
     def parts(self, call):
         require(
             call.key_offset is not None,
-            "key_offset must be a static int with BigBird, whose random blocks depend on it; got a traced one",
+            "key_offset must be a static int with BigBird, whose random blocks depend on it; got it traced",
         )
         side = self.window_blocks // 2
         parts = [local_blocks.aligned_bands(call, self.block, side, side, self._near)]
