@@ -333,7 +333,7 @@ def _open_tfds(rest: str, holdout: float) -> Source:
     if not sources:
         raise UserError(f"{option}: the data set has no splits")
     features = next(iter(sources.values())).dataset_info.features
-    texts = [n for n, f in features.items() if isinstance(f, tfds.features.Text)]
+    texts = sorted(n for n, f in features.items() if isinstance(f, tfds.features.Text))
     key = _text_field(option, texts, field)
 
     def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Streams: rows that go on, passes that wrap, states that resume, shares of processes, targets counted once."""
+"""Streams: rows that go on, passes that wrap, states that resume, shares of processes, one count a target."""
 
 import json
 import subprocess
