@@ -413,16 +413,13 @@ class BlockMask(Pattern):
 
     def visible(self, query_positions, key_positions, num_positions=None):
         query_block, key_block = query_positions // self.block, key_positions // self.block
-        inside = (query_block >= 0) & (query_block < len(self.mask))
-        inside &= (key_block >= 0) & (key_block < len(self.mask[0]))
         table = np.asarray(self.mask)
-        if isinstance(query_block, np.ndarray) and isinstance(key_block, np.ndarray):
-            query_block, key_block = (
-                query_block.clip(0, len(table) - 1),
-                key_block.clip(0, table.shape[1] - 1),
-            )
-            return inside & table[query_block, key_block]
-        return inside & jnp.asarray(table)[query_block, key_block]
+        rows, cols = table.shape
+        inside = (query_block >= 0) & (query_block < rows) & (key_block >= 0) & (key_block < cols)
+        query_block, key_block = query_block.clip(0, rows - 1), key_block.clip(0, cols - 1)
+        return (
+            inside & (jnp.asarray(table) if isinstance(inside, jax.Array) else table)[query_block, key_block]
+        )
 
     def _static_parts(self, call):
         first, last = (
