@@ -1,5 +1,61 @@
-"""The one exception the commands turn into a line on stderr and exit status 2."""
+"""What goes wrong in a command, and how its user hears of it: one line on stderr and an exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
 
 
 class UserError(ValueError):
     """Input that a user can put right: one line that names the option, what came and what is expected."""
+
+
+class RunError(RuntimeError):
+    """A run that started well and cannot go on: one line that says why and names the last good checkpoint."""
+
+
+class Stopped(Exception):
+    """A run that a signal stopped, after saving; the line says how to go on.
+
+    signum: the signal's number.
+    """
+
+    def __init__(self, message: str, signum: int):
+        super().__init__(message)
+        self.signum = signum
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """An exception's text as one line of at most `limit` characters; its class's name where it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def command(main: Callable[[Sequence[str]], None], name: str) -> int:
+    """Runs a command on the program's arguments and returns its exit status.
+
+    0; 2 for a UserError; 1 for a RunError or a file that cannot be read or written; 128 + signal where one
+    stopped it.
+    """
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        return _complain(name, str(error), 2)
+    except RunError as error:
+        return _complain(name, str(error), 1)
+    except Stopped as error:
+        return _complain(name, str(error), 128 + error.signum)
+    except KeyboardInterrupt:
+        return _complain(name, "stopped", 130)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read the output has gone: nobody is left to tell
+        return 1
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _complain(name, f"{error.strerror or one_line(error)}{where}", 1)
+    return 0
+
+
+def _complain(name: str, message: str, status: int) -> int:
+    print(f"{name}: {message}", file=sys.stderr, flush=True)
+    return status

@@ -1,0 +1,271 @@
+"""Checkpoints of a run: written in the background, checked when read, the last few and the best one kept.
+
+A checkpoint is folder/STEP with four items: `params`, `rest` (what else a step changes: optimiser, step,
+random key, carried memory), `meta` (configuration, input position, digests) and `metrics`. Damage that the
+storage format does not notice by itself is found by digests of the arrays' bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from train.errors import RunError, UserError, one_line
+from train.step import TrainState
+
+_DAMAGED = "damaged_checkpoints"
+
+
+class Restored(NamedTuple):
+    """A checkpoint that was read: the step, the state, and what `save` was given beside it."""
+
+    step: int
+    state: TrainState
+    meta: dict[str, Any]
+
+
+@jax.jit
+def _bit_sums(leaves: list[jax.Array]) -> jax.Array:
+    """For each array, the sum of its elements' bits as unsigned integers, modulo 2^32: exact in any order."""
+
+    def bit_sum(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            bits = x
+        else:
+            width = min(x.dtype.itemsize, 4)
+            bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[width])
+        return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+    return jnp.stack([bit_sum(x) for x in leaves])
+
+
+def digest(tree: Any) -> str:
+    """A hash of every array's bits in a pytree, computed where the arrays are."""
+    leaves = jax.tree.leaves(tree)
+    return hashlib.sha256(np.asarray(_bit_sums(leaves)).tobytes() if leaves else b"").hexdigest()[:16]
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _split(state: TrainState) -> dict[str, Any]:
+    """The items of a state's arrays, each a pytree of plain containers."""
+    rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key, "memory": state.memory}
+    return {"params": state.params, "rest": rest}
+
+
+class Checkpoints:
+    """The checkpoints in one folder.
+
+    Args:
+      folder: where; made when the first checkpoint is written.
+      keep: how many of the last to keep, besides the one of the lowest val_loss.
+      say: takes a line about what is skipped.
+
+    Raises:
+      UserError: the folder cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 1, say: Callable[[str], None] = print):
+        self.folder = epath.Path(folder)
+        self._keep = keep
+        self._say = say
+        self._manager: ocp.CheckpointManager | None = None
+        self._good: int | None = None
+        self._writing: int | None = None
+
+    # ------------------------------------------------------------------------------------------------------ w
+
+    def save(
+        self, step: int, state: TrainState, meta: Mapping[str, Any], *, val_loss: float | None = None
+    ) -> None:
+        """Starts to write a checkpoint; returns once the state may be changed or donated.
+
+        A checkpoint of the same step is replaced.
+
+        Args:
+          meta: what to keep beside the arrays, as JSON.
+          val_loss: the held-out loss at this step, if it was measured.
+
+        Raises:
+          RunError: this checkpoint or the one before cannot be written; names the last good one.
+        """
+        items = _split(state)
+        meta = {**meta, "digests": {name: digest(tree) for name, tree in items.items()}}
+        try:
+            manager = self._open_for_writing()
+            manager.wait_until_finished()
+            self._good, self._writing = self._writing or self._good, step
+            if step in manager.all_steps():
+                manager.delete(step)
+            manager.save(
+                step,
+                args=ocp.args.Composite(
+                    meta=ocp.args.JsonSave(meta),
+                    **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
+                ),
+                metrics=None if val_loss is None else {"val_loss": val_loss},
+            )
+        except Exception as error:  # whatever the storage below raises, the run cannot go on
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        """Returns once everything is written. Raises RunError as `save` does."""
+        if self._manager is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failure(error) from error
+        self._good, self._writing = self._writing or self._good, None
+
+    def close(self) -> None:
+        """Frees the threads. Checkpoints still being written are finished; see `wait` for their errors."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    @property
+    def last_good(self) -> str:
+        """The newest checkpoint known to be whole, as a phrase."""
+        good = "none" if self._good is None else str(self.folder / str(self._good))
+        return f"last good checkpoint: {good}"
+
+    def _failure(self, error: Exception) -> RunError:
+        return RunError(f"cannot write a checkpoint under {self.folder}: {one_line(error)}; {self.last_good}")
+
+    def _open_for_writing(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            policies = ocp.checkpoint_managers
+            self._manager = ocp.CheckpointManager(
+                self.folder.resolve(),
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=policies.AnyPreservationPolicy(
+                        [
+                            policies.LatestN(self._keep),
+                            policies.BestN(
+                                get_metric_fn=lambda metrics: metrics["val_loss"],
+                                reverse=True,
+                                n=1,
+                                keep_checkpoints_without_metrics=False,
+                            ),
+                        ]
+                    ),
+                    cleanup_tmp_directories=True,
+                ),
+            )
+        return self._manager
+
+    # ------------------------------------------------------------------------------------------------------ r
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints in the folder, ascending, damaged ones included."""
+        if not self.folder.exists():
+            return []
+        try:
+            return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
+        except OSError as error:
+            raise UserError(f"--workdir: cannot read {self.folder}: {one_line(error)}") from error
+
+    def val_loss(self, step: int) -> float | None:
+        """The held-out loss that was measured at a checkpoint, if it was and can be read."""
+        try:
+            return float(self._read(step, metrics=ocp.args.JsonRestore())["metrics"]["val_loss"])
+        except Exception:
+            return None
+
+    def best_step(self) -> int | None:
+        """The checkpoint of the lowest held-out loss, or None where none was measured."""
+        losses = {step: loss for step in self.steps() if (loss := self.val_loss(step)) is not None}
+        return min(losses, key=lambda step: losses[step], default=None)
+
+    def restore(self, like: TrainState, check: Callable[[dict[str, Any]], None]) -> Restored | None:
+        """The newest whole checkpoint, or None where there is no checkpoint at all.
+
+        Damaged and half-written ones are skipped, with a line that says so, and moved out of the way once an
+        older one turns out to be whole.
+
+        Args:
+          like: a state of the same shapes, whose shardings the restored one gets.
+          check: called with `meta` before the arrays are read; may raise to refuse the checkpoint.
+
+        Raises:
+          UserError: there are checkpoints and none of them is whole.
+        """
+        abstract = {name: _abstract(tree) for name, tree in _split(like).items()}
+        skipped: list[int] = []
+        for step in reversed(self.steps()):
+            try:
+                meta = self._read(step, meta=ocp.args.JsonRestore())["meta"]
+            except Exception as error:
+                self._skip(step, error, skipped)
+                continue
+            check(meta)
+            try:
+                items = self._read_checked(step, meta, abstract)
+            except Exception as error:
+                self._skip(step, error, skipped)
+                continue
+            for damaged in skipped:
+                self._set_aside(damaged)
+            self._good = step
+            return Restored(step, TrainState(params=items["params"], **items["rest"]), meta)
+        if skipped:
+            raise UserError(
+                f"--workdir: no whole checkpoint in {self.folder}; expected one, or an empty folder"
+            )
+        return None
+
+    def restore_params(self, like: Any, step: int) -> Any:
+        """The parameters of one checkpoint.
+
+        Args:
+          like: parameters of the same shapes, or their ShapeDtypeStructs with shardings.
+
+        Raises:
+          UserError: the checkpoint is damaged.
+        """
+        try:
+            meta = self._read(step, meta=ocp.args.JsonRestore())["meta"]
+            return self._read_checked(step, meta, {"params": _abstract(like)})["params"]
+        except Exception as error:
+            raise UserError(f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})") from error
+
+    def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
+        """Items of one checkpoint; raises whatever the storage does when they are not all there and whole."""
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(self.folder.resolve() / str(step), args=ocp.args.Composite(**args))
+
+    def _read_checked(
+        self, step: int, meta: Mapping[str, Any], abstract: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        items = self._read(step, **args)
+        for name in abstract:
+            if digest(items[name]) != meta["digests"][name]:
+                raise ValueError(f"the bits of {name} are not those that were saved")
+        return items
+
+    def _skip(self, step: int, error: Exception, skipped: list[int]) -> None:
+        skipped.append(step)
+        self._say(
+            f"checkpoint {self.folder / str(step)} is damaged or half-written ({one_line(error)}); "
+            "trying the one before it"
+        )
+
+    def _set_aside(self, step: int) -> None:
+        folder = self.folder.parent / _DAMAGED
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / str(step)
+        if target.exists():
+            target.rmtree()
+        (self.folder / str(step)).rename(target)

@@ -1,0 +1,277 @@
+"""The training loop, the same for every task: it goes on where a run stopped, and stops so that it can.
+
+A step's metrics are read after the next step has been handed to the device, which therefore never waits.
+Everything that decides a step (parameters, optimiser, random key, carried memory, input position) is in a
+checkpoint, so a run that was stopped and started again computes, bit for bit, what one never stopped would
+have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import flax.linen as nn
+import jax
+import optax
+from etils import epath
+
+from train.checkpoint import Checkpoints
+from train.config import LoopConfig, differences, write_json
+from train.errors import RunError, Stopped, UserError, one_line
+from train.metrics import MetricsLog, Reporter, say
+from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.step import Batch, Objective, TrainState, init_state, make_eval_step, make_train_step, num_rows
+
+
+class Stream(Protocol):
+    """Endless training batches whose position can be saved."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+    def __next__(self) -> Batch: ...
+    def get_state(self) -> dict[str, Any]: ...
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
+class HeldOut(Protocol):
+    """One pass over held-out data; `num_bytes` is what its targets stand for in the original text."""
+
+    num_bytes: int
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+class Signals:
+    """Notes SIGTERM and Ctrl-C, in place of ending the process; a second Ctrl-C ends it. A context
+    manager."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: object) -> None:
+        self.received = signum
+        # From here on the system's own handler, which needs no Python to run: it works in the midst of a long
+        # step.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # The progress bar hides the cursor, and the second Ctrl-C would leave it so.
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+        os.write(2, f"{show_cursor}\nfinishing the step and saving; Ctrl-C again stops at once\n".encode())
+
+
+def evaluate(
+    eval_step: Callable[..., Any],
+    objective: Objective,
+    params: Any,
+    held_out: Iterable[Batch],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[float, float] | None:
+    """Summed loss (nats) over held-out data, memory carried from batch to batch, and the weight of its
+    targets.
+
+    Args:
+      eval_step: jitted `make_eval_step(objective)`.
+      params: the parameters.
+      held_out: batches, all of one shape.
+      interrupted: asked before each batch; where it is true the result is None.
+    """
+    memory = None
+    sums: list[tuple[Any, Any]] = []
+    for i, batch in enumerate(held_out):
+        if interrupted():
+            return None
+        if i == 0:
+            memory = objective.init_memory(num_rows(batch))
+        total, weight, memory = eval_step(params, memory, batch)
+        sums.append((total, weight))
+    # Summed as Python floats, in double precision: a long text has more tokens than float32 counts.
+    return sum(float(total) for total, _ in sums), sum(float(weight) for _, weight in sums)
+
+
+def held_out_metrics(total: float, weight: float, num_bytes: int) -> dict[str, float]:
+    """val_loss, nats per target, and val_bits_per_byte of the original text, which compares tokenizers."""
+    return {"val_loss": total / weight, "val_bits_per_byte": total / math.log(2) / num_bytes}
+
+
+def train(
+    objective: Objective,
+    loop: LoopConfig,
+    optimizer_config: OptimizerConfig,
+    *,
+    config: Mapping[str, Any],
+    stream: Stream,
+    held_out: HeldOut,
+    full_held_out: HeldOut,
+) -> TrainState:
+    """Trains until `loop.steps`, going on from the newest whole checkpoint in the run's folder.
+
+    Args:
+      objective: the task.
+      loop, optimizer_config: the settings.
+      config: the whole configuration as JSON; kept in config.json and in each checkpoint.
+      stream: the training batches.
+      held_out, full_held_out: data of the evaluations on the way, and of the last one.
+
+    Returns:
+      The last state.
+
+    Raises:
+      UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be
+      written. RunError: the loss is no longer finite, or a checkpoint can't be written; names the last good
+      one. Stopped: a signal came; the run is saved.
+    """
+    schedule = make_schedule(optimizer_config, loop.steps)
+    optimizer = make_optimizer(
+        optimizer_config, schedule, decayed(jax.eval_shape(objective.init, jax.random.key(0)))
+    )
+    train_step = jax.jit(make_train_step(objective, optimizer, schedule, loop.accumulation), donate_argnums=0)
+    eval_step = jax.jit(make_eval_step(objective))
+    checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, say=say)
+
+    state, meta = _begin(objective, loop, config, optimizer, checkpoints)
+    step = int(state.step)
+    # A step's line is written when its evaluation is done; a run stopped before that left the line in the
+    # checkpoint.
+    line: dict[str, Any] | None = None
+    if meta is not None:
+        stream.set_state(meta["position"])
+        line = meta["unfinished"]
+        say(f"going on from step {step} of {loop.steps}")
+    try:
+        write_json(config, epath.Path(loop.workdir) / "config.json")
+        log = MetricsLog(loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard)
+    except OSError as error:
+        raise UserError(f"--workdir: cannot write under {loop.workdir}: {one_line(error)}") from error
+
+    with contextlib.closing(checkpoints), contextlib.closing(log), Signals() as signals:
+        with Reporter(loop.steps, step) as reporter:
+            reader = _MetricsReader(loop.batch * loop.length, checkpoints)
+            while line is not None or step < loop.steps:
+                if line is None:
+                    state, metrics = train_step(state, next(stream))
+                    step += 1
+                    finished = reader.exchange(step, metrics)
+                    if finished is not None:
+                        log.write(finished)
+                        reporter.step(finished)
+                evaluating = line is not None or step % loop.eval_every == 0 or step == loop.steps
+                if not (evaluating or step % loop.checkpoint_every == 0 or signals.received):
+                    continue
+
+                line = line or reader.read()
+                whole = True
+                if evaluating:
+                    reporter.busy("evaluating")
+                    data = full_held_out if step == loop.steps and loop.full_eval else held_out
+                    sums = evaluate(eval_step, objective, state.params, data, lambda: bool(signals.received))
+                    whole = sums is not None
+                    line |= held_out_metrics(*sums, data.num_bytes) if sums is not None else {}
+                if whole:
+                    log.write(line)
+                    reporter.step(line)
+                reporter.busy("saving")
+                meta = {
+                    "config": config,
+                    "position": stream.get_state(),
+                    "unfinished": None if whole else line,
+                }
+                checkpoints.save(step, state, meta, val_loss=line.get("val_loss"))
+                line = None
+                reader.restart_clock()
+                if signals.received:
+                    break
+        checkpoints.wait()
+        if signals.received:
+            raise Stopped(
+                f"stopped after step {step} of {loop.steps}; {checkpoints.last_good}; the same command "
+                "goes on from there",
+                signals.received,
+            )
+    return state
+
+
+def _begin(
+    objective: Objective,
+    loop: LoopConfig,
+    config: Mapping[str, Any],
+    optimizer: optax.GradientTransformation,
+    checkpoints: Checkpoints,
+) -> tuple[TrainState, dict[str, Any] | None]:
+    """The state to go on from and what its checkpoint kept beside it; None for a new run."""
+
+    def fresh() -> TrainState:
+        params_key, run_key = jax.random.split(jax.random.key(loop.seed))
+        return init_state(
+            objective,
+            nn.unbox(objective.init(params_key)),
+            optimizer,
+            key=run_key,
+            rows=loop.batch // loop.accumulation,
+            accumulation=loop.accumulation,
+        )
+
+    def check(meta: dict[str, Any]) -> None:
+        differing = differences(meta["config"], config)
+        if differing:
+            raise UserError(
+                f"--workdir: the run in {loop.workdir} is of another configuration: {', '.join(differing)}; "
+                "expected the same, or another --workdir"
+            )
+
+    state = jax.jit(fresh)()
+    restored = checkpoints.restore(state, check)
+    return (state, None) if restored is None else (restored.state, restored.meta)
+
+
+class _MetricsReader:
+    """Reads a step's metrics when the next step is under way, and tells when they are no longer finite.
+
+    Args:
+      tokens: tokens of a step; checkpoints: names the last good one.
+    """
+
+    def __init__(self, tokens: int, checkpoints: Checkpoints):
+        self._tokens = tokens
+        self._checkpoints = checkpoints
+        self._waiting: tuple[int, Mapping[str, Any]] | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last reading out of tokens_per_second."""
+        self._clock = time.perf_counter()
+
+    def exchange(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Takes the metrics of a step just started; returns those of the one before, unless they were
+        read."""
+        line = None if self._waiting is None else self.read()
+        self._waiting = step, metrics
+        return line
+
+    def read(self) -> dict[str, Any]:
+        """Waits for the metrics taken last. Raises RunError where the loss or the gradient isn't finite."""
+        assert self._waiting is not None
+        (step, metrics), self._waiting = self._waiting, None
+        line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(line[name]):
+                self._checkpoints.wait()
+                raise RunError(f"step {step}: {name} is {line[name]}; {self._checkpoints.last_good}")
+        now = time.perf_counter()
+        line["tokens_per_second"] = self._tokens / (now - self._clock)
+        self._clock = now
+        return line

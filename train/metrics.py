@@ -1,0 +1,151 @@
+"""What a run reports: metrics.jsonl, TensorBoard events, and a progress bar or plain lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from tensorboardX import SummaryWriter
+
+# Without a terminal a line comes at the first step and then this often.
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+# soft_wrap: a long line is the terminal's to break.
+_CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(message: str) -> None:
+    """A line on stderr, above the progress bar if there is one."""
+    _CONSOLE.print(message, markup=False)
+
+
+class MetricsLog:
+    """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events beside it.
+
+    A run that goes on after step s begins by cutting off what came after s, so that no step appears twice.
+
+    Args:
+      workdir: the run's folder.
+      last_step: the last step whose line stays; -1 starts an empty file.
+      tensorboard: whether to write event files.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, last_step: int, tensorboard: bool):
+        folder = Path(workdir)
+        path = folder / "metrics.jsonl"
+        kept = "".join(f"{line}\n" for line, step in _whole_lines(path) if step <= last_step)
+        aside = folder / f".metrics.jsonl.{os.getpid()}"
+        aside.write_text(kept)
+        aside.replace(path)
+        # Unbuffered and in append mode: a line is one write, whole or (at a crash) cut off by the next start.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._events = SummaryWriter(str(folder), purge_step=last_step + 1) if tensorboard else None
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Adds a line; it must have "step", and finite numbers otherwise."""
+        self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        if self._events is not None:
+            for name, value in line.items():
+                if name != "step":
+                    self._events.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
+            yield line, int(json.loads(line)["step"])
+
+
+class Reporter:
+    """Shows how a run goes on: a progress bar on a terminal, else a line now and then. A context manager.
+
+    Args:
+      steps: steps of the whole run; start: steps done before.
+    """
+
+    def __init__(self, steps: int, start: int):
+        self._steps = steps
+        self._start = start
+        self._began = self._spoke = time.monotonic()
+        self._first = True
+        self._progress: Progress | None = None
+        if _CONSOLE.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=_CONSOLE,
+            )
+            self._task = self._progress.add_task("training", total=steps, completed=start, note="compiling")
+
+    def __enter__(self) -> Reporter:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """A step is done; `line` is what metrics.jsonl got."""
+        step, rate = line["step"], line["tokens_per_second"]
+        note = f"loss {line['loss']:.4f}  {_thousands(rate)} tokens/s"
+        if "val_loss" in line:
+            note += f"  held-out loss {line['val_loss']:.4f}"
+        now = time.monotonic()
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, note=note)
+            if "val_loss" in line:
+                say(f"step {step}: {note}")
+        elif self._first or "val_loss" in line or now - self._spoke >= _SECONDS_BETWEEN_LINES:
+            self._spoke = now
+            left = (
+                (now - self._began) / (step - self._start) * (self._steps - step) if step > self._start else 0
+            )
+            say(f"step {step}/{self._steps}  {note}  {_clock(left)} left")
+        self._first = False
+
+    def busy(self, note: str) -> None:
+        """What the run does between steps."""
+        if self._progress is not None:
+            self._progress.update(self._task, note=note)
+
+
+def _thousands(rate: float) -> str:
+    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

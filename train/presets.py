@@ -1,0 +1,75 @@
+"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14) and a small default for any
+machine."""
+
+from __future__ import annotations
+
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
+from train.config import LmConfig, LoopConfig, ModelConfig
+from train.data import DataConfig
+from train.optimizer import OptimizerConfig
+
+
+def _small() -> LmConfig:
+    """Two CPU cores, under five minutes: the standard library's sources as bytes."""
+    return LmConfig(
+        loop=LoopConfig(
+            steps=600, batch=8, length=512, eval_every=150, checkpoint_every=150, eval_tokens=65_536
+        ),
+        data=DataConfig(),
+        model=ModelConfig(
+            num_layers=2,
+            d_model=128,
+            num_heads=4,
+            d_ff=256,
+            mechanism=BRLConfig(window=64, num_compressed=32, block_size=256),
+        ),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
+    )
+
+
+def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumulation: int) -> LmConfig:
+    """Six layers of width 512. The papers give neither steps nor warm-up: those are ours."""
+    return LmConfig(
+        loop=LoopConfig(
+            steps=100_000,
+            batch=batch,
+            accumulation=accumulation,
+            length=length,
+            eval_every=2_000,
+            checkpoint_every=1_000,
+            eval_tokens=0,
+        ),
+        data=DataConfig(data=data, tokenizer="bpe:16384"),
+        model=ModelConfig(
+            num_layers=6, d_model=512, num_heads=8, d_ff=2048, dropout=0.1, mechanism=mechanism
+        ),
+        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=4_000, beta2=0.98),
+    )
+
+
+def _wikitext103(mechanism: Mechanism) -> LmConfig:
+    data = "hf:Salesforce/wikitext:wikitext-103-raw-v1"
+    return _paper(mechanism, data, length=512, batch=64, accumulation=4)
+
+
+def _openwebtext(mechanism: Mechanism) -> LmConfig:
+    return _paper(mechanism, "hf:Skylion007/openwebtext", length=1024, batch=80, accumulation=5)
+
+
+def _brl(size: int, block: int) -> BRLConfig:
+    return BRLConfig(window=size, num_compressed=size, block_size=block, history_size=block)
+
+
+PRESETS: dict[str, LmConfig] = {
+    "small": _small(),
+    "wikitext103-full": _wikitext103(FullConfig()),
+    "wikitext103-local": _wikitext103(LocalConfig(window=128)),
+    "wikitext103-local-64": _wikitext103(LocalConfig(window=64)),
+    "wikitext103-local-128": _wikitext103(LocalConfig(window=128)),
+    "wikitext103-brl": _wikitext103(_brl(128, 512)),
+    "wikitext103-brl-64": _wikitext103(_brl(64, 512)),
+    "wikitext103-brl-128": _wikitext103(_brl(128, 512)),
+    "openwebtext-full": _openwebtext(FullConfig()),
+    "openwebtext-local": _openwebtext(LocalConfig(window=256)),
+    "openwebtext-brl": _openwebtext(_brl(256, 1024)),
+}

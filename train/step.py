@@ -1,0 +1,176 @@
+"""One step of training and one of evaluation: pure functions of (state, batch), for any task.
+
+The task is an `Objective`; what is carried from batch to batch (`memory`) is a pytree the task alone
+understands. The step is jitted by its caller, with whatever shardings it wants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, UInt32
+
+from train.optimizer import Schedule
+
+Batch = Mapping[str, Any]
+
+
+class Loss(Protocol):
+    """(params, memory, batch, key) -> loss summed over the batch's targets, their weight, the new memory.
+
+    key is None in evaluation: no dropout.
+    """
+
+    def __call__(
+        self, params: Any, memory: Any, batch: Batch, key: Array | None
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a task asks of the loop.
+
+    Attributes:
+      init: key -> parameters, boxed with their logical axis names.
+      loss: see `Loss`.
+      init_memory: number of rows -> the memory with nothing in it, a pytree or None.
+    """
+
+    init: Callable[[Array], Any]
+    loss: Loss
+    init_memory: Callable[[int], Any]
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """All that a step changes; everything in it is saved.
+
+    Attributes:
+      step: () int32, steps done.
+      params: the parameters, unboxed.
+      opt_state: optax's state.
+      key: (2,) uint32, the run's random key; a step's own is folded out of it.
+      memory: what each microbatch's rows carry, stacked: leaves (accumulation, ...).
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    opt_state: Any
+    key: UInt32[Array, " key"]
+    memory: Any
+
+
+def fresh_memory(objective: Objective, rows: int, accumulation: int) -> Any:
+    """The memory of `accumulation` microbatches of `rows` rows with nothing in it: leaves (accumulation,
+    ...)."""
+    return jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (accumulation, *leaf.shape)), objective.init_memory(rows)
+    )
+
+
+def init_state(
+    objective: Objective,
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Array,
+    rows: int,
+    accumulation: int,
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+      params: unboxed parameters; key: the run's typed random key; rows: rows of a microbatch.
+    """
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        key=jax.random.key_data(key),
+        memory=fresh_memory(objective, rows, accumulation),
+    )
+
+
+def num_rows(batch: Batch) -> int:
+    """Rows of a batch's arrays."""
+    return next(value.shape[0] for name, value in batch.items() if name != "reset")
+
+
+def make_train_step(
+    objective: Objective, optimizer: optax.GradientTransformation, schedule: Schedule, accumulation: int
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """(state, batch) -> (state, metrics), to be jitted with the state donated.
+
+    batch: "reset", a bool scalar that clears the memory, and arrays (accumulation * rows, ...). Rows [a *
+    rows, (a + 1) * rows) are microbatch a, which carries its own memory; gradients are summed over the
+    microbatches and divided by the weight of all targets, so that they equal those of one large batch.
+    metrics: float32 scalars "loss" (mean over the targets), "grad_norm" (before clipping), "learning_rate".
+
+    Raises:
+      ValueError: when traced with a number of rows that accumulation doesn't divide.
+    """
+
+    def train_step(state: TrainState, batch: Batch):
+        arrays = {name: value for name, value in batch.items() if name != "reset"}
+        total_rows = num_rows(batch)
+        if total_rows % accumulation:
+            raise ValueError(
+                f"batch rows must be a multiple of accumulation={accumulation}, got {total_rows}"
+            )
+        rows = total_rows // accumulation
+        micro = jax.tree.map(lambda x: x.reshape(accumulation, rows, *x.shape[1:]), arrays)
+        memory = jax.tree.map(
+            lambda fresh, old: jnp.where(batch["reset"], fresh, old),
+            fresh_memory(objective, rows, accumulation),
+            state.memory,
+        )
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+        def loss(params, memory, batch, key):
+            total, weight, memory = objective.loss(params, memory, batch, key)
+            return total, (weight, memory)
+
+        def microbatch(sums, xs):
+            index, batch, memory = xs
+            key = jax.random.fold_in(step_key, index)
+            (total, (weight, memory)), grads = jax.value_and_grad(loss, has_aux=True)(
+                state.params, memory, batch, key
+            )
+            return jax.tree.map(jnp.add, sums, (total, weight, grads)), memory
+
+        zeros = (jnp.float32(0.0), jnp.float32(0.0), jax.tree.map(jnp.zeros_like, state.params))
+        indices = jnp.arange(accumulation, dtype=jnp.int32)
+        (total, weight, grads), memory = jax.lax.scan(microbatch, zeros, (indices, micro, memory))
+        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": total / weight,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+        }
+        state = state.replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            memory=memory,
+        )
+        return state, metrics
+
+    return train_step
+
+
+def make_eval_step(
+    objective: Objective,
+) -> Callable[[Any, Any, Batch], tuple[Float[Array, ""], Float[Array, ""], Any]]:
+    """(params, memory, batch) -> (loss summed over the targets, their weight, memory), without dropout."""
+
+    def eval_step(params, memory, batch: Batch):
+        arrays = {name: value for name, value in batch.items() if name != "reset"}
+        return objective.loss(params, memory, arrays, None)
+
+    return eval_step
