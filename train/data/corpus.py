@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import hashlib
@@ -57,7 +58,8 @@ class Corpus:
                 self.tokens[low : min(low + _COUNT_BLOCK, stop)], minlength=len(self.token_bytes)
             )
             total += int(counts @ self.token_bytes)
-        first, last = np.searchsorted(self.extra[:, 0], [start, stop])
+        # Not np.searchsorted, which would copy the column out of the memory map.
+        first, last = (bisect.bisect_left(self.extra[:, 0], at) for at in (start, stop))
         return total + int(self.extra[first:last, 1].sum())
 
 
@@ -82,11 +84,11 @@ def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
         progress.stop()
 
 
-def _npy_header(dtype: np.dtype, length: int) -> bytes:
-    """Header of a one-dimensional .npy file; its own length does not depend on the array's."""
+def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """Header of a .npy file; its length is the same whatever shape[0]."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(
-        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     )
     return file.getvalue()
 
@@ -115,7 +117,7 @@ def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
     try:
         summary = json.loads((folder / f"{name}.json").read_text())
         tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
-        extra = np.load(folder / f"{name}.extra.npy")
+        extra = np.load(folder / f"{name}.extra.npy", mmap_mode="r").view(np.ndarray)
     except (OSError, ValueError, EOFError):
         return None
     if tokens.shape != (summary["tokens"],) or tokens.dtype != tokenizer.dtype:
@@ -129,21 +131,26 @@ def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
     asides = {path: Path(beside(epath.Path(path))) for path in paths}
     tokens_file, extra_file, summary_file = asides.values()
     try:
-        count, digest, extras = 0, hashlib.sha256(), [np.zeros((0, 2), np.int64)]
-        with open(tokens_file, "wb") as file, reading(f"tokens of {name}", split) as pieces:
-            file.write(_npy_header(tokenizer.dtype, 0))
+        count, extra_count, digest, int64 = 0, 0, hashlib.sha256(), np.dtype(np.int64)
+        with (
+            open(tokens_file, "wb") as tokens,
+            open(extra_file, "wb") as extras,
+            reading(f"tokens of {name}", split) as pieces,
+        ):
+            tokens.write(_npy_header(tokenizer.dtype, (0,)))
+            extras.write(_npy_header(int64, (0, 2)))
             for ids, extra in tokenizer.encode_corpus(pieces):
-                ids.tofile(file)
+                ids.tofile(tokens)
                 digest.update(ids.tobytes())
-                if len(extra):
-                    extras.append(extra + np.array([[count, 0]]))
+                (extra + np.array([[count, 0]])).tofile(extras)
                 count += len(ids)
-            file.seek(0)
-            file.write(_npy_header(tokenizer.dtype, count))
+                extra_count += len(extra)
+            tokens.seek(0)
+            tokens.write(_npy_header(tokenizer.dtype, (count,)))
+            extras.seek(0)
+            extras.write(_npy_header(int64, (extra_count, 2)))
         if not count:
             raise UserError(f"--data: the {name} text is empty")
-        with open(extra_file, "wb") as file:
-            np.save(file, np.concatenate(extras))
         summary_file.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")
         for path, aside in asides.items():
             aside.replace(path)

@@ -25,7 +25,8 @@ _PIECE = 1 << 20
 # BPE learns from this much text at most: merges settle long before, and the trainer keeps every distinct word
 # in memory.
 _BPE_TRAINING_BYTES = 1 << 29
-_BPE_BATCH = 16
+# The library spreads a batch of pieces over the cores, and keeps some hundred bytes a token until it is done.
+_BPE_PIECE, _BPE_BATCH = 1 << 16, 64
 _NO_EXTRA = np.zeros((0, 2), np.int64)
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
@@ -159,9 +160,9 @@ class BPETokenizer(Tokenizer):
 
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
         batch: list[str] = []
-        for piece in pieces:
+        for piece in text_pieces(pieces, _BPE_PIECE):
             batch.append(_decode(piece))
-            if len(batch) == _BPE_BATCH:  # the library spreads a batch over the cores
+            if len(batch) == _BPE_BATCH:
                 yield from self._encode_batch(batch)
                 batch = []
         yield from self._encode_batch(batch)
@@ -269,14 +270,15 @@ def _head(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
             return
 
 
-def text_pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Pieces near 1 MB, whatever the blocks' sizes, cut after a line, else a blank, else a character."""
+def text_pieces(blocks: Iterable[bytes], size: int = _PIECE) -> Iterator[bytes]:
+    """Pieces of up to `size` bytes, whatever the blocks' sizes, cut after a line, else a blank, else a
+    character."""
     pending = bytearray()
     for block in blocks:
         pending += block
         start = 0
-        while len(pending) - start > _PIECE:
-            stop = start + _PIECE
+        while len(pending) - start > size:
+            stop = start + size
             cut = pending.rfind(b"\n", start, stop) + 1 or pending.rfind(b" ", start, stop) + 1
             if not cut:
                 cut = stop

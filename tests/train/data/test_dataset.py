@@ -1,5 +1,6 @@
 """Loading: made once, kept whole or not at all, settled when the run starts."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from train.data import DataConfig, EvalStream, load, load_tokenizer
 from train.data import corpus as corpus_module
-from train.data.tokenizers import BytesTokenizer
+from train.data.tokenizers import BytesTokenizer, text_pieces
 from train.errors import UserError
 
 
@@ -169,7 +170,7 @@ def test_damaged_tokens_are_made_again(text, tmp_path, damage):
 
 
 def test_the_streamed_array_is_an_ordinary_npy(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.data.tokenizers._PIECE", 100)
+    monkeypatch.setattr(corpus_module, "text_pieces", functools.partial(text_pieces, size=100))
     load(config(text), tmp_path / "run")
     path = next((tmp_path / "run" / "data").glob("tokens-*/train.npy"))
     assert np.load(path).tobytes() == (text / "train.txt").read_bytes()

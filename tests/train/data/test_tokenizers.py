@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.data import load_tokenizer
-from train.data import tokenizers as module
 from train.data.tokenizers import text_pieces, train_tokenizer
 from train.errors import UserError
 
@@ -73,9 +72,7 @@ def test_bytes_and_bpe_give_every_text_back(spec, text):
 def test_bytes_of_a_corpus_add_up_whatever_the_pieces(spec, text, piece):
     text += "\n"
     tokenizer = TOKENIZERS[spec]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE", piece)
-        pieces = list(text_pieces([text.encode()]))
+    pieces = list(text_pieces([text.encode()], piece))
     assert b"".join(pieces) == text.encode()
     ids, sizes = encoded(tokenizer, pieces)
     assert sizes.sum() == len(text.encode())
@@ -190,14 +187,13 @@ def test_unknown_tokenizers_are_refused(spec, message):
         make(spec)
 
 
-def test_pieces_end_with_a_line_a_blank_or_a_character(monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 10)
-    assert list(text_pieces([b"abc\nde", b"f\nghijk lmnopq", b"rst"])) == [
+def test_pieces_end_with_a_line_a_blank_or_a_character():
+    assert list(text_pieces([b"abc\nde", b"f\nghijk lmnopq", b"rst"], 10)) == [
         b"abc\ndef\n",
         b"ghijk ",
         b"lmnopqrst",
     ]
-    pieces = list(text_pieces(["aé🙂".encode() * 9]))
+    pieces = list(text_pieces(["aé🙂".encode() * 9], 10))
     assert "".join(p.decode() for p in pieces) == "aé🙂" * 9
     assert max(map(len, pieces)) <= 10
 
