@@ -39,7 +39,7 @@ class ALiBi:
 
     def __call__(self, query_positions, key_positions):
         distance = jnp.abs(query_positions[:, None] - key_positions[None, :])
-        return -self.slopes[:, None, None] * distance.astype(jnp.float32)
+        return -self.slopes[:, None, None] * distance.astype(jnp.float32)[None]
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, "N"]:

@@ -1,0 +1,163 @@
+"""Local and patterned attention as a layer, with a cache as long as the pattern looks back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brl_jax.attention import patterns
+from brl_jax.attention.local import local_attention
+from brl_jax.layers.common import merge_heads, project_qkv, token_positions
+from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
+
+_BIDIRECTIONAL_ONLY = ("global", "bigbird")
+_NOT_LINEAR = ("strided", "fixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalConfig(Mechanism):
+    """Softmax attention in which a token sees a pattern of its neighbourhood (BRL-Attention, eq. 1)."""
+
+    window: int = 128
+    """Width w: a decoder's token sees itself and the w - 1 before it; an encoder's w // 2 on both sides. Also the
+    block of "block", the bucket of "bucketed", the stride of "strided" and "fixed", the block of "bigbird"."""
+    pattern: Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"] = "sliding"
+    """Which keys a token sees; "global" and "bigbird" have no causal form."""
+    dilation: int = 2
+    """Step between the keys of "dilated"."""
+    num_global: int = 64
+    """Tokens at the start that see and are seen by all ("global"); in blocks, rounded up, for "bigbird"."""
+
+    def __post_init__(self):
+        for name in ("window", "dilation", "num_global"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def causal(self) -> bool:
+        return self.pattern not in _BIDIRECTIONAL_ONLY
+
+    @property
+    def linear_cost(self) -> bool:
+        return self.pattern not in _NOT_LINEAR
+
+    @property
+    def packs(self) -> bool:
+        # Patterns with fixed boundaries would cut a packed sequence at other places than the same sequence alone.
+        return self.pattern in ("sliding", "dilated")
+
+    def make_pattern(self, is_causal: bool) -> patterns.Pattern:
+        """The pattern of a decoder (is_causal) or an encoder."""
+        sliding = patterns.SlidingWindow.of_width(self.window, is_causal)
+        match self.pattern:
+            case "sliding":
+                return sliding
+            case "dilated":
+                return patterns.Dilated(sliding.left, sliding.right, self.dilation)
+            case "block":
+                return patterns.BlockDiagonal(self.window)
+            case "bucketed":
+                return patterns.Bucketed(self.window)
+            case "strided":
+                return patterns.Strided(self.window)
+            case "fixed":
+                return patterns.Fixed(self.window)
+            case "global":
+                return patterns.GlobalWindow(sliding.left, sliding.right, self.num_global)
+            case "bigbird":
+                return patterns.BigBird(self.window, global_blocks=-(-self.num_global // self.window))
+        raise ValueError(f"unknown pattern {self.pattern!r}")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return LocalAttention(self, dimensions, **kwargs)
+
+
+class LocalAttention(nn.Module):
+    """See `brl_jax.layers.mechanism` for the call and `local_attention` for the mathematics."""
+
+    mechanism: LocalConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> dict[str, jax.Array]:
+        """The last keys and values that the pattern can reach, newest last; never more than `length`."""
+        d = self.dimensions
+        reach = self.mechanism.make_pattern(True).lookback
+        reach = length if reach is None else min(reach, length)
+        shape = (batch, reach, d.num_kv_heads, d.head_dim)
+        return {
+            "key": jnp.zeros(shape, d.dtype),
+            "value": jnp.zeros(shape, d.dtype),
+            "index": jnp.zeros((), jnp.int32),
+        }
+
+    def init_memory(self, batch: int) -> None:
+        return None
+
+    def memory_from_cache(self, cache: Any) -> None:
+        return None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        carry: Any = None,
+        cache: Any = None,
+        positions: Any = None,
+        lengths: Any = None,
+        segment_ids: Any = None,
+        count: Any = None,
+        deterministic: bool = True,
+    ):
+        d = self.dimensions
+        check_call(self.mechanism, segment_ids)
+        batch, length, _ = x.shape
+        pattern = self.mechanism.make_pattern(d.is_causal)
+        start = 0 if cache is None else cache["index"]
+        query, key, value = project_qkv(
+            d, x, token_positions(length, start) if positions is None else positions
+        )
+        if cache is None:
+            attended = local_attention(
+                query,
+                key,
+                value,
+                pattern=pattern,
+                is_causal=d.is_causal,
+                key_value_seq_lengths=None if d.is_causal else lengths,
+                segment_ids=segment_ids,
+                implementation=d.implementation,
+            )
+            return merge_heads(d, attended), carry, None
+
+        reach = cache["key"].shape[1]
+        key = jnp.concatenate([cache["key"], key], axis=1)
+        value = jnp.concatenate([cache["value"], value], axis=1)
+        # Slots of the cache that no token has filled yet are a segment of their own.
+        filled = jnp.arange(reach + length) >= reach - start
+        attended = local_attention(
+            query,
+            key,
+            value,
+            pattern=pattern,
+            is_causal=True,
+            segment_ids=(
+                jnp.ones((batch, length), jnp.int32),
+                jnp.broadcast_to(filled.astype(jnp.int32), (batch, reach + length)),
+            ),
+            query_offset=reach,
+            key_offset=start - reach,
+            implementation=d.implementation,
+        )
+        count = length if count is None else count
+        cache = {
+            "key": jax.lax.dynamic_slice_in_dim(key, count, reach, axis=1),
+            "value": jax.lax.dynamic_slice_in_dim(value, count, reach, axis=1),
+            "index": start + count,
+        }
+        return merge_heads(d, attended), carry, cache

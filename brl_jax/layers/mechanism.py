@@ -1,0 +1,135 @@
+"""What every attention mechanism offers to the networks above it, which never ask which one it is.
+
+A mechanism is a configuration dataclass, derived from `Mechanism`, and the Linen module that its `layer` method
+builds. The module maps (B, T, d) to (B, T, d):
+
+    y, carry, cache = layer(x, carry=carry, cache=cache, positions=..., lengths=..., segment_ids=...,
+                            count=..., deterministic=...)
+
+carry   passes from layer to layer in one call of the network (BRL's compressed tokens); None for most mechanisms. A
+        mechanism with a carry also has a `carrier`, a module that opens it before the first layer and closes it
+        after the last.
+cache   is None, or a pytree made by `layer.init_cache(batch, length)` for generation (it takes any number of new
+        tokens at a time: prefill and step are the same call), or one made by `layer.init_memory(batch)` for
+        training on streams, where it carries the past from one batch to the next without gradient. The layer returns
+        the updated pytree of the same structure. `layer.memory_from_cache(cache)` gives the memory at the point
+        where a decoding cache has arrived, and a new cache updated with a memory's entries goes on from there.
+count   with a decoding cache: how many of the T new tokens exist, the first ones (traced; None: all). What the rest
+        give is undefined, and they leave no trace in the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimensions:
+    """What a network tells each of its layers.
+
+    Attributes:
+      d_model, d_ff: model width and feed-forward width.
+      num_heads, num_kv_heads: query heads and key/value heads; the first is a multiple of the second.
+      head_dim: size of a head.
+      is_causal: whether outputs may depend on later tokens.
+      rope_theta: base of the rotary frequencies; None for no rotary embedding.
+      norm: "layer" or "rms".
+      use_bias: biases in projections and norms.
+      dropout: rate after the embedding, the mixer and the feed-forward network.
+      residual_scale: variance factor of the weights that write into the residual stream.
+      dtype, param_dtype: of the computation and of the parameters.
+      implementation: passed to the attention functions.
+    """
+
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    is_causal: bool
+    rope_theta: float | None = 10000.0
+    norm: str = "layer"
+    use_bias: bool = False
+    dropout: float = 0.0
+    residual_scale: float = 1.0
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    implementation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mechanism:
+    """Base of the configuration dataclasses; the properties say what a mechanism can do."""
+
+    @property
+    def causal(self) -> bool:
+        """Has a form in which no output depends on a later token."""
+        return True
+
+    @property
+    def bidirectional(self) -> bool:
+        """Has a form in which outputs may depend on every token."""
+        return True
+
+    @property
+    def linear_cost(self) -> bool:
+        """Time and memory grow linearly with the length."""
+        return False
+
+    @property
+    def packs(self) -> bool:
+        """Takes segment_ids: several sequences in one row, none of which sees another."""
+        return False
+
+    @property
+    def decodes(self) -> bool:
+        """Generates token by token from a cache."""
+        return self.causal
+
+    @property
+    def residual(self) -> str:
+        """Where a block normalises around this mechanism, one of
+
+        "pre":  h = x + mix(norm(x));  out = h + ffn(norm(h))
+        "ffn":  h = x + mix(x);        out = h + ffn(norm(h))
+        "post": h = x + norm(mix(x));  out = h + norm(ffn(h))
+        """
+        return "pre"
+
+    @property
+    def segment(self) -> int | None:
+        """Not None: a call may span at most this many tokens, counted from multiples of it, because later tokens
+        need what the whole network made of earlier ones. The network cuts longer sequences itself."""
+        return None
+
+    def check(self, dimensions: Dimensions) -> None:
+        """Raises ValueError if this mechanism cannot serve a network of these dimensions."""
+        if dimensions.is_causal and not self.causal:
+            raise ValueError(f"mechanism {type(self).__name__} has no causal form; use it in an encoder")
+        if not dimensions.is_causal and not self.bidirectional:
+            raise ValueError(f"mechanism {type(self).__name__} has no bidirectional form; use it in a decoder")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        """The Linen module of one layer."""
+        raise NotImplementedError
+
+    def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module | None:
+        """The module that opens and closes this mechanism's carry, or None.
+
+        `carry = carrier(x, cache)` before the first layer and `cache = carrier.close(y, cache, count)` after the
+        last, with y what the network puts out; `cache` as for layers, by `init_cache` and `init_memory`.
+        """
+        return None
+
+
+def check_call(mechanism: Mechanism, segment_ids: Any) -> None:
+    """Raises ValueError when a layer of `mechanism` is given what it cannot serve."""
+    if segment_ids is not None and not mechanism.packs:
+        raise ValueError(
+            f"segment_ids: mechanism {type(mechanism).__name__} cannot keep packed sequences apart; "
+            "give each sequence its own row"
+        )
