@@ -50,6 +50,18 @@ def test_loaded_corpora_are_the_text(text, tmp_path, spec):
     assert not hidden(tmp_path / "run")
 
 
+@pytest.mark.parametrize("spec", ["bpe:300", "words", "words:max=5"])
+def test_every_stretch_of_lines_has_the_bytes_of_its_lines(text, tmp_path, monkeypatch, spec):
+    monkeypatch.setattr(corpus_module, "text_pieces", functools.partial(text_pieces, size=100))
+    tokenizer, corpora = load(config(text, tokenizer=spec), tmp_path / "run")
+    lines = (text / "train.txt").read_text().splitlines(keepends=True)
+    ids = corpora["train"].tokens
+    ends = [0] + [i + 1 for i in range(len(ids)) if tokenizer.decode(ids[i : i + 1]).endswith("\n")]
+    assert len(ends) == len(lines) + 1
+    for first, last in (0, 1), (0, 400), (7, 9), (100, 300), (399, 400), (5, 5):
+        assert corpora["train"].num_bytes(ends[first], ends[last]) == len("".join(lines[first:last]))
+
+
 def test_words_of_another_vocabulary_count_the_same_bytes(text, tmp_path):
     sizes = [
         load(config(text, tokenizer=spec), tmp_path / f"run{i}")[1]["valid"].num_bytes()
@@ -155,13 +167,15 @@ def test_what_was_stopped_halfway_leaves_nothing(text, tmp_path, monkeypatch):
     assert list(load(config(text), run)[1]) == ["train", "valid", "test"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "summary", "extra"])
+@pytest.mark.parametrize("damage", ["cut", "other", "summary", "extra"])
 def test_damaged_tokens_are_made_again(text, tmp_path, damage):
     _, corpora = load(config(text), tmp_path / "run")
     folder = next((tmp_path / "run" / "data").glob("tokens-*"))
     whole = (folder / "train.npy").read_bytes()
     if damage == "cut":
         (folder / "train.npy").write_bytes(whole[:-100])
+    elif damage == "other":
+        np.save(folder / "train.npy", corpora["valid"].tokens)
     else:
         (folder / {"summary": "train.json", "extra": "train.extra.npy"}[damage]).write_text("")
     _, again = load(config(text), tmp_path / "run")
