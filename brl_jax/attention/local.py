@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,6 +19,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.arguments import (
+    check_bias,
+    check_dtypes,
+    check_lengths,
+    check_scale,
+    check_segments,
+    is_int,
+    zero_padding,
+)
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
 from brl_jax.attention.local_blocks import Call, Part
@@ -110,14 +118,14 @@ def local_attention(
       NotImplementedError: implementation="pallas".
     """
     check_qkv(query, key, value)
-    _check_dtypes(query, key, value)
+    check_dtypes(query, key, value)
     pattern = _check_pattern(local_window_size, pattern, is_causal)
     _check_offset("query_offset", query_offset)
-    scale = _check_scale(scale, query.shape[3])
-    bias = _check_bias(bias, query, key)
-    query_lengths = _check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
-    key_lengths = _check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
-    query_segments, key_segments = _check_segments(segment_ids, query.shape, key.shape)
+    scale = check_scale(scale, query.shape[3])
+    bias = check_bias(bias, query, key)
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
+    query_segments, key_segments = check_segments(segment_ids, query.shape, key.shape)
     static_key_offset, traced_key_offset = _split_key_offset(key_offset)
 
     match implementation:
@@ -142,21 +150,6 @@ def local_attention(
     return _attend_jit(spec, query, key, value, bias, inputs)
 
 
-def _check_dtypes(query: Array, key: Array, value: Array) -> None:
-    require(
-        query.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
-        f"query must be float32, bfloat16 or float16, got {query.dtype}",
-    )
-    for array, name in ((key, "key"), (value, "value")):
-        require(
-            array.dtype == query.dtype, f"{name} must have query's dtype {query.dtype}, got {array.dtype}"
-        )
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
 def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
     require(
         (window is None) != (pattern is None),
@@ -164,11 +157,9 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
         + ("neither" if window is None else "both"),
     )
     if window is not None:
-        sides = (window, window) if _is_int(window) else window
+        sides = (window, window) if is_int(window) else window
         require(
-            isinstance(sides, (tuple, list))
-            and len(sides) == 2
-            and all(_is_int(s) and s >= 0 for s in sides),
+            isinstance(sides, (tuple, list)) and len(sides) == 2 and all(is_int(s) and s >= 0 for s in sides),
             f"local_window_size must be an int of at least 0 or a pair of them (left, right), got {window!r}",
         )
         return SlidingWindow(int(sides[0]), int(sides[1]))
@@ -185,67 +176,11 @@ def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
 
 
 def _check_offset(name: str, offset: Any) -> None:
-    require(_is_int(offset), f"{name} must be a static int, got {offset!r}")
-
-
-def _check_scale(scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    is_number = isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
-    require(is_number, f"scale must be a Python number (multiply the query by a traced one), got {scale!r}")
-    return float(scale)
-
-
-def _check_bias(bias: Any, query: Array, key: Array) -> Any:
-    """An array bias comes back as (B or 1, N or 1, T or 1, S or 1)."""
-    if bias is None or (isinstance(bias, PositionBias) and not isinstance(bias, (jax.Array, np.ndarray))):
-        return bias
-    require(
-        hasattr(bias, "shape") and hasattr(bias, "dtype"),
-        f"bias must be a PositionBias or an array, got {type(bias).__name__}",
-    )
-    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    require(
-        len(bias.shape) <= 4 and all(s in (1, f) for s, f in zip(bias.shape[::-1], full[::-1])),
-        f"bias must broadcast to (batch, heads, queries, keys) = {full}, got shape {bias.shape}",
-    )
-    require(jnp.issubdtype(bias.dtype, jnp.floating), f"bias must be floating point, got {bias.dtype}")
-    return jnp.asarray(bias).reshape((1,) * (4 - len(bias.shape)) + tuple(bias.shape))
-
-
-def _check_lengths(name: str, lengths: Any, batch: int) -> Array | None:
-    if lengths is None:
-        return None
-    lengths = jnp.asarray(lengths)
-    require(
-        lengths.shape == (batch,) and jnp.issubdtype(lengths.dtype, jnp.integer),
-        f"{name} must be ints of shape ({batch},), got {lengths.dtype} of shape {lengths.shape}",
-    )
-    return lengths.astype(jnp.int32)
-
-
-def _check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tuple:
-    if segment_ids is None:
-        return None, None
-    if not isinstance(segment_ids, (tuple, list)):
-        require(
-            query_shape[1] == key_shape[1],
-            f"segment_ids must be a pair (queries', keys') where their lengths differ: "
-            f"{query_shape[1]} queries, {key_shape[1]} keys",
-        )
-        segment_ids = (segment_ids, segment_ids)
-    require(len(segment_ids) == 2, f"segment_ids must be an array or a pair of them, got {len(segment_ids)}")
-    ids = tuple(jnp.asarray(x) for x in segment_ids)
-    for x, shape, whose in zip(ids, (query_shape, key_shape), ("queries", "keys")):
-        require(
-            x.shape == shape[:2] and jnp.issubdtype(x.dtype, jnp.integer),
-            f"segment_ids of the {whose} must be ints of shape {shape[:2]}, got {x.dtype} of shape {x.shape}",
-        )
-    return tuple(x.astype(jnp.int32) for x in ids)
+    require(is_int(offset), f"{name} must be a static int, got {offset!r}")
 
 
 def _split_key_offset(key_offset: Any) -> tuple[int | None, Array | None]:
-    if _is_int(key_offset):
+    if is_int(key_offset):
         return int(key_offset), None
     require(
         hasattr(key_offset, "dtype")
@@ -293,14 +228,6 @@ def _split_heads(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K
 def _merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
     b, k, g, t, h = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
-
-
-def _zero_padding(x: Array, lengths: Array | None) -> Array:
-    """Zeros in x (B, T, ...) from each length on: a padded NaN times a weight of 0 would still be NaN."""
-    if lengths is None:
-        return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -600,8 +527,8 @@ def _forward(
         return part.queries.restore(out, 3, num_queries), part.queries.restore(lse, 3, num_queries, _MASKED)
 
     def run(loop: bool, query, key, value, bias, inputs):
-        q = _split_heads(_zero_padding(query, inputs.query_lengths), kv_heads)
-        k, v = (_zero_padding(x, inputs.key_lengths).transpose(0, 2, 1, 3) for x in (key, value))
+        q = _split_heads(zero_padding(query, inputs.query_lengths), kv_heads)
+        k, v = (zero_padding(x, inputs.key_lengths).transpose(0, 2, 1, 3) for x in (key, value))
         parts = _parts(spec, query, key, loop)
         dtype = query.dtype if len(parts) == 1 else jnp.float32
         results = [on_part(part, loop, q, k, v, dtype, bias, inputs) for part in parts]
@@ -691,9 +618,9 @@ def _backward(spec: _Spec, query, key, value, bias, inputs: _Inputs, out, lse, d
 
     def run(loop: bool, query, key, value, bias, inputs, out, lse, d_out):
         q, o, do = (
-            _split_heads(_zero_padding(x, inputs.query_lengths), kv_heads) for x in (query, out, d_out)
+            _split_heads(zero_padding(x, inputs.query_lengths), kv_heads) for x in (query, out, d_out)
         )
-        k, v = (_zero_padding(x, inputs.key_lengths).transpose(0, 2, 1, 3) for x in (key, value))
+        k, v = (zero_padding(x, inputs.key_lengths).transpose(0, 2, 1, 3) for x in (key, value))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
         parts = [
             on_part(part, loop, q, k, v, do, lse, delta, bias, inputs)
