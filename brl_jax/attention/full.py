@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,13 @@ def full_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int | Int[Array, ""] = 0,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
 
     Differs from `jax.nn.dot_product_attention` at the edges: a query that sees no key gives 0 (and passes no
-    gradient on) instead of the mean of all values, padding may hold NaN, and queries may stand at an offset, as
-    when generating with a cache.
+    gradient on) instead of the mean of all values, padding may hold NaN, and queries may stand at an offset,
+    as when generating with a cache.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
@@ -70,9 +70,9 @@ def full_attention(
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     segments = check_segments(segment_ids, query.shape, key.shape)
+    is_scalar = isinstance(query_offset, jax.Array) and query_offset.shape == ()
     require(
-        is_int(query_offset)
-        or (getattr(query_offset, "shape", None) == () and jnp.issubdtype(query_offset.dtype, jnp.integer)),
+        is_int(query_offset) or (is_scalar and jnp.issubdtype(jnp.result_type(query_offset), jnp.integer)),
         f"query_offset must be an int or an int scalar array, got {query_offset!r}",
     )
     require(

@@ -320,8 +320,8 @@ def tables(call: Call, block: int, lists: list[np.ndarray], rule: Rule | None) -
     for members in groups.values():
         longest = max(kept[i].size for i in members)
         table = np.full((len(members), longest), num_key_blocks)
-        for row, i in enumerate(members):
-            table[row, : kept[i].size] = kept[i]
+        for n, i in enumerate(members):
+            table[n, : kept[i].size] = kept[i]
         tokens = (np.asarray(members)[:, None] * block + np.arange(block) - query_shift).reshape(-1)
         queries = Layout(1, tokens.size, listed=tokens)
         parts.append(Part(queries, keys, block, longest * block, 0, rule, table))

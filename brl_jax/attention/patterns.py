@@ -301,6 +301,7 @@ class GlobalWindow(Pattern):
 
 def _global_parts(call: Call, num_global: int) -> list[Part]:
     """The first positions on all keys, and all other queries on the first positions."""
+    assert call.key_offset is not None
     rows = min(max(num_global - call.first_position, 0), call.num_queries)
     cols = min(max(num_global - call.key_offset, 0), call.num_keys)
     parts = []
