@@ -13,10 +13,10 @@ def beside(path: epath.Path) -> epath.Path:
 
 
 def write_whole(path: epath.Path, text: str) -> None:
-    """Writes `path` aside, then renames it; the folder must exist."""
+    """Writes `path` in UTF-8 aside, then renames it; the folder must exist."""
     aside = beside(path)
     try:
-        aside.write_text(text)
+        aside.write_bytes(text.encode())
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)

@@ -271,8 +271,7 @@ def _head(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
 
 
 def text_pieces(blocks: Iterable[bytes], size: int = _PIECE) -> Iterator[bytes]:
-    """Pieces of up to `size` bytes, whatever the blocks' sizes, cut after a line, else a blank, else a
-    character."""
+    """The blocks' text in pieces of up to `size` bytes, cut after a line, else a blank, else a character."""
     pending = bytearray()
     for block in blocks:
         pending += block
@@ -348,8 +347,10 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
         if spec.startswith("bpe:"):
             import tokenizers
 
-            return BPETokenizer(spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text()))
-        return WordsTokenizer(spec, (folder / "vocab.txt").read_text().split("\n")[:-1])
+            return BPETokenizer(
+                spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
+            )
+        return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])
     except FileNotFoundError as error:
         raise UserError(
             f"no tokenizer in {directory}: {error.filename or 'tokenizer_config.json'} is missing"

@@ -92,6 +92,8 @@ def test_the_cut_can_fall_between_files(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"y" * 10)
     splits = texts(f"text:{tmp_path}/*.txt", 0.1)
     assert splits == {"train": b"x" * 89 + b"\n", "valid": b"y" * 10 + b"\n"}
+    (tmp_path / "b.txt").write_bytes(b"y" * 20)  # the share begins inside it, in a line that is whole
+    assert texts(f"text:{tmp_path}/*.txt", 0.1)["valid"] == b"y" * 20 + b"\n"
 
 
 def test_files_are_joined_at_lines_and_only_once(tmp_path):
@@ -286,7 +288,8 @@ def test_tfds_reads_prepared_records(tiny_books):
     ("name", "splits"), [("lm1b", ["train", "test"]), ("wiki40b/en", ["train", "validation", "test"])]
 )
 def test_tfds_knows_the_public_data_sets(name, splits, tmp_path):
-    __import__("tensorflow_datasets.text")
+    with pytest.raises(UserError, match="Failed to construct"):
+        open_source(f"tfds:{name.partition('/')[0]}/no_such_config", 0.05)
     builder = tfds.builder(name, data_dir=tmp_path, file_format="array_record")
     write_info(builder, None, Path(builder.data_dir), {split: range(30) for split in splits})
     with tfds.testing.mock_data(num_examples=30, data_dir=str(tmp_path)):
@@ -299,5 +302,5 @@ def test_tfds_knows_the_public_data_sets(name, splits, tmp_path):
 def test_tfds_errors_are_one_line():
     with pytest.raises(UserError, match=r"^--data tfds:no_such_thing: Dataset no_such_thing not found\.$"):
         open_source("tfds:no_such_thing", 0.05)
-    with pytest.raises(UserError, match=r"^--data tfds:lm1b/no_such_config: [^\n]+$"):
+    with pytest.raises(UserError, match=r"^--data tfds:lm1b/no_such_config: Failed to construct [^\n]+$"):
         open_source("tfds:lm1b/no_such_config", 0.05)
