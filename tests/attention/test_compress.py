@@ -1,0 +1,256 @@
+"""compress, compress_blocks and propagate against float64 NumPy written from equations 8-12."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import ALiBi, T5Bias, alibi_slopes, compress, compress_blocks, propagate
+from tests.laws.networks import relative_error
+from tests.laws.oracles import sigma
+
+SCORES = ["softmax", "relu2", "laplace"]
+
+
+def arrays(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def oracle_compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
+    """One batch entry at a time, one head at a time; analytic, so that complex steps give derivatives."""
+    batch, m, heads, _ = q.shape
+    s = k1.shape[1]
+    bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
+    bias = np.broadcast_to(bias, (batch, heads, m, s))
+    mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
+    out = np.zeros(q.shape, np.result_type(q, k1, v))
+    for b in range(batch):
+        for n in range(heads):
+            w = sigma(q[b, :, n] @ k1[b, :, n].T * scale + bias[b, n], mask[b, n], score)
+            if k2 is not None:
+                w = w - gamma[n] * sigma(q[b, :, n] @ k2[b, :, n].T * scale + bias[b, n], mask[b, n], score)
+            out[b, :, n] = w @ v[b, :, n]
+    return out
+
+
+def check_gradients(function, oracle, operands, tolerance=1e-4):
+    """Gradient of a random weighting of the output, along a random direction of each operand."""
+    rng = np.random.default_rng(1)
+    weight = rng.standard_normal(oracle(*operands).shape)
+    grads = jax.jit(
+        jax.grad(
+            lambda *xs: jnp.sum(function(*xs) * jnp.asarray(weight, jnp.float32)),
+            argnums=tuple(range(len(operands))),
+        )
+    )(*(jnp.asarray(x, jnp.float32) for x in operands))
+    for i, grad in enumerate(grads):
+        direction = rng.standard_normal(operands[i].shape)
+        stepped = [x + 1e-30j * direction if j == i else x for j, x in enumerate(operands)]
+        expected = np.imag((oracle(*stepped) * weight).sum()) / 1e-30
+        grad = np.asarray(grad, np.float64)
+        scale = np.linalg.norm(grad) * np.linalg.norm(direction) / math.sqrt(direction.size)
+        assert abs((grad * direction).sum() - expected) <= tolerance * max(scale, abs(expected)), i
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("length", "piece"), [(1, 4096), (37, 4096), (37, 8), (64, 16)])
+def test_compress_oracle(monkeypatch, score, length, piece):
+    """Whole or in pieces, at ragged lengths: outputs and all gradients."""
+    monkeypatch.setattr("brl_jax.attention.compress._CHUNK", piece)
+    operands = arrays(0, (2, 5, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (3,))
+
+    def function(q, k1, k2, v, gamma):
+        return compress(q, k1, k2, v, gamma=gamma, scale=0.7, score=score)
+
+    def oracle(q, k1, k2, v, gamma):
+        return oracle_compress(q, k1, k2, v, gamma, 0.7, score)
+
+    q, k1, k2, v, gamma = (jnp.asarray(x, jnp.float32) for x in operands)
+    assert relative_error(function(q, k1, k2, v, gamma), oracle(*operands)) < 1e-5
+    rough = function(*(x.astype(jnp.bfloat16) for x in (q, k1, k2, v)), gamma)
+    assert rough.dtype == jnp.bfloat16
+    assert relative_error(rough, oracle(*operands)) < 2e-2
+    check_gradients(function, oracle, operands)
+
+
+@pytest.mark.parametrize("piece", [4096, 8])
+@pytest.mark.parametrize("score", SCORES)
+def test_compress_masks_and_poison(monkeypatch, score, piece):
+    """Masked keys weigh nothing, may hold NaN, and get no gradient; a row without keys gives 0."""
+    monkeypatch.setattr("brl_jax.attention.compress._CHUNK", piece)
+    q, k1, k2, v = arrays(1, (2, 3, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4))
+    gamma = np.array([0.3, -0.2])
+    lengths = np.array([13, 0])
+    mask = np.random.default_rng(0).random((2, 1, 3, 21)) < 0.6
+    visible = mask & (np.arange(21) < lengths[:, None])[:, None, None]
+    expected = oracle_compress(q, k1, k2, v, gamma, 0.5, score, mask=visible)
+    for a in (k1, k2, v):
+        for b in range(2):
+            a[b, lengths[b] :] = np.nan
+
+    def function(q, k1, k2, v):
+        return compress(
+            q,
+            k1,
+            k2,
+            v,
+            gamma=jnp.asarray(gamma, jnp.float32),
+            scale=0.5,
+            score=score,
+            mask=jnp.asarray(mask),
+            key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
+        )
+
+    operands = [jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)]
+    out = function(*operands)
+    assert relative_error(out, expected) < 1e-5
+    np.testing.assert_array_equal(out[1], 0)
+    grads = jax.grad(lambda *xs: jnp.sum(function(*xs) ** 2), argnums=(0, 1, 2, 3))(*operands)
+    assert all(np.isfinite(np.asarray(g)).all() for g in grads)
+    for g in grads[1:]:
+        np.testing.assert_array_equal(g[0, 13:], 0)
+        np.testing.assert_array_equal(g[1], 0)
+
+
+@pytest.mark.parametrize("piece", [4096, 8])
+def test_compress_defaults_and_biases(monkeypatch, piece):
+    """The M1 scale, ALiBi and T5 biases, a bias array, and no second attention."""
+    monkeypatch.setattr("brl_jax.attention.compress._CHUNK", piece)
+    q, k1, v, table = arrays(2, (1, 6, 4, 8), (1, 19, 4, 8), (1, 19, 4, 8), (8, 4))
+    js = [jnp.asarray(x, jnp.float32) for x in (q, k1, v)]
+    out = compress(js[0], js[1], None, js[2], gamma=None)
+    expected = oracle_compress(q, k1, None, v, None, 1 / (6 * math.sqrt(8)), "softmax")
+    assert relative_error(out, expected) < 1e-5
+
+    distance = np.abs(np.arange(6)[:, None] - np.arange(19)[None])
+    slopes = np.array([2.0 ** (-2 * (i + 1)) for i in range(4)])
+    out = compress(js[0], js[1], None, js[2], gamma=None, scale=0.5, bias=ALiBi(alibi_slopes(4)))
+    expected = oracle_compress(q, k1, None, v, None, 0.5, "softmax", bias=-slopes[:, None, None] * distance)
+    assert relative_error(out, expected) < 1e-5
+
+    def with_table(table):
+        bias = T5Bias(table, max_distance=16)
+        return compress(js[0], js[1], None, js[2], gamma=None, scale=0.5, bias=bias)
+
+    relative = np.arange(19)[None] - np.arange(6)[:, None]
+    buckets = np.zeros((6, 19), int)
+    for i, j in np.ndindex(6, 19):
+        far = max(-relative[i, j], 0)
+        buckets[i, j] = far if far < 4 else min(7, 4 + int(math.log(far / 4) / math.log(16 / 4) * 4))
+    bias = np.moveaxis(table[buckets], -1, 0)[None]
+    out = with_table(jnp.asarray(table, jnp.float32))
+    expected = oracle_compress(q, k1, None, v, None, 0.5, "softmax", bias=bias)
+    assert relative_error(out, expected) < 1e-5
+    by_array = compress(js[0], js[1], None, js[2], gamma=None, scale=0.5, bias=jnp.asarray(bias, jnp.float32))
+    assert relative_error(by_array, expected) < 1e-5
+    grad = jax.grad(lambda t: jnp.sum(with_table(t) ** 2))(jnp.asarray(table, jnp.float32))
+    assert float(jnp.abs(grad[:3]).min()) > 0  # buckets 0..2 are met, and learn
+
+
+@pytest.mark.parametrize(("block", "history"), [(4, 4), (4, 9), (4, 3), (5, 13), (7, 1)])
+def test_compress_blocks_reads_what_precedes_each_block(block, history):
+    blocks = 4
+    length = history + (blocks - 1) * block
+    q, k1, k2, v = arrays(3, (2, blocks, 3, 2, 4), (2, length, 2, 4), (2, length, 2, 4), (2, length, 2, 4))
+    gamma, exists = np.array([0.4, 0.1]), np.array([0, 1, history, history])
+    bias = arrays(4, (2, 3, history))[0]
+    out = compress_blocks(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)),
+        gamma=jnp.asarray(gamma, jnp.float32),
+        block_size=block,
+        history_size=history,
+        history_lengths=jnp.asarray(exists, jnp.int32),
+        bias=jnp.asarray(bias, jnp.float32),
+    )
+    for c in range(blocks):
+        window = slice(c * block, c * block + history)
+        mask = np.arange(history) >= history - exists[c]
+        expected = oracle_compress(
+            q[:, c], k1[:, window], k2[:, window], v[:, window], gamma, 1 / (3 * 2.0), "softmax", bias[None], mask
+        )
+        assert relative_error(out[:, c], expected) < 1e-5 or exists[c] == 0
+    np.testing.assert_array_equal(out[:, 0], 0)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("length", [1, 13, 700])
+def test_propagate_oracle(score, length):
+    """T queries on M keys is compression with the roles exchanged and one attention."""
+    q, k, v, strength = arrays(5, (2, length, 3, 4), (2, 5, 3, 4), (2, 5, 3, 4), (3,))
+
+    def function(q, k, v, strength):
+        return propagate(q, k, v, strength=strength, score=score)
+
+    def oracle(q, k, v, strength):
+        return oracle_compress(q, k, None, v, None, 0.5, score) * strength[:, None]
+
+    operands = (q, k, v, strength)
+    out = jax.jit(function)(*(jnp.asarray(x, jnp.float32) for x in operands))
+    assert relative_error(out, oracle(*operands)) < 1e-5
+    rough = function(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), jnp.asarray(strength, jnp.float32))
+    assert relative_error(rough, oracle(*operands)) < 2e-2
+    check_gradients(function, oracle, operands)
+
+
+def test_long_histories_and_queries_are_linear_in_memory():
+    """Neither function ever holds its whole weights: doubling the length adds inputs and gradients only."""
+
+    def temporary(n):
+        shape = jax.ShapeDtypeStruct((1, n, 4, 32), jnp.float32)
+        small = jax.ShapeDtypeStruct((1, 256, 4, 32), jnp.float32)
+
+        def loss(q, k, c, v, x):
+            read = compress(q, k, c, v, gamma=0.1)
+            return jnp.sum(propagate(x, read, read, strength=1.0))
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))
+        return grad.lower(small, shape, shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(2**14), temporary(2**15)
+    assert long <= 2.2 * short
+    weights = 2**15 * 256 * 4 * 4
+    assert long < 3 * weights, (long, weights)
+
+
+def _valid():
+    return [jnp.ones((1, m, 2, 4)) for m in (3, 5, 5, 5)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"score": "cosine"}, "score must be one of"),
+        ({"gamma": None}, "gamma and contrast_key"),
+        ({"gamma": jnp.ones((3,))}, r"gamma must have shape \(2,\)"),
+        ({"mask": jnp.ones((3, 5), bool)}, "mask must have 4 axes"),
+        ({"bias": jnp.ones((3, 5))}, "bias must have 4 axes"),
+        ({"key_value_seq_lengths": jnp.ones((2,), jnp.int32)}, r"key_value_seq_lengths must have shape \(1,\)"),
+        ({"implementation": "magic"}, "implementation must be"),
+    ],
+)
+def test_compress_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        compress(*_valid(), **{"gamma": 0.5, **change})
+
+
+def test_wrong_shapes_are_refused():
+    q, k, c, v = _valid()
+    with pytest.raises(ValueError, match="head_dim 4, got 6"):
+        compress(q, jnp.ones((1, 5, 2, 6)), c, jnp.ones((1, 5, 2, 6)), gamma=0.5)
+    with pytest.raises(ValueError, match="contrast_key must have key's shape"):
+        compress(q, k, c[:, :4], v, gamma=0.5)
+    with pytest.raises(ValueError, match="key must not be empty"):
+        compress(q, k[:, :0], c[:, :0], v[:, :0], gamma=0.5)
+    with pytest.raises(ValueError, match="query must have shape"):
+        propagate(q[0], k, v, strength=1.0)
+    with pytest.raises(ValueError, match=r"strength must have shape \(2,\)"):
+        propagate(q, k, v, strength=jnp.ones((5,)))
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        compress_blocks(q[None], k, c, v, gamma=0.5, block_size=0, history_size=2)
+    with pytest.raises(ValueError, match="= 8 tokens, got 5"):
+        compress_blocks(jnp.ones((1, 2, 3, 2, 4)), k, c, v, gamma=0.5, block_size=4, history_size=4)

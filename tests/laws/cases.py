@@ -1,0 +1,62 @@
+"""The configurations under which each listed mechanism must keep the laws.
+
+A mechanism joins by being listed: without an entry in VARIANTS it is tested in its default configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from brl_jax.layers import MECHANISMS, BRLConfig, Dimensions, FullConfig, LocalConfig, Mechanism
+
+_BRL = BRLConfig(window=5, num_compressed=3, block_size=8)
+
+
+def _brl(**changes) -> Mechanism:
+    return dataclasses.replace(_BRL, **changes)
+
+
+VARIANTS: dict[str, dict[str, Mechanism]] = {
+    "full": {"": FullConfig()},
+    "local": {
+        "sliding": LocalConfig(window=5),
+        "dilated": LocalConfig(window=4, pattern="dilated", dilation=3),
+        "block": LocalConfig(window=6, pattern="block"),
+        "bucketed": LocalConfig(window=5, pattern="bucketed"),
+        "strided": LocalConfig(window=5, pattern="strided"),
+        "fixed": LocalConfig(window=5, pattern="fixed"),
+        "global": LocalConfig(window=5, pattern="global", num_global=3),
+        "bigbird": LocalConfig(window=4, pattern="bigbird", num_global=4),
+    },
+    "brl": {
+        "output": _brl(),
+        "layer": _brl(memory="layer"),
+        "output-equations": _brl(formulation="equations", history_size=13, bias="alibi", compress_scale="learned"),
+        "layer-equations": _brl(memory="layer", formulation="equations", history_size=5, phi="spiky"),
+        "output-relu2": _brl(score="relu2", gamma=0.0, history_size=11, input_norm=False, compressed_dim=8),
+        "layer-laplace": _brl(
+            memory="layer", score="laplace", gamma=0.5, compress_scale="rsqrt", bias="t5", history_size=24, beta=0.0
+        ),
+    },
+}
+
+CASES: dict[str, Mechanism] = {
+    "-".join(filter(None, (name, variant))): mechanism
+    for name in MECHANISMS
+    for variant, mechanism in VARIANTS.get(name, {"": MECHANISMS[name]()}).items()
+}
+
+
+def dimensions(is_causal: bool, **changes) -> Dimensions:
+    """A small network: 4 query heads of 4 on 2 key/value heads."""
+    standard = Dimensions(
+        d_model=16, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24, is_causal=is_causal, dtype=jnp.float32
+    )
+    return dataclasses.replace(standard, **changes)
+
+
+def named(condition) -> list[str]:
+    """Names of the cases whose mechanism fulfils the condition."""
+    return [name for name, mechanism in CASES.items() if condition(mechanism)]

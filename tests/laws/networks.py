@@ -1,0 +1,50 @@
+"""Small networks of the cases, with parameters and inputs, compiled once for all laws."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brl_jax.layers import Mechanism
+from brl_jax.models import Stack
+from tests.laws.cases import CASES, dimensions
+
+LENGTH = 29
+LAYERS = 2
+
+
+class Network(NamedTuple):
+    mechanism: Mechanism
+    stack: Stack
+    variables: Any
+    x: jax.Array  # (2, LENGTH, 16)
+    run: Any  # jitted: variables, x -> y
+
+
+@functools.cache
+def network(name: str, is_causal: bool) -> Network:
+    mechanism = CASES[name]
+    stack = Stack((mechanism,) * LAYERS, dimensions(is_causal))
+    x = jax.random.normal(jax.random.key(7), (2, LENGTH, 16), jnp.float32)
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(8), x))
+    # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.
+    leaves, tree = jax.tree.flatten(variables)
+    keys = jax.random.split(jax.random.key(9), len(leaves))
+    leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves)]
+    variables = jax.tree.unflatten(tree, leaves)
+    return Network(mechanism, stack, variables, x, jax.jit(lambda v, x: stack.apply(v, x)[0]))
+
+
+def as_float64(tree: Any) -> Any:
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))

@@ -1,0 +1,229 @@
+"""The laws that every listed mechanism keeps (one suite; a new mechanism joins by being listed)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import MECHANISMS
+from brl_jax.models import Stack
+from tests.laws.cases import CASES, dimensions, named
+from tests.laws.networks import LAYERS, LENGTH, as_float64, network, relative_error
+from tests.laws.oracles import NETWORKS
+
+CAUSAL = named(lambda m: m.causal)
+FORMS = [(name, True) for name in CAUSAL] + [(name, False) for name in named(lambda m: m.bidirectional)]
+FORM_IDS = [f"{name}-{'causal' if is_causal else 'bidirectional'}" for name, is_causal in FORMS]
+
+
+def mechanism_of(name: str) -> str:
+    return next(kind for kind, cls in MECHANISMS.items() if type(CASES[name]) is cls)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_law_1_causal(name):
+    """Changing token t changes no output before t, bitwise, and does change the output at t."""
+    net = network(name, True)
+    before = np.asarray(net.run(net.variables, net.x))
+    for t in (0, 1, 4, 7, 8, 9, 15, 16, 17, 23, 24, LENGTH - 1):
+        after = np.asarray(net.run(net.variables, net.x.at[:, t].set(3.0)))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_law_2_generation_is_training(name):
+    """Prefill of any length and single steps give the parallel forward's outputs, from one structure of cache."""
+    net = network(name, True)
+    expected = net.run(net.variables, net.x)
+    step = jax.jit(lambda v, x, cache: net.stack.apply(v, x, cache=cache))
+    # Chunks of one size begin anywhere in a block, end on its border, or span several.
+    for sizes in ([11, 1, 1, 11, 1, 1, 1, 1, 1], [1] * 9 + [20]):
+        cache = net.stack.init_cache(2, LENGTH)
+        outputs, start = [], 0
+        for size in sizes:
+            y, new = step(net.variables, net.x[:, start : start + size], cache)
+            assert jax.tree.structure(new) == jax.tree.structure(cache)
+            assert [a.shape for a in jax.tree.leaves(new)] == [a.shape for a in jax.tree.leaves(cache)]
+            cache, start = new, start + size
+            outputs.append(y)
+        np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=FORM_IDS)
+def test_law_3_oracle(name, is_causal):
+    """Outputs and gradients equal the float64 reference's: float32 to 1e-4, bfloat16 outputs to 2e-2 of the norm."""
+    net = network(name, is_causal)
+    d = net.stack.dimensions
+    oracle = NETWORKS[mechanism_of(name)]
+    params, xs = as_float64(net.variables["params"]), as_float64(net.x)
+    expected = np.stack([oracle(params, net.mechanism, d, x) for x in xs])
+    assert relative_error(net.run(net.variables, net.x), expected) < 1e-4
+
+    half = dataclasses.replace(d, dtype=jnp.bfloat16)
+    rough = net.stack.clone(dimensions=half).apply(net.variables, net.x.astype(jnp.bfloat16))[0]
+    assert rough.dtype == jnp.bfloat16
+    assert relative_error(rough, expected) < 2e-2
+
+    # One sequence is enough for the gradient; every parameter is moved along a direction of its own.
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(expected[0].shape)
+    loss = jax.jit(
+        jax.grad(
+            lambda v, x: jnp.sum(net.stack.apply(v, x)[0][0] * jnp.asarray(weight, jnp.float32)), argnums=(0, 1)
+        )
+    )
+    gradient, gradient_x = loss(net.variables, net.x[:1])
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    actual = dict(jax.tree_util.tree_flatten_with_path(as_float64(gradient["params"]))[0])
+
+    def derivative(path, direction, x_direction):
+        stepped = [leaf + 1e-30j * direction if p == path else leaf for p, leaf in paths]
+        x = xs[0] + (0.0 if x_direction is None else 1e-30j * x_direction)
+        return np.imag((oracle(jax.tree.unflatten(tree, stepped), net.mechanism, d, x) * weight).sum()) / 1e-30
+
+    checks = [(path, rng.standard_normal(leaf.shape), None) for path, leaf in paths]
+    checks += [(None, None, rng.standard_normal(xs[0].shape)) for _ in range(3)]
+    for path, direction, x_direction in checks:
+        expected_slope = derivative(path, direction, x_direction)
+        grad = np.asarray(gradient_x[0], np.float64) if path is None else actual[path]
+        along = x_direction if path is None else direction
+        # A leaf that has no influence on this sequence must have no gradient either.
+        scale = np.linalg.norm(grad) * np.linalg.norm(along) / np.sqrt(along.size)
+        assert abs((grad * along).sum() - expected_slope) <= 1e-4 * max(scale, abs(expected_slope)) + 1e-6, (
+            jax.tree_util.keystr(path) if path else "x"
+        )
+
+
+@pytest.mark.parametrize("name", named(lambda m: m.packs and m.causal))
+def test_law_4_packing(name):
+    """Two sequences packed in one row give what each gives alone, outputs and gradients."""
+    net = network(name, True)
+    cut = 12
+    segments = jnp.where(jnp.arange(LENGTH) < cut, 1, 2)[None]
+    positions = jnp.where(jnp.arange(LENGTH) < cut, jnp.arange(LENGTH), jnp.arange(LENGTH) - cut)[None]
+    x = net.x[:1]
+
+    def packed(v, x):
+        return net.stack.apply(v, x, segment_ids=segments, positions=positions)[0]
+
+    def alone(v, x):
+        return jnp.concatenate([net.stack.apply(v, part)[0] for part in (x[:, :cut], x[:, cut:])], axis=1)
+
+    assert relative_error(jax.jit(packed)(net.variables, x), jax.jit(alone)(net.variables, x)) < 1e-5
+    grads = [jax.jit(jax.grad(lambda v, f=f: jnp.sum(f(v, x) ** 3)))(net.variables) for f in (packed, alone)]
+    for a, b in zip(*map(jax.tree.leaves, grads)):
+        assert relative_error(a, b) < 1e-4
+
+
+@pytest.mark.parametrize("name", named(lambda m: not m.packs))
+def test_law_4_packing_is_refused(name):
+    net = network(name, CASES[name].causal)
+    with pytest.raises(ValueError, match="segment_ids"):
+        net.stack.apply(net.variables, net.x[:, :5], segment_ids=jnp.ones((2, 5), jnp.int32))
+
+
+@pytest.mark.parametrize("name", named(lambda m: m.bidirectional))
+def test_law_4_padding(name):
+    """Padding changes no output of the real tokens, and its content no gradient."""
+    net = network(name, False)
+    real = 17
+    lengths = jnp.array([real, LENGTH], jnp.int32)
+    run = jax.jit(lambda v, x: net.stack.apply(v, x, lengths=lengths)[0])
+    grad = jax.jit(jax.grad(lambda v, x: jnp.sum(net.stack.apply(v, x, lengths=lengths)[0][0, :real] ** 3)))
+    poisoned = net.x.at[0, real:].set(50.0)
+    padded = run(net.variables, net.x)
+    assert relative_error(padded[0, :real], net.run(net.variables, net.x[:1, :real])[0]) < 1e-5
+    assert relative_error(padded[1], net.run(net.variables, net.x)[1]) < 1e-5
+    np.testing.assert_array_equal(run(net.variables, poisoned)[0, :real], padded[0, :real])
+    for a, b in zip(*(jax.tree.leaves(grad(net.variables, x)) for x in (net.x, poisoned))):
+        assert np.isfinite(np.asarray(b)).all()
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", named(lambda m: m.linear_cost and m.causal))
+def test_law_6_linear(name):
+    """Doubling the length at most doubles (2.2) the temporary memory of forward and backward; nothing is n x n."""
+    mechanism = default_size(name)
+    d = dimensions(True, d_model=32, head_dim=8, d_ff=32)
+    stack = Stack((mechanism,), d)
+
+    def compiled(n):
+        x = jax.ShapeDtypeStruct((1, n, 32), jnp.float32)
+        variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
+        return jax.jit(jax.grad(lambda v, x: stack.apply(v, x)[0].sum())).lower(variables, x).compile()
+
+    short, long = compiled(2**14), compiled(2**15)
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (short, long)]
+    assert sizes[1] <= 2.2 * sizes[0], sizes
+    for shape in re.findall(r"\w+\[([\d,]+)\]", short.as_text()):
+        assert np.prod([int(n) for n in shape.split(",")], dtype=np.int64) < 2**28 / 4, shape
+
+
+def default_size(name):
+    """The case with windows, blocks and token counts as in use."""
+    sizes = {"window": 256, "num_compressed": 64, "block_size": 512, "history_size": 512, "num_global": 16}
+    fields = {field.name for field in dataclasses.fields(CASES[name])}
+    return dataclasses.replace(CASES[name], **{k: v for k, v in sizes.items() if k in fields})
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_law_7_composes(name):
+    """jit, vmap, checkpoint (grad, scan and ragged lengths run in the other laws); one token; no token is refused."""
+    net = network(name, True)
+    d = dataclasses.replace(net.stack.dimensions, num_kv_heads=4)
+    assert d.num_kv_heads != net.stack.dimensions.num_kv_heads
+    expected = net.run(net.variables, net.x)
+    mapped = jax.jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
+    assert relative_error(mapped, expected) < 1e-5
+    remat = net.stack.clone(remat="full")
+    grads = [
+        jax.jit(jax.grad(lambda v, s=s: jnp.sum(s.apply(v, net.x)[0] ** 3)))(net.variables)
+        for s in (net.stack, remat)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, grads)):
+        assert relative_error(a, b) < 1e-4
+    one = net.run(net.variables, net.x[:, :1])
+    assert one.shape == (2, 1, 16)
+    assert relative_error(one, expected[:, :1]) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=FORM_IDS)
+def test_law_8_lowers_for_tpu(name, is_causal):
+    """A host without a TPU lowers training for it (compilation: tests/laws/test_tpu.py)."""
+    net = network(name, is_causal)
+    step = jax.jit(jax.grad(lambda v, x: net.stack.apply(v, x)[0].sum()))
+    text = step.trace(net.variables, net.x).lower(lowering_platforms=("tpu",)).as_text()
+    assert "func.func public @main" in text
+
+
+def test_law_5_window_over_everything_is_full_attention():
+    full = network("full", True)
+    wide = Stack((dataclasses.replace(CASES["local-sliding"], window=LENGTH),) * LAYERS, dimensions(True))
+    y = jax.jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x)
+    assert relative_error(y, full.run(full.variables, full.x)) < 1e-5
+    narrow = Stack((dataclasses.replace(CASES["local-sliding"], window=LENGTH - 1),) * LAYERS, dimensions(True))
+    assert relative_error(narrow.apply(full.variables, full.x)[0], full.run(full.variables, full.x)) > 1e-4
+
+
+@pytest.mark.parametrize("memory", ["output", "layer"])
+def test_law_5_brl_without_strength_is_local_attention(memory):
+    net = network(f"brl-{memory}", True)
+    params = net.variables["params"]
+    block = params["layers_0"]["block_0"]
+    strength = jnp.zeros_like(block["mixer"]["lambda"])
+    without = {**block, "mixer": {**block["mixer"], "lambda": strength}}
+    local = {**block, "mixer": block["mixer"]["local"]}
+    stack = Stack((net.mechanism.local,) * LAYERS, dimensions(True))
+    y = net.run({"params": {**params, "layers_0": {"block_0": without}}}, net.x)
+    expected = stack.apply(
+        {"params": {"layers_0": {"block_0": local}, "final_norm": params["final_norm"]}}, net.x
+    )[0]
+    assert relative_error(y, expected) < 1e-6
+    assert relative_error(net.run(net.variables, net.x), expected) > 1e-2
