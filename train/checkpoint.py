@@ -1,15 +1,18 @@
 """Checkpoints of a run: written in the background, checked when read, the last few and the best one kept.
 
-A checkpoint is folder/STEP with four items: `params`, `rest` (what else a step changes: optimiser, step,
-random key, carried memory), `meta` (configuration, input position, digests) and `metrics`. Damage that the
-storage format does not notice by itself is found by digests of the arrays' bits.
+A checkpoint is folder/STEP with three items: `params`, `rest` (what else a step changes: optimiser, step,
+random key, carried memory) and `meta` (configuration, input position, held-out loss, digests). Damage that
+the storage format does not notice by itself is found by digests of the arrays' bits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,8 +85,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._good: int | None = None
         self._writing: int | None = None
-
-    # ------------------------------------------------------------------------------------------------------ w
+        self._losses: dict[int, float] = {}
 
     def save(
         self, step: int, state: TrainState, meta: Mapping[str, Any], *, val_loss: float | None = None
@@ -100,20 +102,22 @@ class Checkpoints:
           RunError: this checkpoint or the one before cannot be written; names the last good one.
         """
         items = _split(state)
-        meta = {**meta, "digests": {name: digest(tree) for name, tree in items.items()}}
+        meta = {**meta, "val_loss": val_loss, "digests": {name: digest(tree) for name, tree in items.items()}}
         try:
             manager = self._open_for_writing()
             manager.wait_until_finished()
             self._good, self._writing = self._writing or self._good, step
             if step in manager.all_steps():
                 manager.delete(step)
+                self._losses.pop(step, None)
+            if val_loss is not None:
+                self._losses[step] = val_loss
             manager.save(
                 step,
                 args=ocp.args.Composite(
                     meta=ocp.args.JsonSave(meta),
                     **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
                 ),
-                metrics=None if val_loss is None else {"val_loss": val_loss},
             )
         except Exception as error:  # whatever the storage below raises, the run cannot go on
             raise self._failure(error) from error
@@ -145,27 +149,19 @@ class Checkpoints:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            policies = ocp.checkpoint_managers
+            self._losses = self._read_losses()
             self._manager = ocp.CheckpointManager(
                 self.folder.resolve(),
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=policies.AnyPreservationPolicy(
-                        [
-                            policies.LatestN(self._keep),
-                            policies.BestN(
-                                get_metric_fn=lambda metrics: metrics["val_loss"],
-                                reverse=True,
-                                n=1,
-                                keep_checkpoints_without_metrics=False,
-                            ),
-                        ]
-                    ),
-                    cleanup_tmp_directories=True,
-                ),
+                options=ocp.CheckpointManagerOptions(preservation_policy=self, cleanup_tmp_directories=True),
             )
         return self._manager
 
-    # ------------------------------------------------------------------------------------------------------ r
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Which checkpoints (ascending, with their `step`) stay: the manager asks after each one it has
+        written."""
+        best = min(self._losses, key=lambda step: self._losses[step], default=None)
+        last = {checkpoint.step for checkpoint in checkpoints[-self._keep :]}
+        return [checkpoint.step in last or checkpoint.step == best for checkpoint in checkpoints]
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the folder, ascending, damaged ones included."""
@@ -176,16 +172,23 @@ class Checkpoints:
         except OSError as error:
             raise UserError(f"--workdir: cannot read {self.folder}: {one_line(error)}") from error
 
-    def val_loss(self, step: int) -> float | None:
-        """The held-out loss that was measured at a checkpoint, if it was and can be read."""
-        try:
-            return float(self._read(step, metrics=ocp.args.JsonRestore())["metrics"]["val_loss"])
-        except Exception:
-            return None
+    def _half_written(self) -> list[str]:
+        """Names of what a crash in the midst of writing left in the folder."""
+        if not self.folder.exists():
+            return []
+        return sorted(path.name for path in self.folder.iterdir() if "checkpoint-tmp" in path.name)
+
+    def _read_losses(self) -> dict[int, float]:
+        """The held-out losses measured at the checkpoints, by step."""
+        losses = {}
+        for step in self.steps():
+            with contextlib.suppress(OSError, KeyError):  # damaged: no loss to compare
+                losses[step] = self._read(step, meta=ocp.args.JsonRestore())["meta"]["val_loss"]
+        return {step: loss for step, loss in losses.items() if loss is not None}
 
     def best_step(self) -> int | None:
         """The checkpoint of the lowest held-out loss, or None where none was measured."""
-        losses = {step: loss for step in self.steps() if (loss := self.val_loss(step)) is not None}
+        losses = self._read_losses()
         return min(losses, key=lambda step: losses[step], default=None)
 
     def restore(self, like: TrainState, check: Callable[[dict[str, Any]], None]) -> Restored | None:
@@ -203,6 +206,8 @@ class Checkpoints:
         """
         abstract = {name: _abstract(tree) for name, tree in _split(like).items()}
         skipped: list[int] = []
+        for name in self._half_written():
+            self._say(f"checkpoint {self.folder / name} is half-written and not used")
         for step in reversed(self.steps()):
             try:
                 meta = self._read(step, meta=ocp.args.JsonRestore())["meta"]
@@ -241,9 +246,23 @@ class Checkpoints:
             raise UserError(f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})") from error
 
     def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
-        """Items of one checkpoint; raises whatever the storage does when they are not all there and whole."""
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(self.folder.resolve() / str(step), args=ocp.args.Composite(**args))
+        """Items of one checkpoint; raises OSError, whatever the cause, where they are not all there and
+        whole."""
+        try:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+                return checkpointer.restore(
+                    self.folder.resolve() / str(step), args=ocp.args.Composite(**args)
+                )
+        except Exception as error:
+            reason = one_line(error)
+        # Orbax reads arrays at the same time, and those that failed beside the first would complain on
+        # stderr, with tracebacks, when Python collects them: collect them here and now.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+        try:
+            gc.collect()
+        finally:
+            sys.unraisablehook = hook
+        raise OSError(reason)
 
     def _read_checked(
         self, step: int, meta: Mapping[str, Any], abstract: Mapping[str, Any]
@@ -252,7 +271,7 @@ class Checkpoints:
         items = self._read(step, **args)
         for name in abstract:
             if digest(items[name]) != meta["digests"][name]:
-                raise ValueError(f"the bits of {name} are not those that were saved")
+                raise OSError(f"the bits of {name} are not those that were saved")
         return items
 
     def _skip(self, step: int, error: Exception, skipped: list[int]) -> None:

@@ -132,9 +132,6 @@ class LmConfig:
             raise ValueError(f"sample_tokens must be at least 0, got {self.sample_tokens}")
 
 
-# ---------------------------------------------------------------------------------------------------- command
-
-
 def parse(presets: Mapping[str, T], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> T:
     """The configuration that a command line `[PRESET] [--mechanism NAME] [OPTIONS]` asks for.
 
@@ -263,9 +260,6 @@ def _options(config: Any) -> list[str]:
         *_MECHANISM_FIELDS,
         *(path for path in paths if path != "vocab_size" and not path.endswith(".name")),
     ]
-
-
-# ---------------------------------------------------------------------------------------------------------- f
 
 
 def to_json(config: Any) -> dict[str, Any]:

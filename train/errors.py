@@ -26,7 +26,9 @@ class Stopped(Exception):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception's text as one line of at most `limit` characters; its class's name where it has none."""
+    """An exception's first cause as one line of at most `limit` characters; its class's name if it is mute."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

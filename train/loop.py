@@ -156,7 +156,9 @@ def train(
         write_json(config, epath.Path(loop.workdir) / "config.json")
         log = MetricsLog(loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard)
     except OSError as error:
-        raise UserError(f"--workdir: cannot write under {loop.workdir}: {one_line(error)}") from error
+        raise UserError(
+            f"--workdir: cannot write under {loop.workdir}: {error.strerror or one_line(error)}"
+        ) from error
 
     with contextlib.closing(checkpoints), contextlib.closing(log), Signals() as signals:
         with Reporter(loop.steps, step) as reporter:

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 
 Schedule = Callable[[Any], Any]
 
-# The logical axis that stacks the parameters of equal layers; it makes no matrix out of a vector.
-_STACKING_AXES = ("layers",)
+# Axes that make no matrix out of a vector: the one that stacks equal layers, the one that cuts features in
+# heads (it comes with "heads"), and those without a name.
+_NO_FEATURES = ("layers", "head_dim", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +102,10 @@ def decayed(boxed_params: Any) -> Any:
     """
     specs = nn.get_partition_spec(boxed_params)
 
-    def is_matrix(path, leaf, spec) -> bool:
-        names = tuple(spec) + (None,) * (leaf.ndim - len(spec))
-        axes = sum(name not in _STACKING_AXES for name in names)
-        return axes >= 2 and getattr(path[-1], "key", None) != "bias"
+    def is_matrix(leaf: Any, spec: PartitionSpec) -> bool:
+        return leaf.ndim >= 2 if not spec else sum(axis not in _NO_FEATURES for axis in spec) >= 2
 
-    return jax.tree_util.tree_map_with_path(
-        is_matrix, nn.unbox(boxed_params), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return jax.tree.map(is_matrix, nn.unbox(boxed_params), specs)
 
 
 def make_optimizer(
@@ -123,4 +120,11 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=decay_mask,
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+    chain = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # optax raises floats to integer powers, which strict promotion (the tests') refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return chain.update(updates, state, params)
+
+    return optax.GradientTransformation(chain.init, update)

@@ -1,0 +1,233 @@
+import json
+import resource
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.checkpoint import Checkpoints, digest
+from train.errors import RunError, UserError
+from train.step import TrainState
+
+
+def _state(seed):
+    rng = np.random.default_rng(seed)
+    return TrainState(
+        step=jnp.asarray(seed, jnp.int32),
+        params={
+            "w": jnp.asarray(rng.normal(size=(64, 33)), jnp.float32),
+            "b": jnp.asarray(rng.normal(size=5), jnp.bfloat16),
+        },
+        opt_state=({"mu": jnp.asarray(rng.normal(size=3), jnp.float32)}, (), jnp.asarray(seed, jnp.int32)),
+        key=jnp.asarray([seed, 7], jnp.uint32),
+        memory={"past": jnp.asarray(rng.integers(9, size=(2, 4)), jnp.int32), "none": None},
+    )
+
+
+def _equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right)):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def _write(folder, steps, keep=5, losses=None):
+    checkpoints = Checkpoints(folder, keep=keep)
+    for step in steps:
+        checkpoints.save(step, _state(step), {"config": {}, "at": step}, val_loss=(losses or {}).get(step))
+    checkpoints.wait()
+    checkpoints.close()
+
+
+def _restore(folder, said=None, check=lambda meta: None):
+    return Checkpoints(folder, say=(lambda line: None) if said is None else said.append).restore(
+        _state(0), check
+    )
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    assert _restore(tmp_path / "none") is None
+    assert not (tmp_path / "none").exists()
+    _write(tmp_path, [3, 8])
+    restored = _restore(tmp_path)
+    assert restored.step == 8
+    assert restored.meta["at"] == 8
+    _equal(restored.state, _state(8))
+
+
+def test_the_last_few_and_the_best_are_kept(tmp_path):
+    _write(tmp_path, range(1, 8), keep=2, losses={1: 5.0, 2: 3.0, 4: 4.0, 6: 3.5})
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps() == [2, 6, 7]
+    assert checkpoints.best_step() == 2
+
+
+def test_a_step_saved_again_is_replaced(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(4, _state(1), {"config": {}})
+    checkpoints.save(4, _state(2), {"config": {}}, val_loss=1.0)
+    checkpoints.wait()
+    checkpoints.close()
+    _equal(_restore(tmp_path).state, _state(2))
+    assert checkpoints.best_step() == 4
+
+
+def test_saving_does_not_disturb_and_is_not_disturbed(tmp_path):
+    """The state may be donated as soon as save returns: what is written must be what it was."""
+    bump = jax.jit(lambda s: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), s), donate_argnums=0)
+    checkpoints = Checkpoints(tmp_path, keep=10)
+    state = _state(1)
+    for step in range(5):
+        checkpoints.save(step, state, {"config": {}})
+        state = bump(bump(state))
+    checkpoints.wait()
+    checkpoints.close()
+    expected = _state(1)
+    for _ in range(8):
+        expected = bump(expected)
+    _equal(_restore(tmp_path).state, expected)
+
+
+def _largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def _truncate(folder):
+    path = _largest(folder / "params")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(folder):
+    path = _largest(folder / "params")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _other_values(folder):
+    """Whole files, but of another step: only the digest can tell."""
+    shutil.rmtree(folder / "params")
+    shutil.copytree(folder.parent / "5" / "params", folder / "params")
+
+
+def _cut_meta(folder):
+    path = folder / "meta" / "metadata"
+    path.write_text(path.read_text()[:-5])
+
+
+DAMAGES = {
+    "truncated": _truncate,
+    "bit flipped": _flip,
+    "other values": _other_values,
+    "no params": lambda folder: shutil.rmtree(folder / "params"),
+    "no rest": lambda folder: shutil.rmtree(folder / "rest"),
+    "no meta": lambda folder: shutil.rmtree(folder / "meta"),
+    "meta cut": _cut_meta,
+    "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
+    folder = tmp_path / "checkpoints"
+    _write(folder, [5, 9], losses={9: 1.0})
+    DAMAGES[damage](folder / "9")
+    said = []
+    restored = _restore(folder, said)
+    assert restored.step == 5
+    _equal(restored.state, _state(5))
+    assert len(said) == 1
+    assert str(folder / "9") in said[0]
+    assert "damaged" in said[0]
+    assert "\n" not in said[0]
+    # It is out of the way: the run reaches that step again and saves it.
+    assert (tmp_path / "damaged_checkpoints" / "9").exists()
+    _write(folder, [9])
+    _equal(_restore(folder).state, _state(9))
+
+
+def test_the_best_is_known_to_the_next_run_and_a_damaged_one_is_not_it(tmp_path):
+    _write(tmp_path, [5, 7, 9], losses={5: 2.0, 7: 1.0, 9: 1.5})
+    _cut_meta(tmp_path / "7")
+    _write(tmp_path, [11, 12], keep=1, losses={11: 3.0})
+    assert Checkpoints(tmp_path).steps() == [9, 12]
+    assert Checkpoints(tmp_path).best_step() == 9
+
+
+def test_a_half_written_one_is_no_checkpoint(tmp_path):
+    _write(tmp_path, [5])
+    shutil.copytree(tmp_path / "5", tmp_path / "9.orbax-checkpoint-tmp-123")
+    said = []
+    assert _restore(tmp_path, said).step == 5
+    assert len(said) == 1
+    assert "half-written" in said[0]
+    _write(tmp_path, [9])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["5", "9"]
+
+
+def test_no_whole_checkpoint_is_an_error_and_nothing_is_moved(tmp_path):
+    _write(tmp_path, [5])
+    _truncate(tmp_path / "5")
+    with pytest.raises(UserError, match=f"--workdir: no whole checkpoint in {tmp_path}"):
+        _restore(tmp_path)
+    assert (tmp_path / "5").exists()
+
+
+def test_a_refused_configuration_is_not_taken_for_damage(tmp_path):
+    _write(tmp_path, [5, 9])
+
+    def refuse(meta):
+        raise UserError(f"not {meta['at']}")
+
+    with pytest.raises(UserError, match="not 9"):
+        _restore(tmp_path, check=refuse)
+
+
+def test_params_alone(tmp_path):
+    _write(tmp_path, [5])
+    checkpoints = Checkpoints(tmp_path)
+    _equal(checkpoints.restore_params(_state(0).params, 5), _state(5).params)
+    _flip(tmp_path / "5")
+    with pytest.raises(UserError, match="5 is damaged"):
+        checkpoints.restore_params(_state(0).params, 5)
+
+
+def test_every_bit_counts_in_the_digest():
+    tree = {"a": jnp.zeros((3, 3)), "b": jnp.zeros(4, jnp.bfloat16), "c": jnp.zeros(2, jnp.int32), "d": None}
+    assert digest(tree) == digest(jax.tree.map(jnp.array, tree))
+    changed = [
+        tree | {"a": tree["a"].at[1, 1].set(1e-45)},
+        tree | {"a": tree["a"].at[0, 0].set(-0.0)},
+        tree | {"b": tree["b"].at[3].set(1e-38)},
+        tree | {"c": tree["c"].at[0].set(1)},
+        tree | {"d": jnp.zeros(1)},
+    ]
+    assert len({digest(other) for other in [tree, *changed]}) == 6
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"cannot write a checkpoint under .*; last good checkpoint: none"):
+        Checkpoints(tmp_path / "file" / "checkpoints").save(1, _state(1), {"config": {}})
+
+
+def _save_and_wait(checkpoints, step):
+    checkpoints.save(step, _state(step), {"config": {}})
+    checkpoints.wait()
+
+
+def test_a_full_disk_is_told_with_the_last_good_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    _save_and_wait(checkpoints, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(RunError, match=f"; last good checkpoint: {tmp_path / '1'}") as caught:
+            _save_and_wait(checkpoints, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+    assert _restore(tmp_path).step == 1
+    json.dumps(str(caught.value))

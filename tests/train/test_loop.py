@@ -1,0 +1,229 @@
+import json
+import math
+import signal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
+from train.errors import RunError, Stopped, UserError
+from train.loop import Signals, evaluate, held_out_metrics, train
+from train.step import Objective, make_eval_step
+
+MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
+
+
+def _train(workdir, *, stream=None, held_out=None, objective=OBJECTIVE, config=None, **changes):
+    return train(
+        objective,
+        loop_config(workdir, **changes),
+        OPTIMIZER,
+        config={"loop": {"seed": 0}} if config is None else config,
+        stream=stream or ToyStream(),
+        held_out=held_out or ToyHeldOut(),
+        full_held_out=held_out or ToyHeldOut(),
+    )
+
+
+def _lines(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in MEASURED if name in line} for line in lines]
+
+
+def _sigterm():
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+    """Dozens of runs of one program: what the first compiled serves the others. (test_lm.py compiles each anew.)"""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("never_stopped")
+    state = _train(workdir)
+    return _lines(workdir), state
+
+
+def test_a_whole_run(never_stopped):
+    lines, state = never_stopped
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines if "val_loss" in line] == [4, 8, 12]
+    assert lines[-1]["val_loss"] < lines[3]["val_loss"] < math.log(7) + 0.1
+    for line in lines:
+        if "val_loss" in line:
+            # 18 targets, 20 bytes
+            assert line["val_bits_per_byte"] == pytest.approx(line["val_loss"] * 18 / math.log(2) / 20)
+    assert int(state.step) == 12
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 11])
+def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, stop):
+    expected, final = never_stopped
+    with pytest.raises(
+        Stopped, match=f"after step {stop} of 12; last good checkpoint: .*/{stop}; "
+    ) as caught:
+        _train(tmp_path, stream=ToyStream(at={stop - 1: _sigterm}))
+    assert caught.value.signum == signal.SIGTERM
+    assert [line["step"] for line in _lines(tmp_path)] in (list(range(1, stop + 1)), list(range(1, stop)))
+    state = _train(tmp_path)
+    assert _lines(tmp_path) == expected
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(final), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_run_stopped_at_every_step(tmp_path, never_stopped):
+    expected, _ = never_stopped
+    for step in range(1, 13):
+        with pytest.raises(Stopped):
+            _train(tmp_path, stream=ToyStream(at={step - 1: _sigterm}))
+    _train(tmp_path)
+    assert _lines(tmp_path) == expected
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_run_stopped_in_an_evaluation_makes_up_for_it(tmp_path, never_stopped, batch):
+    expected, _ = never_stopped
+    fired = []
+
+    def once():
+        if not fired:
+            fired.append(True)
+            _sigterm()
+
+    # The signal comes while batch `batch` of three is fetched: the evaluation ends there.
+    with pytest.raises(Stopped):
+        _train(tmp_path, held_out=ToyHeldOut(at={batch: once}))
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3]
+    _train(tmp_path)
+    assert _lines(tmp_path) == expected
+
+
+def test_a_crash_goes_back_to_the_last_checkpoint(tmp_path, never_stopped):
+    expected, _ = never_stopped
+
+    def crash():
+        raise RuntimeError("crash")
+
+    with pytest.raises(RuntimeError, match="crash"):
+        _train(tmp_path, stream=ToyStream(at={7: crash}))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
+    _train(tmp_path)
+    assert _lines(tmp_path) == expected
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, never_stopped):
+    expected, final = never_stopped
+    _train(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    state = _train(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert _lines(tmp_path) == expected
+    np.testing.assert_array_equal(state.params["table"], final.params["table"])
+
+
+def test_more_steps_go_on(tmp_path, never_stopped):
+    _train(tmp_path, steps=5)
+    _train(tmp_path, steps=12)
+    lines, (expected, _) = _lines(tmp_path), never_stopped
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines if "val_loss" in line] == [4, 5, 8, 12]
+    assert lines[0]["loss"] == expected[0]["loss"]
+
+
+def test_another_configuration_is_refused_and_nothing_changes(tmp_path):
+    old = {"loop": {"steps": 12, "seed": 0}, "optimizer": {"learning_rate": 0.1}}
+    _train(tmp_path, config=old, steps=3)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    new = {"loop": {"steps": 50, "seed": 1}, "optimizer": {"learning_rate": 0.2}}
+    with pytest.raises(UserError, match=r"seed 0 -> 1, learning_rate 0\.1 -> 0\.2") as caught:
+        _train(tmp_path, config=new)
+    assert "steps" not in str(caught.value)
+    assert files == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    _train(tmp_path, config=old | {"loop": {"steps": 50, "seed": 0}}, steps=4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
+    def loss(params, memory, batch, key):
+        total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
+        # A token that only batch 7 (step 8) has sets it off.
+        poison = jnp.where(jnp.any(batch["tokens"] == 100), bad, 0.0)
+        weight_of = jnp.sum(params["table"]) if where == "gradient" else 1.0
+        extra = poison * (weight_of - jax.lax.stop_gradient(weight_of)) if where == "gradient" else poison
+        return total + jnp.where(poison == 0.0, 0.0, extra), weight, memory
+
+    class Poisoned(ToyStream):
+        def __next__(self):
+            batch = super().__next__()
+            return batch | {"tokens": np.where(self.step == 8, 100, batch["tokens"]).astype(np.int32)}
+
+    objective = Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory)
+    with pytest.raises(RunError, match=rf"step 8: \w+ is (nan|inf); last good checkpoint: .*/checkpoints/6$"):
+        _train(tmp_path, objective=objective, stream=Poisoned())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
+    assert [line["step"] for line in _lines(tmp_path)] == list(range(1, 8))
+    assert all(math.isfinite(value) for line in _lines(tmp_path) for value in line.values())
+
+
+def test_a_workdir_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--workdir: cannot write under .*/file/run: Not a directory"):
+        _train(tmp_path / "file" / "run")
+
+
+def test_tensorboard_events(tmp_path):
+    _train(tmp_path, steps=2, tensorboard=True)
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    content = events.read_bytes()
+    assert b"loss" in content
+    assert b"val_bits_per_byte" in content
+
+
+def test_evaluation_carries_the_memory(tmp_path):
+    params = nn.unbox(OBJECTIVE.init(jax.random.key(0)))
+    total, weight = evaluate(jax.jit(make_eval_step(OBJECTIVE)), OBJECTIVE, params, ToyHeldOut())
+    past, expected = np.zeros(2, np.int32), 0.0
+    for i in range(3):
+        batch = batch_of(1000 + i, 2)
+        logits = np.asarray(params["table"], np.float64)[batch["tokens"]]
+        logits = logits + np.asarray(params["past"], np.float64)[past][:, None]
+        chosen = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+        expected += (np.log(np.exp(logits).sum(-1)) - chosen).sum()
+        past = batch["tokens"][:, -1]
+    assert total == pytest.approx(expected, rel=1e-5)
+    assert weight == 18.0
+    metrics = held_out_metrics(total, weight, 9)
+    assert metrics["val_loss"] == pytest.approx(expected / 18)
+    assert metrics["val_bits_per_byte"] == pytest.approx(expected / math.log(2) / 9)
+
+
+def test_signals_are_noted_and_handlers_put_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        assert signals.received is None
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        # The next Ctrl-C is the system's.
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))

@@ -1,0 +1,105 @@
+import dataclasses
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.models import DecoderConfig, DecoderLM
+from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+
+
+def test_cosine_follows_its_formula():
+    schedule = make_schedule(OptimizerConfig(learning_rate=2.0, warmup_steps=4, final_share=0.25), steps=20)
+    for step in range(25):
+        if step < 4:
+            expected = 2.0 * (step + 1) / 4
+        else:
+            progress = min(1.0, (step - 4) / 16)
+            expected = 2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi * progress)) / 2)
+        np.testing.assert_allclose(schedule(step), expected, rtol=1e-5)
+
+
+def test_inverse_sqrt_follows_its_formula():
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=16, decay="inverse_sqrt")
+    schedule = make_schedule(config, steps=100)
+    assert float(schedule(0)) == pytest.approx(2.0 / 16)
+    assert float(schedule(16)) == pytest.approx(2.0)
+    assert float(schedule(64)) == pytest.approx(1.0)
+    assert float(schedule(6400)) == pytest.approx(0.1)
+
+
+def test_constant_and_no_warmup():
+    for decay in ("constant", "cosine", "inverse_sqrt"):
+        schedule = make_schedule(OptimizerConfig(learning_rate=3.0, warmup_steps=0, decay=decay), steps=10)
+        assert float(schedule(0)) == pytest.approx(3.0)
+    assert float(make_schedule(OptimizerConfig(decay="constant"), 10)(10**6)) == pytest.approx(5e-4)
+
+
+def test_only_matrices_decay():
+    model = DecoderLM(DecoderConfig(num_layers=2, d_model=8, num_heads=2, d_ff=12, use_bias=True))
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    mask = jax.tree_util.tree_leaves_with_path(decayed(boxed))
+    leaves = dict(jax.tree_util.tree_leaves_with_path(nn.unbox(boxed)))
+    decays = {"/".join(key.key for key in path): value for path, value in mask}
+    shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves.items()}
+    norms = [name for name in decays if name.endswith("/scale")]
+    biases = [name for name in decays if name.endswith(("/bias", "/gamma", "/lambda"))]
+    kernels = [name for name in decays if name.endswith("/kernel")]
+    assert norms
+    assert biases
+    assert kernels
+    assert not any(decays[name] for name in norms + biases)
+    assert all(decays[name] for name in kernels)
+    assert decays["embedding"]
+    # Stacked over layers, a norm's scale has two axes: shapes alone would have taken it for a matrix.
+    assert any(len(shapes[name]) == 2 for name in norms)
+    assert any(len(shapes[name]) == 3 for name in biases)
+    assert decayed({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}) == {"w": True, "b": False}
+
+
+def test_one_step_of_adamw():
+    config = OptimizerConfig(
+        learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.5, clip_norm=1.0, epsilon=1e-6
+    )
+    params = {"w": jnp.array([[1.0, -2.0]]), "b": jnp.array([3.0])}
+    grads = {"w": jnp.array([[3.0, 0.0]]), "b": jnp.array([4.0])}
+    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True, "b": False})
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+
+    def expected(param, grad, decay):
+        grad = grad / 5.0  # the gradients' norm is 5
+        mean, square = 0.1 * grad / (1 - 0.9), 0.05 * grad**2 / (1 - 0.95)
+        return -0.1 * (mean / (math.sqrt(square) + 1e-6) + decay * param)
+
+    np.testing.assert_allclose(updates["w"], [[expected(1.0, 3.0, 0.5), expected(-2.0, 0.0, 0.5)]], rtol=1e-5)
+    np.testing.assert_allclose(updates["b"], [expected(3.0, 4.0, 0.0)], rtol=1e-5)
+
+
+def test_clipping_can_be_switched_off():
+    config = OptimizerConfig(warmup_steps=0, weight_decay=0.0, clip_norm=0.0)
+    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True})
+    state = optimizer.init({"w": jnp.ones((2, 2))})
+    _, state = optimizer.update({"w": jnp.full((2, 2), 100.0)}, state, {"w": jnp.ones((2, 2))})
+    assert max(float(jnp.max(leaf)) for leaf in jax.tree.leaves(state)) == pytest.approx(0.05 * 100.0**2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", 0.0),
+        ("learning_rate", math.nan),
+        ("warmup_steps", -1),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("epsilon", 0.0),
+        ("weight_decay", -1.0),
+        ("clip_norm", math.inf),
+        ("final_share", 1.5),
+    ],
+)
+def test_bad_settings_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .*, got {value}"):
+        dataclasses.replace(OptimizerConfig(), **{field: value})

@@ -1,0 +1,119 @@
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from tests.train.toy import OBJECTIVE, OPTIMIZER, batch_of
+from train.optimizer import decayed, make_optimizer, make_schedule
+from train.step import Objective, init_state, make_eval_step, make_train_step
+
+
+def _start(accumulation, objective=OBJECTIVE, rows=4):
+    schedule = make_schedule(OPTIMIZER, 10)
+    boxed = objective.init(jax.random.key(0))
+    optimizer = make_optimizer(OPTIMIZER, schedule, decayed(boxed))
+    state = init_state(
+        objective,
+        nn.unbox(boxed),
+        optimizer,
+        key=jax.random.key(1),
+        rows=rows // accumulation,
+        accumulation=accumulation,
+    )
+    return jax.jit(make_train_step(objective, optimizer, schedule, accumulation)), state
+
+
+def _without_dropout():
+    return Objective(
+        OBJECTIVE.init,
+        lambda params, memory, batch, key: OBJECTIVE.loss(params, memory, batch, None),
+        OBJECTIVE.init_memory,
+    )
+
+
+def _batch(seed, reset=False, rows=4):
+    return batch_of(seed, rows) | {"reset": np.bool_(reset)}
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_equals_one_large_batch(accumulation):
+    plain, one = _start(1, _without_dropout())
+    cut, many = _start(accumulation, _without_dropout())
+    for seed in range(3):
+        one, expected = plain(one, _batch(seed))
+        many, got = cut(many, _batch(seed))
+        for name in expected:
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), many.params, one.params)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_each_row_keeps_its_own_past(accumulation):
+    step, state = _start(accumulation)
+    for seed in range(2):
+        state, _ = step(state, _batch(seed))
+        assert state.memory.shape == (accumulation, 4 // accumulation)
+        np.testing.assert_array_equal(state.memory.reshape(-1), _batch(seed)["tokens"][:, -1])
+
+
+def test_reset_clears_the_memory():
+    objective = _without_dropout()
+    step, state = _start(2, objective)
+    used, _ = step(state, _batch(0))
+    _, kept = step(used, _batch(1))
+    _, cleared = step(used, _batch(1, reset=True))
+    _, empty = step(used.replace(memory=state.memory), _batch(1))
+    assert float(cleared["loss"]) == float(empty["loss"])
+    assert float(cleared["loss"]) != float(kept["loss"])
+
+
+def test_dropout_depends_on_step_key_and_microbatch():
+    step, state = _start(2)
+    _, first = step(state, _batch(0))
+    _, again = step(state, _batch(0))
+    assert float(first["loss"]) == float(again["loss"])
+    _, later = step(state.replace(step=state.step + 1), _batch(0))
+    _, other = step(state.replace(key=state.key + np.uint32(1)), _batch(0))
+    assert len({float(m["loss"]) for m in (first, later, other)}) == 3
+
+    # Two equal microbatches: equal masks would give them equal gradients, hence the loss of one alone.
+    half = batch_of(0, 2)
+    both = {name: np.concatenate([value, value]) for name, value in half.items()} | {"reset": np.bool_(False)}
+    alone, small = _start(1, rows=2)
+    _, one = alone(small, half | {"reset": np.bool_(False)})
+    _, two = step(state, both)
+    assert float(one["loss"]) != pytest.approx(float(two["loss"]), rel=1e-6)
+
+
+def test_metrics_and_counters():
+    step, state = _start(2)
+    schedule = make_schedule(OPTIMIZER, 10)
+    for i in range(3):
+        before = float(OBJECTIVE.loss(state.params, state.memory.reshape(-1), _batch(i), None)[0]) / 12
+        state, metrics = step(state, _batch(i))
+        assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(i)))
+        assert float(metrics["loss"]) == pytest.approx(before, rel=0.2)  # dropout apart
+        assert float(metrics["grad_norm"]) > 0
+    assert int(state.step) == 3
+
+
+def test_rows_that_accumulation_does_not_divide():
+    step, state = _start(2)
+    with pytest.raises(ValueError, match="multiple of accumulation=2, got 3"):
+        step(state, _batch(0, rows=3))
+
+
+def test_evaluation_has_no_dropout_and_carries_memory():
+    step = jax.jit(make_eval_step(OBJECTIVE))
+    params = nn.unbox(OBJECTIVE.init(jax.random.key(0)))
+    batch = _batch(3)
+    memory = np.array([1, 2, 3, 4], np.int32)
+    logits = np.asarray(params["table"])[batch["tokens"]] + np.asarray(params["past"])[memory][:, None]
+    logits = logits.astype(np.float64)
+    expected = (
+        np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    )
+    total, weight, new = step(params, memory, batch)
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-5)
+    assert float(weight) == 12.0
+    np.testing.assert_array_equal(new, batch["tokens"][:, -1])
