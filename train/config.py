@@ -346,7 +346,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _option(path: str) -> str:
     """The command line's name of a field."""
-    return path.split(".", 1)[1] if path.split(".")[0] in ("loop", "data", "model", "optimizer") else path
+    part, dot, name = path.partition(".")
+    return name if dot and part in ("loop", "data", "model", "optimizer") else path
 
 
 def write_json(values: Mapping[str, Any], path: epath.Path) -> None:

@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception's first cause as one line of at most `limit` characters; its class's name if it is mute."""
+    """An exception's first cause in one line of at most `limit` characters; its class's name if mute."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__

@@ -40,7 +40,7 @@ def _sigterm():
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_once(tmp_path_factory):
-    """Dozens of runs of one program: what the first compiled serves the others. (test_lm.py compiles each anew.)"""
+    """Dozens of runs of one program: what the first compiled serves the others; test_lm.py compiles anew."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -75,7 +75,7 @@ def test_a_whole_run(never_stopped):
     assert int(state.step) == 12
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 11])
+@pytest.mark.parametrize("stop", [1, 4, 7])
 def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, stop):
     expected, final = never_stopped
     with pytest.raises(
@@ -179,7 +179,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
             return batch | {"tokens": np.where(self.step == 8, 100, batch["tokens"]).astype(np.int32)}
 
     objective = Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory)
-    with pytest.raises(RunError, match=rf"step 8: \w+ is (nan|inf); last good checkpoint: .*/checkpoints/6$"):
+    with pytest.raises(RunError, match=r"step 8: \w+ is (nan|inf); last good checkpoint: .*/checkpoints/6$"):
         _train(tmp_path, objective=objective, stream=Poisoned())
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "6"]
     assert [line["step"] for line in _lines(tmp_path)] == list(range(1, 8))
@@ -188,7 +188,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
 
 def test_a_workdir_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--workdir: cannot write under .*/file/run: Not a directory"):
+    with pytest.raises(UserError, match=r"--workdir: cannot write under .*/file/run: Not a directory"):
         _train(tmp_path / "file" / "run")
 
 

@@ -44,7 +44,7 @@ def batch_of(seed, rows=4, length=3):
 
 
 class ToyStream:
-    """Batches numbered by step; a pass is five steps. `at` maps a step to what is done when its batch is asked for."""
+    """Batches numbered by step, five a pass. `at` maps a step to what is done when its batch is asked for."""
 
     def __init__(self, rows=4, at=None):
         self.step, self.rows, self.at = 0, rows, at or {}
@@ -81,7 +81,12 @@ class ToyHeldOut:
 
 def loop_config(workdir, **changes):
     """A short run in `workdir`."""
-    settings = dict(
-        steps=12, batch=4, accumulation=2, length=3, eval_every=4, checkpoint_every=3, tensorboard=False
-    )
-    return LoopConfig(workdir=str(workdir), **(settings | changes))
+    settings = {
+        "steps": 12,
+        "batch": 4,
+        "accumulation": 2,
+        "length": 3,
+        "eval_every": 4,
+        "checkpoint_every": 3,
+    }
+    return LoopConfig(workdir=str(workdir), **(settings | {"tensorboard": False} | changes))

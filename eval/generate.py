@@ -1,0 +1,120 @@
+"""Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT
+--tokens N.
+
+Several --prompt are continued together. Prints each prompt with what follows it; the cost of a token does not
+grow with the text before it where the model's mechanism is linear.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import tyro
+from etils import epath
+from jaxtyping import Int
+
+from brl_jax.decoding import generate
+from eval.lm import read_run
+from train.config import parse_options
+from train.data import load_tokenizer
+from train.errors import UserError, command
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """What to write."""
+
+    workdir: str = "runs/small"
+    """Folder of the run."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to go on from; may be given several times."""
+    prompt_file: str | None = None
+    """A file whose whole text is one more prompt."""
+    tokens: int = 256
+    """Tokens to add to each prompt."""
+    temperature: float = 0.8
+    """Divides the logits: below 1 the likely becomes likelier; 0 always takes the likeliest."""
+    top_k: int | None = None
+    """Choose among this many likeliest tokens only."""
+    top_p: float | None = None
+    """Choose among the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Seed of the choices."""
+    checkpoint: str = "best"
+    """best (lowest held-out loss), last, or a step."""
+
+    def __post_init__(self):
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1, got {self.tokens}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+
+
+def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
+    """The prompts, each with the option it came by."""
+    prompts = [("--prompt", text) for text in options.prompt]
+    if options.prompt_file is not None:
+        try:
+            prompts.append(("--prompt_file", Path(options.prompt_file).read_text()))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {error}") from error
+    if not prompts:
+        raise UserError("--prompt: expected a text to go on from, got none")
+    return prompts
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the texts; see the module's text and --help."""
+    options = parse_options(
+        GenerateOptions(),
+        argv,
+        prog="python -m eval.generate",
+        about="Continues prompts with a trained model.",
+    )
+    prompts = _prompts(options)
+    _, model, params, _ = read_run(options.workdir, options.checkpoint)
+    tokenizer = load_tokenizer(epath.Path(options.workdir))
+    encoded: list[Int[np.ndarray, " tokens"]] = []
+    for option, text in prompts:
+        try:
+            encoded.append(tokenizer.encode(text))
+        except UserError as error:
+            raise UserError(f"{option}: {error}") from error
+        if not len(encoded[-1]):
+            raise UserError(f"{option}: expected at least one token of text, got {text!r}")
+    lengths = np.array([len(tokens) for tokens in encoded])
+    batch = np.zeros((len(encoded), lengths.max()), np.int32)
+    for row, tokens in zip(batch, encoded):
+        row[: len(tokens)] = tokens
+    texts = generate(
+        model,
+        {"params": params},
+        batch,
+        lengths=lengths,
+        max_new_tokens=options.tokens,
+        rng=jax.random.key(options.seed),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    for i, (row, length) in enumerate(zip(np.asarray(texts), lengths)):
+        if len(encoded) > 1:
+            print(f"--- {i + 1} of {len(encoded)}")
+        print(tokenizer.decode(row[: length + options.tokens]))
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "eval.generate"))
