@@ -1,0 +1,137 @@
+"""Block sizes by chip and shape, and the check that a kernel's blocks fit in vector memory (VMEM).
+
+The sizes were chosen by the compiler's instruction schedules (`python -m eval.tpu_schedule`), not by timing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.tpu.window_plan import WindowPlan
+
+MIB = 1 << 20
+
+#: VMEM of one core in MiB; chips that are not listed are taken to have what every chip has.
+VMEM_MIB = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "7x": 64}
+SMALLEST_VMEM_MIB = 16
+#: What the compiler grants a kernel that asks for nothing.
+GRANTED_MIB = 16
+#: Pairs of tiles in one unrolled step: beyond this the program, not its data, grows too large.
+MAX_UNROLLED = 96
+
+#: Tiles of the window kernels: wide matrix units want wide ones, narrow units waste less on narrow ones.
+_WINDOW_TILES = {"v6e": 256, "7x": 256}
+_DEFAULT_TILE = 128
+_WINDOW_BLOCK = 1024
+
+
+def chip_name(device_kind: str) -> str | None:
+    """The table's name for `jax.Device.device_kind` ("TPU v5 lite", ...); None for a chip not in it."""
+    names = {
+        "TPU v4": "v4",
+        "TPU v5": "v5p",
+        "TPU v5p": "v5p",
+        "TPU v5 lite": "v5e",
+        "TPU v5e": "v5e",
+        "TPU v6 lite": "v6e",
+        "TPU v6e": "v6e",
+        "TPU7x": "7x",
+    }
+    return names.get(device_kind)
+
+
+def check_chip(chip: str | None) -> None:
+    """Raises ValueError for a chip that the tables do not hold; None stands for any chip."""
+    if chip is not None and chip not in VMEM_MIB:
+        raise ValueError(f"chip must be None or one of {sorted(VMEM_MIB)}, got {chip!r}")
+
+
+def vmem_limit(kernel: str, needed: int, chip: str | None, advice: str) -> int | None:
+    """What to ask of the compiler for a kernel that needs so many bytes: None where the usual grant is
+    enough.
+
+    Raises:
+      ValueError: when the chip has less than that, with both numbers and what to change.
+    """
+    capacity = VMEM_MIB.get(chip or "", SMALLEST_VMEM_MIB) * MIB
+    if needed > capacity:
+        where = chip or "a chip that was not named (pass chip=)"
+        raise ValueError(
+            f"{kernel} needs {needed / MIB:.1f} MiB of VMEM, {where} has {capacity / MIB:.0f} MiB: {advice}"
+        )
+    return None if needed <= GRANTED_MIB * MIB else needed
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowBlocks:
+    """Queries in a tile (one softmax) and in a grid step of the window kernels, forward and backward.
+
+    Attributes:
+      tile, block: multiples of 128, the block a multiple of the tile and no smaller than a side of the
+        window.
+      backward_tile, backward_block: the same for the backward pass.
+    """
+
+    tile: int
+    block: int
+    backward_tile: int
+    backward_block: int
+
+    def __post_init__(self) -> None:
+        for name in ("tile", "block", "backward_tile", "backward_block"):
+            size = getattr(self, name)
+            if size < 128 or size % 128:
+                raise ValueError(f"{name} must be a positive multiple of 128, got {size}")
+
+
+def window_bytes(plan: WindowPlan, width: int, itemsize: int, *, backward: bool, group: int) -> int:
+    """VMEM of a step of the window kernels: double-buffered blocks, scratch and the scores in flight."""
+    row = width * itemsize
+    keys = 2 * (plan.block + plan.halo * len(plan.sides[1:]))
+    blocks = (5 if backward else 2) * plan.block + keys
+    statistics = 2 * 8 * 4 * plan.block
+    scratch = (
+        ((2 if group > 1 else 1) * plan.block + plan.after * plan.tile) * width * 4 * 2 if backward else 0
+    )
+    scores = (6 if backward else 4) * len(plan.distances()) * plan.tile**2 * 4
+    return 2 * blocks * row + statistics + scratch + scores
+
+
+def window_blocks(
+    left: int, right: int, length: int, width: int, itemsize: int, group: int, chip: str | None
+) -> WindowBlocks:
+    """The table's sizes for a shape, halved until they fit in what every kernel is granted.
+
+    Raises:
+      ValueError: when the window is so wide that no block that holds its sides fits.
+    """
+
+    def choose(backward: bool) -> tuple[int, int]:
+        tile = _WINDOW_TILES.get(chip or "", _DEFAULT_TILE)
+        while tile > 128 and tile >= 2 * max(left, right, 64):
+            tile //= 2
+        block = max(_WINDOW_BLOCK, tile)
+        while block // 2 >= max(tile, length):
+            block //= 2
+        while True:
+            smallest = -(-max(left, right, 1) // tile)
+            smallest = tile * (1 << (smallest - 1).bit_length())
+            block = max(block, smallest)
+            plan = WindowPlan(left, right, length, tile, block)
+            fits = (
+                window_bytes(plan, width, itemsize, backward=backward, group=group)
+                <= GRANTED_MIB * MIB * 3 // 4
+            )
+            if fits and plan.unrolled <= MAX_UNROLLED:
+                return tile, block
+            if block // 2 >= smallest:
+                block //= 2
+            elif tile < 256 and not plan.unrolled <= MAX_UNROLLED:
+                tile *= 2
+            else:
+                raise ValueError(
+                    f"a window of {left} keys before and {right} after is too wide for the window kernel "
+                    f"(head width {width}, {itemsize} bytes a number): use the block-sparse kernel"
+                )
+
+    return WindowBlocks(*choose(False), *choose(True))

@@ -1,0 +1,132 @@
+"""Which tiles of keys a tile of queries sees under a sliding window, worked out once, in Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowPlan:
+    """Query i sees key j iff i - left <= j <= i + right; a grid step holds `block` queries, cut in tiles of
+    `tile`.
+
+    A step is unrolled over its tiles, and a tile of queries meets the tiles of keys at distances `before` to
+    `after`. The two tiles at the window's two ends are usually half visible each, in complementary halves:
+    such a pair is folded into one tile of scores, which halves the exponentials spent on masked entries.
+    """
+
+    left: int
+    right: int
+    length: int
+    tile: int
+    block: int
+
+    def __post_init__(self) -> None:
+        if self.left < 0 or self.right < 0:
+            raise ValueError(f"left and right must be at least 0, got {self.left} and {self.right}")
+        if self.tile % 128 or self.block % self.tile:
+            raise ValueError(
+                f"block must be a multiple of tile and tile of 128, got block {self.block}, tile {self.tile}"
+            )
+        if self.halo > self.block:
+            raise ValueError(
+                f"block must hold a window side ({max(self.left, self.right)} keys), got {self.block}"
+            )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles in a block."""
+        return self.block // self.tile
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the sequence, the ragged last one included."""
+        return -(-self.length // self.block)
+
+    @property
+    def before(self) -> int:
+        return -(-self.left // self.tile)
+
+    @property
+    def after(self) -> int:
+        return -(-self.right // self.tile)
+
+    @property
+    def halo(self) -> int:
+        """Rows of the neighbouring blocks that a step reads on each side: a power of two of tiles."""
+        side = max(self.before, self.after, 1)
+        return self.tile * (1 << (side - 1).bit_length())
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Which blocks of keys a step reads: its own (0), and with it those before (-1) and after (1)."""
+        return (0, *((-1,) if self.left else ()), *((1,) if self.right else ()))
+
+    @property
+    def unrolled(self) -> int:
+        """Pairs of tiles that a step is unrolled over."""
+        return self.tiles * len(self.distances())
+
+    @property
+    def ragged(self) -> bool:
+        return self.length % self.block != 0
+
+    def distances(self) -> range:
+        """Distances, in tiles, from a tile of queries to the tiles of keys that it meets."""
+        return range(-self.before, self.after + 1)
+
+    def _seen(self, distance: int) -> np.ndarray:
+        """(key, query) mask inside one pair of tiles."""
+        index = np.arange(self.tile)
+        offset = distance * self.tile + index[:, None] - index[None, :]
+        return (offset >= -self.left) & (offset <= self.right)
+
+    def columns(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
+        """Tiles of scores after folding: the distances that share one, and whether some entry of it stays
+        masked."""
+        return _columns(self)
+
+    def visible(self, distance: int, offset: Int[Array, "tile tile"]) -> Bool[Array, "tile tile"] | None:
+        """The mask at a distance from key-minus-query offsets inside the tile; None when everything is
+        visible."""
+        low, high = distance * self.tile - (self.tile - 1), distance * self.tile + (self.tile - 1)
+        mask = None
+        if low < -self.left:
+            mask = offset >= -self.left - distance * self.tile
+        if high > self.right:
+            below = offset <= self.right - distance * self.tile
+            mask = below if mask is None else mask & below
+        return mask
+
+
+@functools.lru_cache(maxsize=256)
+def _columns(plan: WindowPlan) -> tuple[tuple[tuple[int, ...], bool], ...]:
+    partial = {d: seen for d in plan.distances() if not (seen := plan._seen(d)).all()}
+    columns: list[tuple[tuple[int, ...], bool]] = []
+    done: set[int] = set()
+    for d in plan.distances():
+        if d in done:
+            continue
+        partner = None
+        if d in partial:
+            partner = next(
+                (e for e in partial if e > d and e not in done and not (partial[d] & partial[e]).any()), None
+            )
+        if partner is None:
+            columns.append(((d,), d in partial))
+        else:
+            done.add(partner)
+            columns.append(((d, partner), not (partial[d] | partial[partner]).all()))
+    return tuple(columns)
+
+
+def tile_offsets(tile: int) -> Int[Array, "tile tile"]:
+    """Key index minus query index inside a pair of tiles, keys in rows."""
+    shape = (tile, tile)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)

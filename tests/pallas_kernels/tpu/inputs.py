@@ -1,0 +1,19 @@
+"""Random inputs of mixed scale."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def arrays(seed: int, dtype, *shapes, spread: float = 0.0) -> list[jax.Array]:
+    """Normal arrays whose tokens differ in scale by up to exp(spread) either way."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for shape in shapes:
+        x = rng.standard_normal(shape)
+        if len(shape) == 4 and spread:
+            x *= np.exp(rng.uniform(-spread, spread, shape[:3]))[..., None]
+        out.append(jnp.asarray(x.astype(np.float32)).astype(dtype))
+    return out
