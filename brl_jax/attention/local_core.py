@@ -1,9 +1,9 @@
 """Forward and backward of local attention over the parts of a pattern, as one differentiable function.
 
 On a CPU a loop takes one block of queries at a time, so that its scores stay in cache; elsewhere all blocks
-go at once. The backward pass is written by hand: it saves the output and the logarithm of each softmax sum, and
-computes each block's scores anew (as FlashAttention does, Dao et al. 2022, arXiv 2205.14135, section 3.1 and
-appendix B).
+go at once. The backward pass is written by hand: it saves the output and the logarithm of each softmax sum,
+and computes each block's scores anew (as FlashAttention does, Dao et al. 2022, arXiv 2205.14135, section 3.1
+and appendix B).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _forward(
         results = [on_part(part, loop, q, k, v, dtype, bias, inputs) for part in parts]
         out, lse = _combine(results)
         if inputs.query_lengths is not None:
-            inside = jnp.arange(num_queries, dtype=jnp.int32) < inputs.query_lengths[:, None]
+            inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < inputs.query_lengths[:, None]
             inside = inside[:, None, None]
             out = jnp.where(inside[..., None], out, jnp.zeros((), out.dtype))
             lse = jnp.where(inside, lse, MASKED)
