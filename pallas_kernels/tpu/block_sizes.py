@@ -19,6 +19,9 @@ GRANTED_MIB = 16
 #: Pairs of tiles in one unrolled step: beyond this the program, not its data, grows too large.
 MAX_UNROLLED = 96
 
+#: Compressed tokens that compress and propagate hold in VMEM.
+MAX_COMPRESSED = 1024
+
 #: Tiles of the window kernels: wide matrix units want wide ones, narrow units waste less on narrow ones.
 _WINDOW_TILES = {"v6e": 256, "7x": 256}
 _DEFAULT_TILE = 128
@@ -135,3 +138,19 @@ def window_blocks(
                 )
 
     return WindowBlocks(*choose(False), *choose(True))
+
+
+def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int) -> int:
+    """VMEM of a backward step of propagate, the larger one: blocks twice, the scores in flight."""
+    return 2 * (3 * block * width * itemsize + keys * width * (2 * itemsize + 8)) + 8 * keys * tile * 4
+
+
+def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple[int, int]:
+    """(tile, block): queries in one product and in a grid step, halved until they fit in what every kernel
+    is granted."""
+    tile, block, most = 256 if keys <= 256 else 128, 1024, GRANTED_MIB * MIB * 3 // 4
+    while block > tile and (
+        block // 2 >= length or propagate_bytes(block, tile, keys, width, itemsize) > most
+    ):
+        block //= 2
+    return tile, block

@@ -48,6 +48,19 @@ def dot(a: Float[Array, ...], b: Float[Array, ...], dims) -> Float[Array, ...]:
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def turned_product(
+    x: Float[Array, "rows width"], weights: Float[Array, "rows columns"], head: int, layout: Layout
+) -> Float[Array, "head_dim columns"]:
+    """x^T weights for the lanes of one packed head.
+
+    Where heads share lanes, x is turned first, so that the product runs over one head's rows and not over
+    all.
+    """
+    if layout.packed == 1:
+        return dot(x, weights, TN)
+    return dot(x.T[head * layout.head_dim : (head + 1) * layout.head_dim], weights, NN)
+
+
 def reciprocal(x: Float[Array, ...]) -> Float[Array, ...]:
     """1 / x for x >= 1 by the hardware's estimate and two Newton steps: a fifth of the exact division's
     instructions."""
@@ -120,3 +133,20 @@ def log_sum_exp(
 def unpack_rows(rows: Float[Array, "B tiles packed T"], heads: int) -> Float[Array, "B T N"]:
     """One number a head and query as (batch, length, heads)."""
     return rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :heads].swapaxes(1, 2)
+
+
+def pipelined(units: int, *stages) -> None:
+    """Runs stage t of unit u beside stage t + 1 of unit u - 1: independent work for the scheduler to
+    interleave.
+
+    The compiler keeps close to program order, so that a unit run from start to end alone leaves the matrix
+    units idle during its softmax.
+    """
+    held: list[dict[int, tuple]] = [{} for _ in stages]
+    for step in range(units + len(stages) - 1):
+        for number in (0, *range(len(stages) - 1, 0, -1)):
+            unit = step - number
+            if 0 <= unit < units:
+                out = stages[number](unit, *(held[number].pop(unit) if number else ()))
+                if number + 1 < len(stages):
+                    held[number + 1][unit] = out

@@ -18,11 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu import heads
-from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NN, NT, TN, Layout
+from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NN, NT, Layout
 from pallas_kernels.tpu.window_forward import (
     WindowTiles,
     key_specs,
-    pipelined,
     segment_column,
     segment_specs,
 )
@@ -109,13 +108,9 @@ def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segm
         def read_out(unit, weights, changes, q, g):
             tile, head = divmod(unit, layout.packed)
             rows = slice(tile * size, (tile + 1) * size)
-            lanes = slice(head * layout.head_dim, (head + 1) * layout.head_dim)
             k = jnp.concatenate([shared.load(keys, tile + d) for d in plan.distances()], axis=0)
             change = jnp.concatenate([changes[d] for d in plan.distances()], axis=0)
-            if layout.packed == 1:
-                out = heads.dot(k, change, TN)
-            else:
-                out = heads.dot(k.T[lanes], change, NN)
+            out = heads.turned_product(k, change, head, layout)
             parts.setdefault(tile, []).append(out * scale)
             if head + 1 == layout.packed:
                 grad_query[0, rows, :] = jnp.concatenate(parts.pop(tile), axis=0).T.astype(grad_query.dtype)
@@ -150,7 +145,7 @@ def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segm
             whole = plan.block - plan.before * size
             for held, out in lates:
                 out[0, :whole] = held[:whole].astype(out.dtype)
-        pipelined(plan.tiles * layout.packed, score, differentiate, read_out)
+        heads.pipelined(plan.tiles * layout.packed, score, differentiate, read_out)
 
     @pl.when((step == last) if not grouped else (member == layout.group - 1))
     def _():

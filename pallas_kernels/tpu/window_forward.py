@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu import heads
-from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NN, NT, TN, Layout
+from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NT, Layout
 from pallas_kernels.tpu.window_plan import WindowPlan, tile_offsets
 
 
@@ -92,23 +92,6 @@ class WindowTiles:
         return tiles
 
 
-def pipelined(units: int, *stages) -> None:
-    """Runs stage t of unit u beside stage t + 1 of unit u - 1: independent work for the scheduler to
-    interleave.
-
-    The compiler keeps close to program order, so that a unit run from start to end alone leaves the matrix
-    units idle during its softmax.
-    """
-    held: list[dict[int, tuple]] = [{} for _ in stages]
-    for step in range(units + len(stages) - 1):
-        for number in (0, *range(len(stages) - 1, 0, -1)):
-            unit = step - number
-            if 0 <= unit < units:
-                out = stages[number](unit, *(held[number].pop(unit) if number else ()))
-                if number + 1 < len(stages):
-                    held[number + 1][unit] = out
-
-
 def segment_column(ref, row: int, tile: int) -> Int[Array, "tile tile"]:
     """The segment ids of a tile of keys, one a row, repeated over the lanes."""
     return jnp.broadcast_to(ref[0, :, row : row + tile], (tile, tile)).T
@@ -155,15 +138,9 @@ def _forward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segme
     def read_out(unit, weights, top, total):
         tile, head = divmod(unit, layout.packed)
         rows = slice(tile * size, (tile + 1) * size)
-        lanes = slice(head * layout.head_dim, (head + 1) * layout.head_dim)
         v = jnp.concatenate([shared.load(values, tile + d) for d in plan.distances()], axis=0)
         p = jnp.concatenate([weights[d] for d in plan.distances()], axis=0)
-        if layout.packed == 1:
-            out = heads.dot(v, p, TN)
-        else:
-            # Transposed first, so that the product runs over one head's rows and not over all that share the
-            # lanes.
-            out = heads.dot(v.T[lanes], p, NN)
+        out = heads.turned_product(v, p, head, layout)
         out *= heads.reciprocal(total)
         log_total = jnp.log2(total)
         if segments:
@@ -177,7 +154,7 @@ def _forward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segme
             whole = jnp.concatenate(parts.pop(tile), axis=0)
             output[0, rows, :] = whole.T.astype(output.dtype)
 
-    pipelined(plan.tiles * layout.packed, score, normalise, read_out)
+    heads.pipelined(plan.tiles * layout.packed, score, normalise, read_out)
 
 
 def key_specs(plan: WindowPlan, width: int) -> list[pl.BlockSpec]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 
@@ -52,3 +54,49 @@ def distance(got, want) -> float:
     assert got.shape == want.shape, (got.shape, want.shape)
     assert np.isfinite(got).all()
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(math.erf)(x)
+
+
+def weights(score: str, logits: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Weights over the last axis, and their slope in the logits for the scores that are not normalised."""
+    if score == "softmax":
+        logits = np.where(seen, logits, -np.inf)
+        top = logits.max(-1, keepdims=True)
+        w = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
+        total = w.sum(-1, keepdims=True)
+        return w / np.where(total == 0, 1.0, total), None
+    if score == "relu2":
+        return np.where(seen, np.maximum(logits, 0) ** 2, 0), np.where(seen, 2 * np.maximum(logits, 0), 0)
+    z = (logits - np.sqrt(0.5)) / np.sqrt(0.25 / np.pi)
+    density = np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi * 0.25 / np.pi)
+    return np.where(seen, 0.5 * (1 + _erf(z / np.sqrt(2))), 0), np.where(seen, density, 0)
+
+
+def cross_attention(query, key, value, grad, scale, score, seen=True):
+    """One unmasked or masked attention in float64: output, then gradients of query, key and value for
+    `grad`."""
+    q, k, v, g = query, key, value, grad
+    logits = np.einsum("bmnh,bsnh->bnms", q, k) * scale
+    w, slope = weights(score, logits, np.broadcast_to(seen, logits.shape))
+    grad_w = np.einsum("bmnh,bsnh->bnms", g, v)
+    if slope is None:
+        change = w * (grad_w - (w * grad_w).sum(-1, keepdims=True))
+    else:
+        change = slope * grad_w
+    return (
+        np.einsum("bnms,bsnh->bmnh", w, v),
+        np.einsum("bnms,bsnh->bmnh", change, k) * scale,
+        np.einsum("bnms,bmnh->bsnh", change, q) * scale,
+        np.einsum("bnms,bmnh->bsnh", w, g),
+    )
+
+
+def propagate(query, key, value, strength, scale, score, grad):
+    """Output and the gradients of query, key, value and strength."""
+    q, k, v, s, g = (to64(x) for x in (query, key, value, strength, grad))
+    plain, *_ = cross_attention(q, k, v, g, scale, score)
+    _, grad_query, grad_key, grad_value = cross_attention(q, k, v * s[:, None], g, scale, score)
+    return plain * s[:, None], grad_query, grad_key, grad_value * s[:, None], (plain * g).sum((0, 1, 3))
