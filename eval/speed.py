@@ -2,9 +2,9 @@
 
 Every candidate is first checked against a float64 reference on a sample of rows: a wrong result gets no
 number. Then all are timed in turn, round by round, forward alone and forward with backward. The table shows
-the fastest round, how many times as fast that is as PyTorch's full causal attention in the same rounds (as this
-package's own where PyTorch is not installed), and the temporary memory of the compiled program. Ctrl-C prints
-what was measured so far.
+the fastest round, how many times as fast that is as PyTorch's full causal attention in the same rounds (as
+this package's own where PyTorch is not installed), and the temporary memory of the compiled program. Ctrl-C
+prints what was measured so far.
 """
 
 from __future__ import annotations
@@ -252,8 +252,11 @@ def measure(options: SpeedOptions, length: int, rows: list[dict], progress: Prog
     """Checks and times all candidates at one length; appends their rows, also when interrupted."""
     rng = np.random.default_rng(length)
     shape = (options.batch, length, options.heads, options.head_dim)
-    # Through the dtype and back, so that the reference starts from the same numbers.
-    draw = lambda: np.asarray(jnp.asarray(rng.standard_normal(shape), options.dtype).astype(jnp.float32))  # noqa: E731
+
+    def draw() -> np.ndarray:
+        # Through the dtype and back, so that the reference starts from the same numbers.
+        return np.asarray(jnp.asarray(rng.standard_normal(shape), options.dtype).astype(jnp.float32))
+
     arrays = (draw(), draw(), draw(), draw())
     tail = max(0, length - 64)
     sample = np.union1d(rng.integers(0, length, 32), np.arange(tail, length))
@@ -337,7 +340,7 @@ def as_table(rows: list[dict], options: SpeedOptions) -> Table:
 
     for row in rows:
         if row["note"]:
-            table.add_row(str(row["length"]), row["name"], f"[yellow]{row['note']}[/yellow]")
+            table.add_row(str(row["length"]), row["name"], *["-"] * 6)
             continue
         table.add_row(
             str(row["length"]),
@@ -404,8 +407,9 @@ def main(argv: Sequence[str]) -> None:
                 measure(options, length, rows, progress)
     finally:
         console.print(as_table(rows, options))
-        for line in target_lines(rows, options):
-            console.print(line, highlight=False)
+        notes = [f"{row['name']} at n = {row['length']}: {row['note']}" for row in rows if row["note"]]
+        for line in notes + target_lines(rows, options):
+            console.print(line, highlight=False, soft_wrap=True)
         if path is not None:
             write_json(path, rows, options)
     wrong = [f"{row['name']} at n = {row['length']}" for row in rows if "WRONG" in row["note"]]

@@ -1,4 +1,4 @@
-"""Full softmax attention: every query on every key, through `jax.nn.dot_product_attention`."""
+"""Full softmax attention: every query on every key, by XLA or by cuDNN."""
 
 from __future__ import annotations
 
@@ -149,19 +149,28 @@ def _with_cudnn(
 def _with_xla(
     query, key, value, bias, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
 ):
+    """By plain products, not `jax.nn.dot_product_attention`: jax 0.10 cannot lower the gradient of that in
+    bfloat16 where types are promoted strictly."""
     query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
-    positions = jnp.arange(query.shape[1], dtype=jnp.int32) + query_offset
-    if isinstance(bias, jax.Array):
-        bias = bias.astype(jnp.float32)
-    elif bias is not None:
-        bias = bias(positions, jnp.arange(key.shape[1], dtype=jnp.int32))[None].astype(jnp.float32)
-        expected = (1, query.shape[2], query.shape[1], key.shape[1])
-        require(bias.shape == expected, f"bias must give shape {expected[1:]}, gave {bias.shape[1:]}")
-    mask = _mask(positions, key.shape[1], key_lengths, segments, is_causal)
-    with jax.numpy_dtype_promotion("standard"):  # jax's own function mixes dtypes when these are bfloat16
-        out = jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale, implementation="xla")
-    seen = None if mask is None else mask.any(-1).transpose(0, 2, 1)[..., None]
-    return _zero_unseen(out, seen, query_lengths)
+    (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
+    grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
+    positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
+    if bias is not None:
+        if not isinstance(bias, jax.Array):
+            bias = bias(positions, jnp.arange(num_keys, dtype=jnp.int32))[None]
+            expected = (1, heads, num_queries, num_keys)
+            require(bias.shape == expected, f"bias must give shape {expected[1:]}, gave {bias.shape[1:]}")
+        split = scores.shape[1:3] if bias.shape[1] > 1 else (1, 1)
+        scores = scores + bias.astype(jnp.float32).reshape(bias.shape[0], *split, *bias.shape[2:])
+    mask = _mask(positions, num_keys, key_lengths, segments, is_causal)
+    seen = None
+    if mask is not None:
+        scores = jnp.where(mask[:, None], scores, 0.7 * jnp.finfo(jnp.float32).min)
+        seen = mask[:, 0].any(-1)[..., None, None]
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
+    return _zero_unseen(out.reshape(query.shape).astype(query.dtype), seen, query_lengths)
 
 
 def _without_padding(query, key, value, query_lengths, key_lengths):
