@@ -106,9 +106,8 @@ def _prefill(model, variables, tokens, cache):
     return model.apply(variables, hidden[:, -1:], method="logits")[:, 0], cache
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("steps", "greedy", "top_k", "top_p"), donate_argnums=2
-)
+# The cache is not donated: no output has its shape, and XLA would warn of that.
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("steps", "greedy", "top_k", "top_p"))
 def _continue(
     model, variables, cache, logits, forced, num_forced, rng, temperature, *, steps, greedy, top_k, top_p
 ):
