@@ -154,3 +154,20 @@ def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple
     ):
         block //= 2
     return tile, block
+
+
+def compress_bytes(block: int, queries: int, width: int, itemsize: int, sets: int, packed: int) -> int:
+    """VMEM of a backward step of compress, the larger one: blocks twice, results, the scores in flight."""
+    history = (2 * sets + 2) * block * width * itemsize
+    resident = queries * width * (itemsize * (1 + sets) + 4 * (1 + sets)) + 8 * 4 * packed * sets * queries
+    return 2 * (history + resident) + 6 * block * queries * 4
+
+
+def compress_block(length: int, queries: int, width: int, itemsize: int, sets: int, packed: int) -> int:
+    """Tokens in a grid step, halved until they fit in what every kernel is granted."""
+    block, most = 1024, GRANTED_MIB * MIB * 3 // 4
+    while block > 128 and (
+        block // 2 >= length or compress_bytes(block, queries, width, itemsize, sets, packed) > most
+    ):
+        block //= 2
+    return block

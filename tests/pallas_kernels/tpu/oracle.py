@@ -100,3 +100,30 @@ def propagate(query, key, value, strength, scale, score, grad):
     plain, *_ = cross_attention(q, k, v, g, scale, score)
     _, grad_query, grad_key, grad_value = cross_attention(q, k, v * s[:, None], g, scale, score)
     return plain * s[:, None], grad_query, grad_key, grad_value * s[:, None], (plain * g).sum((0, 1, 3))
+
+
+def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True):
+    """Differential compression: output and the gradients of query, both keys, value and gamma.
+
+    contrast and gamma may be None, and then so are their gradients. seen (B or 1, 1, 1, S) bool, or True.
+    """
+    q, k1, v, g = (to64(x) for x in (query, key, value, grad))
+    if np.ndim(seen):
+        # What is not there may be NaN.
+        there = np.swapaxes(np.broadcast_to(seen, (q.shape[0], 1, 1, k1.shape[1])), 1, 3)
+        k1, v = np.where(there, k1, 0.0), np.where(there, v, 0.0)
+    out, grad_query, grad_key, grad_value = cross_attention(q, k1, v, g, scale, score, seen)
+    if contrast is None:
+        return out, grad_query, grad_key, None, grad_value, None
+    k2, factor = to64(contrast), to64(gamma)[:, None]
+    if np.ndim(seen):
+        k2 = np.where(there, k2, 0.0)
+    second, query2, grad_contrast, value2 = cross_attention(q, k2, v, -factor * g, scale, score, seen)
+    return (
+        out - factor * second,
+        grad_query + query2,
+        grad_key,
+        grad_contrast,
+        grad_value + value2,
+        -(second * g).sum((0, 1, 3)),
+    )
