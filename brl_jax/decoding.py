@@ -67,7 +67,9 @@ def generate(
     inside = np.arange(width)[None] < lengths[:, None]
     if vocabulary is not None:
         wrong = prompts[inside & ((prompts < 0) | (prompts >= vocabulary))]
-        require(wrong.size == 0, f"prompts must hold tokens from 0 to {vocabulary - 1}, got {wrong[:5].tolist()}")
+        require(
+            wrong.size == 0, f"prompts must hold tokens from 0 to {vocabulary - 1}, got {wrong[:5].tolist()}"
+        )
     require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
     require(temperature >= 0, f"temperature must not be negative, got {temperature}")
     require(top_k is None or top_k >= 1, f"top_k must be at least 1, got {top_k}")

@@ -14,7 +14,9 @@ def require(condition: bool, message: str) -> None:
 def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value")) -> None:
     """Checks (B, T, N, H), (B, S, K, H), (B, S, K, H) with N a multiple of K and nothing empty."""
     for array, name in zip((query, key, value), names):
-        require(array.ndim == 4, f"{name} must have shape (batch, length, heads, head_dim), got {array.shape}")
+        require(
+            array.ndim == 4, f"{name} must have shape (batch, length, heads, head_dim), got {array.shape}"
+        )
         require(0 not in array.shape, f"{name} must not be empty, got shape {array.shape}")
     q, k, v = names
     require(

@@ -13,7 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
-from brl_jax.attention.scores import Score, accumulation_dtype, attention_weights, check_score, elementwise_weights
+from brl_jax.attention.scores import (
+    Score,
+    accumulation_dtype,
+    attention_weights,
+    check_score,
+    elementwise_weights,
+)
 
 # Longer histories are read in pieces of this many keys, so that the (M, S) logits never exist at once.
 _CHUNK = 4096
@@ -105,6 +111,26 @@ def compress(
     return _pieces(query, key, contrast_key, value, gamma, bias, mask, scale=scale, score=score)
 
 
+def compress_weights(
+    query: Float[Array, "B M N H"],
+    key: Float[Array, "B S N H"],
+    contrast_key: Float[Array, "B S N H"] | None,
+    *,
+    gamma: Float[Array, "N"] | float | None,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "#B #N #M #S"] | None = None,
+    mask: Bool[Array, "#B #N #M #S"] | None = None,
+) -> Float[Array, "B N M S"]:
+    """The weights S1 - gamma S2 that `compress` gives to the values, for looking at: (B, N, M, S), as in eq. 12.
+
+    Arguments as for `compress`; all logits exist at once.
+    """
+    if scale is None:
+        scale = 1.0 / (query.shape[1] * math.sqrt(query.shape[3]))
+    return _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
+
+
 def check_implementation(implementation: str | None, function: str) -> None:
     """Raises unless `implementation` is one that compress and propagate have."""
     require(
@@ -124,14 +150,22 @@ def _logits(query, key, bias, scale):
 
 def _read(weights, value):
     accumulate = accumulation_dtype(value.dtype)
-    return jnp.einsum("bnms,bsnh->bmnh", weights.astype(value.dtype), value, preferred_element_type=accumulate)
+    return jnp.einsum(
+        "bnms,bsnh->bmnh", weights.astype(value.dtype), value, preferred_element_type=accumulate
+    )
+
+
+def _weights(query, key, contrast_key, gamma, bias, mask, *, scale, score):
+    weights = attention_weights(_logits(query, key, bias, scale), mask, score)
+    if contrast_key is None:
+        return weights
+    contrast = attention_weights(_logits(query, contrast_key, bias, scale), mask, score)
+    gamma = jnp.broadcast_to(jnp.asarray(gamma, weights.dtype), (query.shape[2],))
+    return weights - gamma[None, :, None, None] * contrast
 
 
 def _whole(query, key, contrast_key, value, gamma, bias, mask, *, scale, score):
-    weights = attention_weights(_logits(query, key, bias, scale), mask, score)
-    if contrast_key is not None:
-        contrast = attention_weights(_logits(query, contrast_key, bias, scale), mask, score)
-        weights = weights - gamma[None, :, None, None] * contrast
+    weights = _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
     return _read(weights, value).astype(query.dtype)
 
 

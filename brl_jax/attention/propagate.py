@@ -58,7 +58,9 @@ def propagate(
     require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
     accumulate = accumulation_dtype(query.dtype)
     strength = jnp.asarray(strength, accumulate)
-    require(strength.shape in ((), (heads,)), f"strength must have shape ({heads},) or (), got {strength.shape}")
+    require(
+        strength.shape in ((), (heads,)), f"strength must have shape ({heads},) or (), got {strength.shape}"
+    )
     strength = jnp.broadcast_to(strength, (heads,))
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(length), jnp.arange(key.shape[1]))[None]
@@ -79,13 +81,30 @@ def propagate(
     )
 
 
-def _rows(query, key, value, strength, bias, *, scale, score):
+def propagate_weights(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B M N H"],
+    *,
+    strength: Float[Array, "N"] | float,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "#B #N #T #M"] | None = None,
+) -> Float[Array, "B N T M"]:
+    """The weights lambda sigma(...) that `propagate` gives to the values, for looking at: (B, N, T, M)."""
     accumulate = accumulation_dtype(query.dtype)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[3])
     logits = jnp.einsum("btnh,bmnh->bntm", query, key, preferred_element_type=accumulate)
     logits = logits * jnp.asarray(scale, accumulate)
     if bias is not None:
         logits = logits + bias.astype(accumulate)
-    weights = attention_weights(logits, None, score) * strength[None, :, None, None]
+    strength = jnp.broadcast_to(jnp.asarray(strength, accumulate), (query.shape[2],))
+    return attention_weights(logits, None, score) * strength[None, :, None, None]
+
+
+def _rows(query, key, value, strength, bias, *, scale, score):
+    accumulate = accumulation_dtype(query.dtype)
+    weights = propagate_weights(query, key, strength=strength, scale=scale, score=score, bias=bias)
     out = jnp.einsum("bntm,bmnh->btnh", weights.astype(value.dtype), value, preferred_element_type=accumulate)
     return out.astype(query.dtype)
 

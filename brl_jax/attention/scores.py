@@ -26,7 +26,7 @@ def check_score(score: str) -> None:
 
 def accumulation_dtype(dtype):
     """float32 for the 16-bit types, else the type itself: what sums over keys are kept in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
 def elementwise_weights(logits, mask, score: Score):

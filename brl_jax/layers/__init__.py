@@ -6,4 +6,12 @@ from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Dimensions, Mechanism
 from brl_jax.layers.mechanisms import MECHANISMS, mechanism_name
 
-__all__ = ["MECHANISMS", "BRLConfig", "Dimensions", "FullConfig", "LocalConfig", "Mechanism", "mechanism_name"]
+__all__ = [
+    "MECHANISMS",
+    "BRLConfig",
+    "Dimensions",
+    "FullConfig",
+    "LocalConfig",
+    "Mechanism",
+    "mechanism_name",
+]

@@ -18,10 +18,10 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from brl_jax.attention.bias import ALiBi, PositionBias, T5Bias, alibi_slopes
-from brl_jax.attention.compress import compress, compress_blocks
-from brl_jax.attention.propagate import propagate
+from brl_jax.attention.compress import compress, compress_blocks, compress_weights
+from brl_jax.attention.propagate import propagate, propagate_weights
 from brl_jax.attention.scores import Score
-from brl_jax.layers.common import FeedForward, dense, head_norm, norm
+from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter
 from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
 
@@ -178,12 +178,9 @@ class BRLCarrier(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], cache: Any) -> dict[str, Any]:
         mechanism, d = self.mechanism, self.dimensions
-        table = self.param(
-            "tokens",
-            nn.with_logical_partitioning(nn.initializers.normal(1.0), ("compressed", "compressed_embed")),
-            (mechanism.num_compressed, mechanism.width(d)),
-            d.param_dtype,
-        )
+        shape = (mechanism.num_compressed, mechanism.width(d))
+        init = nn.initializers.normal(1.0)
+        table = parameter(self, "tokens", init, shape, ("compressed", "compressed_embed"))
         blocks = _num_blocks(mechanism, x.shape[1], _is_decoding(cache)) if d.is_causal else 1
         tokens = jnp.broadcast_to(table.astype(d.dtype)[None, None], (x.shape[0], blocks, *table.shape))
         if not d.is_causal:
@@ -299,7 +296,8 @@ class CompressedStream(nn.Module):
         shape = (d.num_heads, width // d.num_heads)
         axes = ("compressed_embed", "heads", "head_dim")
         query = dense(d, shape, axes, name="compress_query")(tokens)
-        gamma, contrast_key = mechanism.gamma, None
+        gamma: Any = mechanism.gamma
+        contrast_key = None
         key, value = (
             dense(d, shape, ("embed", "heads", "head_dim"), name=f"compress_{name}")(source)
             for name in ("key", "value")
@@ -310,19 +308,32 @@ class CompressedStream(nn.Module):
             axes = ("embed", "heads", "head_dim")
             contrast_key = dense(d, shape, axes, name="compress_contrast_key")(source)
         if mechanism.gamma is None:
-            init = nn.with_logical_partitioning(nn.initializers.normal(0.1), (None, "heads"))
-            g = self.param("gamma", init, (3, d.num_heads), d.param_dtype)
+            g = parameter(self, "gamma", nn.initializers.normal(0.1), (3, d.num_heads), (None, "heads"))
             gamma = jnp.exp(g[0] * g[1]) - jnp.exp(g[0] * g[2])
         scale = None if mechanism.compress_scale == "m1" else 1.0 / math.sqrt(shape[1])
         if mechanism.compress_scale == "learned":
-            init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads",))
-            learned = self.param("compress_scale", init, (d.num_heads,), d.param_dtype)
+            learned = parameter(
+                self, "compress_scale", nn.initializers.ones_init(), (d.num_heads,), ("heads",)
+            )
             query = query * learned.astype(d.dtype).reshape(1, 1, 1, d.num_heads, 1)
-        bias = position_bias(self, "compress_bias")
+        bias: Any = position_bias(self, "compress_bias")
         if history_lengths is None:
             length = source.shape[1]
             if bias is not None:
                 bias = bias(_spread(count, length), jnp.arange(length))[None]
+            if self.is_mutable_collection("maps"):
+                mask = None if source_lengths is None else jnp.arange(length)[None] < source_lengths[:, None]
+                weights = compress_weights(
+                    query[:, 0],
+                    key,
+                    contrast_key,
+                    gamma=gamma,
+                    scale=scale,
+                    score=mechanism.score,
+                    bias=bias,
+                    mask=None if mask is None else mask[:, None, None],
+                )
+                self.sow("maps", "compress", weights)
             read = compress(
                 query[:, 0],
                 key,
@@ -338,10 +349,10 @@ class CompressedStream(nn.Module):
         else:
             size = mechanism.history
             missing = size + (blocks - 1) * mechanism.block_size - source.shape[1]
-            key, contrast_key, value = (
-                None if a is None else jnp.pad(a, ((0, 0), (missing, 0), (0, 0), (0, 0)))
-                for a in (key, contrast_key, value)
-            )
+            room = ((0, 0), (missing, 0), (0, 0), (0, 0))
+            key, value = jnp.pad(key, room), jnp.pad(value, room)
+            if contrast_key is not None:
+                contrast_key = jnp.pad(contrast_key, room)
             if bias is not None:
                 bias = bias(jnp.full((count,), size), jnp.arange(size))
             read = compress_blocks(
@@ -373,8 +384,7 @@ def position_bias(module: nn.Module, name: str) -> PositionBias | None:
     if mechanism.bias == "alibi":
         return ALiBi(alibi_slopes(d.num_heads))
     if mechanism.bias == "t5":
-        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "heads"))
-        table = module.param(name, init, (32, d.num_heads), d.param_dtype)
+        table = parameter(module, name, nn.initializers.normal(0.02), (32, d.num_heads), (None, "heads"))
         return T5Bias(table, max_distance=mechanism.history, bidirectional=not d.is_causal)
     return None
 
@@ -503,10 +513,8 @@ class BRLAttention(nn.Module):
         if mechanism.phi == "spiky":
             query = jnp.exp(jnp.minimum(query, _SPIKE_LIMIT))
         init = nn.initializers.constant(mechanism.lambda_init)
-        strength = self.param(
-            "lambda", nn.with_logical_partitioning(init, ("heads",)), (heads,), d.param_dtype
-        )
-        bias = position_bias(self, "propagate_bias")
+        strength = parameter(self, "lambda", init, (heads,), ("heads",))
+        bias: Any = position_bias(self, "propagate_bias")
         size = length if blocks == 1 else mechanism.block_size
         aligned = blocks > 1
         if aligned:
@@ -518,6 +526,10 @@ class BRLAttention(nn.Module):
             inside = jnp.arange(size) + (0 if aligned else offset)
             places = jnp.full((count,), -1) if d.is_causal else _spread(count, length)
             bias = bias(inside, places)[None]
+        if self.is_mutable_collection("maps"):
+            merged = rearrange(key, "b c m n h -> (b c) m n h")
+            weights = propagate_weights(query, merged, strength=strength, score=mechanism.score, bias=bias)
+            self.sow("maps", "propagate", weights)
         out = propagate(
             query,
             rearrange(key, "b c m n h -> (b c) m n h"),

@@ -11,11 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.scores import accumulation_dtype
 from brl_jax.layers.mechanism import Dimensions
 
 
 def dense(
-    dimensions: Dimensions, features: int | tuple[int, ...], axes: tuple[str, ...], *, name: str, **kwargs: Any
+    dimensions: Dimensions,
+    features: int | tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    name: str,
+    **kwargs: Any,
 ) -> nn.Module:
     """A linear map whose kernel carries the logical axis names `axes`, one for each kernel dimension.
 
@@ -41,15 +47,23 @@ def dense(
     )
 
 
+def parameter(
+    module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> Any:
+    """A parameter of `module` that carries logical axis names."""
+    dtype = module.dimensions.param_dtype  # type: ignore[attr-defined]
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+
+
 def norm(dimensions: Dimensions, *, name: str, axis: str = "embed") -> nn.Module:
     """LayerNorm or RMSNorm over the last axis, with statistics in float32."""
-    shared: dict[str, Any] = dict(
-        epsilon=1e-5,
-        dtype=dimensions.dtype,
-        param_dtype=dimensions.param_dtype,
-        scale_init=nn.with_logical_partitioning(nn.initializers.ones_init(), (axis,)),
-        name=name,
-    )
+    shared: dict[str, Any] = {
+        "epsilon": 1e-5,
+        "dtype": dimensions.dtype,
+        "param_dtype": dimensions.param_dtype,
+        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), (axis,)),
+        "name": name,
+    }
     if dimensions.norm == "rms":
         return nn.RMSNorm(**shared)
     bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), (axis,))
@@ -58,15 +72,15 @@ def norm(dimensions: Dimensions, *, name: str, axis: str = "embed") -> nn.Module
 
 def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
     """A norm of each head by itself, (..., N, H) over H with a scale for each head and channel."""
-    shared: dict[str, Any] = dict(
-        epsilon=1e-5,
-        dtype=dimensions.dtype,
-        param_dtype=dimensions.param_dtype,
-        scale_init=nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
-        reduction_axes=-1,
-        feature_axes=(-2, -1),
-        name=name,
-    )
+    shared: dict[str, Any] = {
+        "epsilon": 1e-5,
+        "dtype": dimensions.dtype,
+        "param_dtype": dimensions.param_dtype,
+        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
+        "reduction_axes": -1,
+        "feature_axes": (-2, -1),
+        "name": name,
+    }
     if dimensions.norm == "rms":
         return nn.RMSNorm(**shared)
     return nn.LayerNorm(use_bias=False, **shared)
@@ -111,7 +125,7 @@ def rotate(
     angle += (positions // low).astype(jnp.float32)[..., None] * jnp.asarray(step, jnp.float32)[None, None]
     cos = jnp.cos(angle)[:, :, None, :]
     sin = jnp.sin(angle)[:, :, None, :]
-    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    accumulate = accumulation_dtype(x.dtype)
     even, odd = x[..., 0::2].astype(accumulate), x[..., 1::2].astype(accumulate)
     cos, sin = cos.astype(accumulate), sin.astype(accumulate)
     rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)

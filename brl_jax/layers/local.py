@@ -26,7 +26,9 @@ class LocalConfig(Mechanism):
     window: int = 128
     """Width w: a decoder's token sees itself and the w - 1 before it; an encoder's w // 2 on both sides. Also the
     block of "block", the bucket of "bucketed", the stride of "strided" and "fixed", the block of "bigbird"."""
-    pattern: Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"] = "sliding"
+    pattern: Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"] = (
+        "sliding"
+    )
     """Which keys a token sees; "global" and "bigbird" have no causal form."""
     dilation: int = 2
     """Step between the keys of "dilated"."""

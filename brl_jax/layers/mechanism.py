@@ -16,6 +16,8 @@ cache   is None, or a pytree made by `layer.init_cache(batch, length)` for gener
         where a decoding cache has arrived, and a new cache updated with a memory's entries goes on from there.
 count   with a decoding cache: how many of the T new tokens exist, the first ones (traced; None: all). What the rest
         give is undefined, and they leave no trace in the cache.
+
+For looking inside, a layer may sow its attention weights into the collection "maps": `apply(..., mutable="maps")`.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Dimensions:
     residual_scale: float = 1.0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    implementation: str | None = None
+    implementation: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,9 @@ class Mechanism:
         if dimensions.is_causal and not self.causal:
             raise ValueError(f"mechanism {type(self).__name__} has no causal form; use it in an encoder")
         if not dimensions.is_causal and not self.bidirectional:
-            raise ValueError(f"mechanism {type(self).__name__} has no bidirectional form; use it in a decoder")
+            raise ValueError(
+                f"mechanism {type(self).__name__} has no bidirectional form; use it in a decoder"
+            )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         """The Linen module of one layer."""

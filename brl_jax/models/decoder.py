@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -115,7 +114,7 @@ class DecoderLM(nn.Module):
 
     def setup(self):
         c = self.config
-        self.embedding = self.param(
+        self.embedding: Any = self.param(
             "embedding",
             nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed")),
             (c.vocab_size, c.d_model),
@@ -153,7 +152,9 @@ class DecoderLM(nn.Module):
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers, got {tokens.dtype}")
         if memory is not None and cache is not None:
-            raise ValueError("memory and cache exclude each other: memory is for training, cache for generation")
+            raise ValueError(
+                "memory and cache exclude each other: memory is for training, cache for generation"
+            )
         x = jnp.take(self.embedding, tokens, axis=0).astype(self.config.dimensions.dtype)
         x = self.dropout(x, deterministic=deterministic)
         return self.stack(

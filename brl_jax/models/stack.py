@@ -104,11 +104,15 @@ class Stack(nn.Module):
         self.carriers = {key: carrier for key, carrier in carriers.items() if carrier is not None}
         segments = {m.segment for m in keys if m.segment is not None}
         if len(segments) > 1:
-            raise ValueError(f"mechanisms of one network must have the same block_size, got {sorted(segments)}")
+            raise ValueError(
+                f"mechanisms of one network must have the same block_size, got {sorted(segments)}"
+            )
         self.segment = segments.pop() if segments and self.dimensions.is_causal else None
         groups = group_layers(self.mechanisms)
         self.layers = [
-            self._scanned(repeats)(period, tuple(keys[m] for m in period), self.dimensions, name=f"layers_{i}")
+            self._scanned(repeats)(
+                period, tuple(keys[m] for m in period), self.dimensions, name=f"layers_{i}"
+            )
             for i, (period, repeats) in enumerate(groups)
         ]
         self.final_norm = norm(self.dimensions, name="final_norm")
@@ -116,11 +120,13 @@ class Stack(nn.Module):
     def _scanned(self, repeats: int):
         module = Period
         if self.remat != "none":
-            policy = None if self.remat == "full" else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            policy = (
+                None if self.remat == "full" else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            )
             module = nn.remat(Period, prevent_cse=False, static_argnums=(4,), policy=policy)
         return nn.scan(
             module,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, "maps": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=repeats,
@@ -178,7 +184,9 @@ class Stack(nn.Module):
     def _memory_from_cache(self, cache: dict[str, Any]) -> dict[str, Any]:
         parts = self._modules()
         return {
-            "carriers": {key: m.memory_from_cache(cache["carriers"][key]) for key, m in parts["carriers"].items()},
+            "carriers": {
+                key: m.memory_from_cache(cache["carriers"][key]) for key, m in parts["carriers"].items()
+            },
             "layers": [
                 tuple(jax.vmap(module.memory_from_cache)(c) for module, c in zip(modules, caches))
                 for (modules, _), caches in zip(parts["layers"], cache["layers"])
@@ -211,9 +219,7 @@ class Stack(nn.Module):
 
     def _run(self, x, cache, call, deterministic):
         caches = {"carriers": {}, "layers": None} if cache is None else cache
-        carries = {
-            key: carrier(x, caches["carriers"].get(key)) for key, carrier in self.carriers.items()
-        }
+        carries = {key: carrier(x, caches["carriers"].get(key)) for key, carrier in self.carriers.items()}
         state = (x, carries)
         layers = []
         for i, group in enumerate(self.layers):
@@ -255,7 +261,7 @@ class Stack(nn.Module):
 
     def _unaligned_segments(self, x, cache, call, deterministic):
         """The same from anywhere in a segment: pieces of one size, of which the first tokens exist."""
-        batch, length, width = x.shape
+        length = x.shape[1]
         segment = self.segment
         size = min(length, segment)
         pieces = (length + segment - 2) // segment + 1

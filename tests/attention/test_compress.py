@@ -28,7 +28,8 @@ def oracle_compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
     bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
     bias = np.broadcast_to(bias, (batch, heads, m, s))
     mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
-    out = np.zeros(q.shape, np.result_type(q, k1, v))
+    operands = [a for a in (q, k1, k2, v, gamma) if a is not None]
+    out = np.zeros(q.shape, np.result_type(*operands))
     for b in range(batch):
         for n in range(heads):
             w = sigma(q[b, :, n] @ k1[b, :, n].T * scale + bias[b, n], mask[b, n], score)
@@ -171,7 +172,15 @@ def test_compress_blocks_reads_what_precedes_each_block(block, history):
         window = slice(c * block, c * block + history)
         mask = np.arange(history) >= history - exists[c]
         expected = oracle_compress(
-            q[:, c], k1[:, window], k2[:, window], v[:, window], gamma, 1 / (3 * 2.0), "softmax", bias[None], mask
+            q[:, c],
+            k1[:, window],
+            k2[:, window],
+            v[:, window],
+            gamma,
+            1 / (3 * 2.0),
+            "softmax",
+            bias[None],
+            mask,
         )
         assert relative_error(out[:, c], expected) < 1e-5 or exists[c] == 0
     np.testing.assert_array_equal(out[:, 0], 0)
@@ -229,7 +238,10 @@ def _valid():
         ({"gamma": jnp.ones((3,))}, r"gamma must have shape \(2,\)"),
         ({"mask": jnp.ones((3, 5), bool)}, "mask must have 4 axes"),
         ({"bias": jnp.ones((3, 5))}, "bias must have 4 axes"),
-        ({"key_value_seq_lengths": jnp.ones((2,), jnp.int32)}, r"key_value_seq_lengths must have shape \(1,\)"),
+        (
+            {"key_value_seq_lengths": jnp.ones((2,), jnp.int32)},
+            r"key_value_seq_lengths must have shape \(1,\)",
+        ),
         ({"implementation": "magic"}, "implementation must be"),
     ],
 )

@@ -33,11 +33,19 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
     "brl": {
         "output": _brl(),
         "layer": _brl(memory="layer"),
-        "output-equations": _brl(formulation="equations", history_size=13, bias="alibi", compress_scale="learned"),
+        "output-equations": _brl(
+            formulation="equations", history_size=13, bias="alibi", compress_scale="learned"
+        ),
         "layer-equations": _brl(memory="layer", formulation="equations", history_size=5, phi="spiky"),
-        "output-relu2": _brl(score="relu2", gamma=0.0, history_size=11, input_norm=False, compressed_dim=8),
+        "output-relu2": _brl(score="relu2", gamma=0.0, history_size=11, input_norm=False, compressed_dim=24),
         "layer-laplace": _brl(
-            memory="layer", score="laplace", gamma=0.5, compress_scale="rsqrt", bias="t5", history_size=24, beta=0.0
+            memory="layer",
+            score="laplace",
+            gamma=0.5,
+            compress_scale="rsqrt",
+            bias="t5",
+            history_size=24,
+            beta=0.0,
         ),
     },
 }

@@ -196,10 +196,15 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
         if d.is_causal:
             query_places, key_places = np.full(count, 0), np.arange(-source.shape[0], 0)
         else:
-            query_places, key_places = np.array([(2 * j + 1) * length // (2 * count) for j in range(count)]), np.arange(length)
+            query_places, key_places = (
+                np.array([(2 * j + 1) * length // (2 * count) for j in range(count)]),
+                np.arange(length),
+            )
         q = project(ct, c["compress_query"])
         k1, v = project(source, c["compress_key"]), project(source, c["compress_value"])
-        scale = 1 / (count * math.sqrt(q.shape[-1])) if m.compress_scale == "m1" else 1 / math.sqrt(q.shape[-1])
+        scale = (
+            1 / (count * math.sqrt(q.shape[-1])) if m.compress_scale == "m1" else 1 / math.sqrt(q.shape[-1])
+        )
         if m.compress_scale == "learned":
             q = q * c["compress_scale"][None, :, None]
         outs = []
@@ -229,7 +234,9 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
     outs = []
     for a in range(heads):
         bias = position_bias(m, d, p.get("propagate_bias"), a, np.arange(length), places, history)
-        s = sigma(zq[:, a] @ zk[:, a].T / math.sqrt(zq.shape[-1]) + bias, np.ones((length, count), bool), m.score)
+        s = sigma(
+            zq[:, a] @ zk[:, a].T / math.sqrt(zq.shape[-1]) + bias, np.ones((length, count), bool), m.score
+        )
         outs.append(p["lambda"][a] * (s @ zv[:, a]))
     prop = np.concatenate(outs, -1)
     if equations:

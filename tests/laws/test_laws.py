@@ -67,16 +67,25 @@ def test_law_3_oracle(name, is_causal):
     assert relative_error(net.run(net.variables, net.x), expected) < 1e-4
 
     half = dataclasses.replace(d, dtype=jnp.bfloat16)
-    rough = net.stack.clone(dimensions=half).apply(net.variables, net.x.astype(jnp.bfloat16))[0]
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16 implicitly
+        rough = net.stack.clone(dimensions=half).apply(net.variables, net.x.astype(jnp.bfloat16))[0]
     assert rough.dtype == jnp.bfloat16
-    assert relative_error(rough, expected) < 2e-2
+    # Where rounding the operands alone moves the exact result further than that, twice as far is allowed.
+    rounded = as_float64(
+        jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (net.variables["params"], net.x))
+    )
+    operands_error = relative_error(
+        np.stack([oracle(rounded[0], net.mechanism, d, x) for x in rounded[1]]), expected
+    )
+    assert relative_error(rough, expected) < max(2e-2, 2 * operands_error)
 
     # One sequence is enough for the gradient; every parameter is moved along a direction of its own.
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(expected[0].shape)
     loss = jax.jit(
         jax.grad(
-            lambda v, x: jnp.sum(net.stack.apply(v, x)[0][0] * jnp.asarray(weight, jnp.float32)), argnums=(0, 1)
+            lambda v, x: jnp.sum(net.stack.apply(v, x)[0][0] * jnp.asarray(weight, jnp.float32)),
+            argnums=(0, 1),
         )
     )
     gradient, gradient_x = loss(net.variables, net.x[:1])
@@ -86,7 +95,9 @@ def test_law_3_oracle(name, is_causal):
     def derivative(path, direction, x_direction):
         stepped = [leaf + 1e-30j * direction if p == path else leaf for p, leaf in paths]
         x = xs[0] + (0.0 if x_direction is None else 1e-30j * x_direction)
-        return np.imag((oracle(jax.tree.unflatten(tree, stepped), net.mechanism, d, x) * weight).sum()) / 1e-30
+        return (
+            np.imag((oracle(jax.tree.unflatten(tree, stepped), net.mechanism, d, x) * weight).sum()) / 1e-30
+        )
 
     checks = [(path, rng.standard_normal(leaf.shape), None) for path, leaf in paths]
     checks += [(None, None, rng.standard_normal(xs[0].shape)) for _ in range(3)]
@@ -208,7 +219,9 @@ def test_law_5_window_over_everything_is_full_attention():
     wide = Stack((dataclasses.replace(CASES["local-sliding"], window=LENGTH),) * LAYERS, dimensions(True))
     y = jax.jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x)
     assert relative_error(y, full.run(full.variables, full.x)) < 1e-5
-    narrow = Stack((dataclasses.replace(CASES["local-sliding"], window=LENGTH - 1),) * LAYERS, dimensions(True))
+    narrow = Stack(
+        (dataclasses.replace(CASES["local-sliding"], window=LENGTH - 1),) * LAYERS, dimensions(True)
+    )
     assert relative_error(narrow.apply(full.variables, full.x)[0], full.run(full.variables, full.x)) > 1e-4
 
 
