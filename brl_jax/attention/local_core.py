@@ -33,18 +33,20 @@ from brl_jax.attention.local_steps import (
     blocks_at_once,
     call_bias,
     gradient_block,
+    merged_product,
+    product,
     softmax_block,
 )
 
 
 def _split_heads(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
     b, t, n, h = x.shape
-    return x.reshape(b, t, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
+    return x.transpose(0, 2, 1, 3).reshape(b, kv_heads, n // kv_heads, t, h)
 
 
 def _merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
     b, k, g, t, h = x.shape
-    return x.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
+    return x.reshape(b, k * g, t, h).transpose(0, 2, 1, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -98,10 +100,11 @@ def _forward(
     def on_part(part: Part, loop: bool, q, k, v, dtype, bias, inputs) -> tuple[Array, Array]:
         arranged = arrange(part, q, k, v, bias, inputs)
         own_bias = None if arranged.bias is not None else bias
+        multiply = merged_product if loop else product
 
         def one(block: Block) -> tuple[Array, Array]:
-            scores = block_scores(spec, part, num_keys, inputs.key_offset, own_bias, block)
-            return softmax_block(scores, block.value, dtype)
+            scores = block_scores(spec, part, num_keys, inputs.key_offset, own_bias, block, multiply)
+            return softmax_block(scores, block.value, dtype, multiply)
 
         if loop:
             walk = Loop.of(part, q, all_heads=own_bias is not None)
@@ -162,6 +165,7 @@ def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_o
     def on_part(part: Part, loop: bool, q, k, v, do, lse, delta, bias, inputs):
         arranged = arrange(part, q, k, v, bias, inputs)
         own_bias = None if arranged.bias is not None else bias
+        multiply = merged_product if loop else product
         rows = part.queries
         do_a = rows.arrange(do, 3)
         lse_a, delta_a = rows.arrange(lse, 3, -MASKED), rows.arrange(delta, 3)
@@ -170,8 +174,10 @@ def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_o
 
         def one(block: Block, q_t, do, do_t, lse, delta):
             """Gradients of one block; d_bias: of the position bias's arrays, or of the block's own bias."""
-            scores = block_scores(spec, part, num_keys, inputs.key_offset, own_bias, block)
-            d_scores, dq, dk, dv = gradient_block(scores, block, q_t, do, do_t, lse, delta, spec.scale)
+            scores = block_scores(spec, part, num_keys, inputs.key_offset, own_bias, block, multiply)
+            d_scores, dq, dk, dv = gradient_block(
+                scores, block, q_t, do, do_t, lse, delta, spec.scale, multiply
+            )
             d_bias = None
             if block.bias is not None:
                 axes = [a for a in range(5) if block.bias.shape[a] == 1]

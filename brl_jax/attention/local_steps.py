@@ -7,7 +7,7 @@ some of B and K, one block of T, and the stretch of S that the block meets.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -66,12 +66,43 @@ def block_positions(spec: Spec, block: Block, key_offset: Array | None) -> tuple
     return block.query_index + (spec.query_offset + offset), block.key_index + offset
 
 
+class Product(Protocol):
+    """A product of two arrays whose axes are named as in einsum, summed in float32."""
+
+    def __call__(self, subscripts: str, x: Array, y: Array, /) -> Array: ...
+
+
+def product(subscripts: str, x: Array, y: Array, /) -> Array:
+    """Keeps all axes apart, as they may be sharded."""
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
+def merged_product(subscripts: str, x: Array, y: Array, /) -> Array:
+    """Merges axes b, k to one and g, t to one first.
+
+    XLA's CPU backend hands products with a single batch axis to its library as they are; with more it first
+    writes a transposed copy of the right factor, which takes a quarter of the whole time.
+    """
+    operands, result = subscripts.split("->")
+    left, right = operands.split(",")
+    sizes = dict(zip(left, x.shape)) | dict(zip(right, y.shape))
+    merged = {**sizes, "n": sizes["b"] * sizes["k"], "t": sizes["g"] * sizes["t"]}
+    names = [axes.replace("bk", "n").replace("gt", "t") for axes in (left, right, result)]
+    x, y = (a.reshape([merged[c] for c in axes]) for a, axes in zip((x, y), names))
+    return product(f"{names[0]},{names[1]}->{names[2]}", x, y).reshape([sizes[c] for c in result])
+
+
 def block_scores(
-    spec: Spec, part: Part, num_keys: int, key_offset: Array | None, bias: Any, block: Block
+    spec: Spec,
+    part: Part,
+    num_keys: int,
+    key_offset: Array | None,
+    bias: Any,
+    block: Block,
+    product: Product,
 ) -> Array:
     """Scaled, biased and masked scores (b, k, G, t, s) in float32."""
-    scores = jnp.einsum("bkgtd,bksd->bkgts", block.query, block.key, preferred_element_type=jnp.float32)
-    scores = scores * spec.scale
+    scores = product("bkgtd,bksd->bkgts", block.query, block.key) * spec.scale
     positions = block_positions(spec, block, key_offset)
     if block.bias is not None:
         scores = scores + block.bias.astype(jnp.float32)
@@ -102,21 +133,19 @@ def call_bias(bias: PositionBias, positions: tuple[Array, Array], shape: tuple[i
     return values.astype(jnp.float32).reshape(1, k, g, t, s)
 
 
-def softmax_block(scores: Array, value: Array, dtype: Any) -> tuple[Array, Array]:
+def softmax_block(scores: Array, value: Array, dtype: Any, product: Product) -> tuple[Array, Array]:
     """The block's output (b, k, G, t, H) and log-sum-exp (b, k, G, t); 0 and MASKED if nothing is seen."""
     top = lax.max(jnp.max(scores, -1), jnp.float32(MASKED))
     weights = jnp.exp(scores - top[..., None])
     total = jnp.sum(weights, -1)
     sees = top > MASKED / 2
-    out = jnp.einsum(
-        "bkgts,bksd->bkgtd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
+    out = product("bkgts,bksd->bkgtd", weights.astype(value.dtype), value)
     total = jnp.where(sees, total, 1.0)
     out = jnp.where(sees[..., None], out * (1.0 / total)[..., None], 0.0)
     return out.astype(dtype), jnp.where(sees, top + jnp.log(total), MASKED)
 
 
-def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, scale: float):
+def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, scale: float, product: Product):
     """Gradients of one block: of its scores (unscaled), query (b, k, G, t, H), key and value (b, k, H, s).
 
     query_t and d_out_t are (b, k, H, G, t): with them each product below reads both factors in the order in
@@ -124,14 +153,12 @@ def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, sc
     """
     dtype = block.key.dtype
     weights = jnp.exp(scores - lse[..., None])
-    d_weights = jnp.einsum("bkgtd,bksd->bkgts", d_out, block.value, preferred_element_type=jnp.float32)
+    d_weights = product("bkgtd,bksd->bkgts", d_out, block.value)
     d_scores = weights * (d_weights - delta[..., None])
     scaled = (d_scores * scale).astype(dtype)
-    d_query = jnp.einsum("bkgts,bksd->bkgtd", scaled, block.key, preferred_element_type=jnp.float32)
-    d_key = jnp.einsum("bkdgt,bkgts->bkds", query_t, scaled, preferred_element_type=jnp.float32)
-    d_value = jnp.einsum(
-        "bkdgt,bkgts->bkds", d_out_t, weights.astype(dtype), preferred_element_type=jnp.float32
-    )
+    d_query = product("bkgts,bksd->bkgtd", scaled, block.key)
+    d_key = product("bkdgt,bkgts->bkds", query_t, scaled)
+    d_value = product("bkdgt,bkgts->bkds", d_out_t, weights.astype(dtype))
     return d_scores, d_query.astype(dtype), d_key, d_value
 
 
