@@ -19,6 +19,9 @@ GRANTED_MIB = 16
 #: Pairs of tiles in one unrolled step: beyond this the program, not its data, grows too large.
 MAX_UNROLLED = 96
 
+#: Pairs of blocks that block_attention lists in scalar memory (1 MiB, two numbers a pair, half of it left free).
+MAX_PAIRS = 1 << 16
+
 #: Compressed tokens that compress and propagate hold in VMEM.
 MAX_COMPRESSED = 1024
 
@@ -171,3 +174,17 @@ def compress_block(length: int, queries: int, width: int, itemsize: int, sets: i
     ):
         block //= 2
     return block
+
+
+def check_pairs(pairs: int) -> None:
+    """Raises ValueError for a list of block pairs that scalar memory does not hold."""
+    if pairs > MAX_PAIRS:
+        raise ValueError(
+            f"key_blocks lists {pairs} pairs of blocks, scalar memory holds {MAX_PAIRS}: choose larger blocks"
+        )
+
+
+def pair_bytes(block_q: int, block_k: int, width: int, itemsize: int) -> int:
+    """VMEM of a backward step of block_attention, the larger one: blocks twice, sums, the scores in flight."""
+    rows = (2 * block_q + 4 * block_k) * width * itemsize
+    return 2 * rows + 2 * max(block_q, block_k) * width * 4 + 2 * 8 * 4 * block_q + 8 * block_k * 128 * 4

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 LANES = 128
 MAX_HEAD_DIM = 256
@@ -59,6 +59,11 @@ def turned_product(
     if layout.packed == 1:
         return dot(x, weights, TN)
     return dot(x.T[head * layout.head_dim : (head + 1) * layout.head_dim], weights, NN)
+
+
+def column(row: Int[Array, "1 rows"], lanes: int) -> Int[Array, "rows lanes"]:
+    """A row of numbers as a column, repeated over lanes."""
+    return jnp.broadcast_to(row, (lanes, row.shape[1])).T
 
 
 def reciprocal(x: Float[Array, ...]) -> Float[Array, ...]:

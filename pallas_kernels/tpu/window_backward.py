@@ -22,7 +22,6 @@ from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NN, NT, Layout
 from pallas_kernels.tpu.window_forward import (
     WindowTiles,
     key_specs,
-    segment_column,
     segment_specs,
 )
 from pallas_kernels.tpu.window_plan import WindowPlan
@@ -64,7 +63,7 @@ def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segm
         def key_segment(tile):
             if tile not in columns:
                 side, row = shared.place(tile)
-                columns[tile] = segment_column(key_segments[side], row, size)
+                columns[tile] = heads.column(key_segments[side][0, :, row : row + size], size)
             return columns[tile]
 
         def load(ref, tile):

@@ -92,11 +92,6 @@ class WindowTiles:
         return tiles
 
 
-def segment_column(ref, row: int, tile: int) -> Int[Array, "tile tile"]:
-    """The segment ids of a tile of keys, one a row, repeated over the lanes."""
-    return jnp.broadcast_to(ref[0, :, row : row + tile], (tile, tile)).T
-
-
 def _forward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segments: bool):
     named = iter(refs)
     query = next(named)
@@ -114,7 +109,7 @@ def _forward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segme
     def key_segment(tile):
         if tile not in columns:
             side, row = shared.place(tile)
-            columns[tile] = segment_column(key_segments[side], row, size)
+            columns[tile] = heads.column(key_segments[side][0, :, row : row + size], size)
         return columns[tile]
 
     def score(unit):

@@ -1,0 +1,369 @@
+"""Instruction schedules of the TPU kernels, without a TPU: python -m eval.tpu_schedule.
+
+The package libtpu compiles for real TPU chips on a CPU host and writes down the final instruction bundles of
+every kernel (about one cycle each). A kernel's cost is its bundles in one grid step times the grid steps. The
+table sets sliding-window attention beside JAX's splash attention at its best block sizes, and compress and
+propagate beside the same thing in jax.numpy, for which the compiler's own estimate of cycles is given. It
+counts issue slots only: a kernel that waits for memory is slower than this says, so the bytes that the block
+specs fetch are counted as well.
+
+Splash attention is charged only for the pairs of blocks in which something is visible, though its fused
+backward pass steps over the others as well.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from pallas_kernels import tpu
+from train.config import parse_options
+from train.errors import RunError, UserError, command
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
+SPLASH_BLOCKS = (128, 256, 512, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions:
+    """What to compile: causal windows in bfloat16, batch 1."""
+
+    chips: tuple[str, ...] = ("v5e", "v6e")
+    """Out of v4, v5e, v5p, v6e, 7x."""
+    windows: tuple[int, ...] = (256, 512)
+    """Keys that a query sees, its own among them; empty leaves sliding-window attention out."""
+    compressed: tuple[int, ...] = (128,)
+    """Compressed tokens of compress and propagate; empty leaves them out."""
+    length: int = 16384
+    """Tokens."""
+    heads: int = 8
+    """Heads of query, key and value."""
+    head_dim: int = 128
+    """Features of a head."""
+    splash: bool = True
+    """Compile splash attention too, at every pair of block sizes (minutes)."""
+
+    def __post_init__(self) -> None:
+        for chip in self.chips:
+            if chip not in TOPOLOGIES:
+                raise ValueError(f"chips must be out of {', '.join(TOPOLOGIES)}, got {chip}")
+        for name in ("length", "heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("windows", "compressed"):
+            if any(size < 1 for size in getattr(self, name)):
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program to compile: `build` takes the options and a maker of shapes and gives (function, arguments)."""
+
+    kind: str
+    label: str
+    build: Callable[..., tuple[Callable, tuple]]
+    splash_blocks: tuple[int, int] | None = None
+
+
+def _window(options: ScheduleOptions, chip: str, shape, *, window: int, backward: bool):
+    full = (1, options.length, options.heads, options.head_dim)
+    attend = functools.partial(tpu.window_attention, left=window - 1, right=0, chip=chip)
+
+    def forward(query, key, value):
+        out, log_sum = attend(*(x.reshape(full) for x in (query, key, value)), return_log_sum_exp=True)
+        return out.reshape(query.shape), log_sum
+
+    def both(query, key, value, grad):
+        out, pull = jax.vjp(attend, *(x.reshape(full) for x in (query, key, value)))
+        return [x.reshape(query.shape) for x in (out, *pull(grad.reshape(full)))]
+
+    return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
+
+
+def _splash(options: ScheduleOptions, chip: str, shape, *, window: int, blocks: tuple[int, int], mode: str):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    size = (options.length, options.length)
+    rows, columns = blocks
+    fused = mode == "fused"
+    sizes = kernel.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_kv_dkv_compute=columns,
+        block_q_dq=None if fused else rows,
+        block_kv_dq=None if fused else columns,
+        use_fused_bwd_kernel=fused,
+    )
+    attend = kernel.make_splash_mha(
+        masks.MultiHeadMask([masks.LocalMask(size, (window - 1, 0), 0)]),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=mode == "forward",
+    )
+    # One head stands for all: its steps are counted for each of them, and its mask is built once.
+    shape = jax.ShapeDtypeStruct((1, options.length, options.head_dim), shape.dtype, sharding=shape.sharding)
+    if mode == "forward":
+        return attend, (shape,) * 3
+    return lambda query, key, value, grad: jax.vjp(attend, query, key, value)[1](grad), (shape,) * 4
+
+
+def _compressed(
+    options: ScheduleOptions, chip: str, shape, *, kind: str, tokens: int, backward: bool, pallas: bool
+):
+    long = (1, options.length, options.heads, options.head_dim)
+    short = (1, tokens, options.heads, options.head_dim)
+    scale = options.head_dim**-0.5
+    factor = jnp.ones((options.heads,), jnp.float32)
+
+    def attend(query, key, value):
+        scores = jnp.einsum("bmnh,bsnh->bnms", query, key, preferred_element_type=jnp.float32) * scale
+        weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+        return jnp.einsum("bnms,bsnh->bmnh", weights, value)
+
+    if kind == "compress":
+        shapes = (short, long, long, long)
+        if pallas:
+            call = functools.partial(tpu.compress, gamma=factor, scale=scale, chip=chip)
+        else:
+
+            def call(query, key, contrast, value):
+                return attend(query, key, value) - attend(query, contrast, value)
+    else:
+        shapes = (long, short, short)
+        call = functools.partial(tpu.propagate, strength=factor, chip=chip) if pallas else attend
+
+    def run(*arrays):
+        given = [x.reshape(to) for x, to in zip(arrays, shapes)]
+        if not backward:
+            return call(*given).reshape(arrays[0].shape)
+        out, pull = jax.vjp(call, *given)
+        grads = pull(arrays[-1].reshape(shapes[0]))
+        return [x.reshape(like.shape) for x, like in zip((out, *grads), (arrays[0], *arrays))]
+
+    flat = [
+        jax.ShapeDtypeStruct((*s[:2], s[2] * s[3]), shape.dtype, sharding=shape.sharding)
+        for s in (*shapes, *([shapes[0]] if backward else []))
+    ]
+    return run, tuple(flat)
+
+
+def cases(options: ScheduleOptions) -> Iterator[Case]:
+    """Everything that the options ask for; forward + backward cases hold both kernels."""
+    for window, backward in itertools.product(options.windows, (False, True)):
+        kind = f"window {window} " + ("forward + backward" if backward else "forward")
+        yield Case(kind, "ours", functools.partial(_window, window=window, backward=backward))
+        if not options.splash:
+            continue
+        sizes = [size for size in SPLASH_BLOCKS if options.length % size == 0]
+        for blocks, mode in itertools.product(
+            itertools.product(sizes, sizes), ("separate", "fused") if backward else ("forward",)
+        ):
+            build = functools.partial(_splash, window=window, blocks=blocks, mode=mode)
+            yield Case(kind, f"splash {blocks[0]} x {blocks[1]} {mode}", build, blocks)
+    for tokens, name, backward in itertools.product(
+        options.compressed, ("compress", "propagate"), (False, True)
+    ):
+        kind = f"{name} m={tokens} " + ("forward + backward" if backward else "forward")
+        for label, pallas in (("ours", True), ("jax.numpy", False)):
+            build = functools.partial(_compressed, kind=name, tokens=tokens, backward=backward, pallas=pallas)
+            yield Case(kind, label, build)
+
+
+def pallas_calls(jaxpr) -> Iterator[Any]:
+    """The pallas_call equations of a jaxpr, those inside other equations included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+            continue
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from pallas_calls(inner)
+
+
+def bytes_fetched(call) -> int:
+    """Bytes that a kernel's block specs read from HBM: a block is fetched whenever its index changes."""
+    mapping = call.params["grid_mapping"]
+    points = np.stack(np.meshgrid(*[np.arange(size) for size in mapping.grid], indexing="ij"), -1)
+    points = points.reshape(-1, len(mapping.grid)).astype(np.int32)
+    total = 0
+    for spec, operand in zip(mapping.block_mappings[: mapping.num_inputs], call.invars):
+        index = jax.vmap(jax.extend.core.jaxpr_as_fun(spec.index_map_jaxpr))
+        indices = np.stack([np.broadcast_to(x, len(points)) for x in index(*points.T)], -1)
+        changes = 1 + int((indices[1:] != indices[:-1]).any(-1).sum())
+        block = math.prod(int(getattr(size, "block_size", size) or 1) for size in spec.block_shape)
+        total += changes * block * operand.aval.dtype.itemsize
+    return total
+
+
+def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
+    """Bundles in one grid step of each kernel whose schedule was written since `seen`, which is brought up to date."""
+    found: collections.Counter[str] = collections.Counter()
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        name = re.fullmatch(r"\d+-(.+?)-\d+-final_bundles\.txt", path.name)
+        if path.name in seen or name is None or "schedule-analysis" in path.name:
+            continue
+        seen.add(path.name)
+        steps = re.findall(
+            r"^\s*(?:0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2}:?)?\s*:\s*(>+)\s*\{", path.read_text(), re.M
+        )
+        found[name[1]] += len(steps)
+    return found
+
+
+def visible_blocks(length: int, window: int, rows: int, columns: int) -> int:
+    """Pairs of blocks of a causal window in which some query sees some key."""
+    first = np.arange(0, length, rows)
+    low = np.maximum(first - window + 1, 0) // columns
+    return int(((first + rows - 1) // columns - low + 1).sum())
+
+
+def measure(
+    case: Case, options: ScheduleOptions, chip: str, device, folder: Path, seen: set[str]
+) -> dict[str, Any]:
+    """Compiles one case: its cost in bundles (or estimated cycles), and the bytes that its kernels fetch."""
+    shape = jax.ShapeDtypeStruct(
+        (1, options.length, options.heads * options.head_dim),
+        jnp.bfloat16,
+        sharding=jax.sharding.SingleDeviceSharding(device),
+    )
+    function, arguments = case.build(options, chip, shape)
+    traced = jax.jit(function).trace(*arguments)
+    calls = list(pallas_calls(traced.jaxpr.jaxpr))
+    text = traced.lower().compile().as_text()
+    if not calls:
+        return {
+            "cost": sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', text)),
+            "detail": "estimate",
+        }
+    found = bundles(folder, seen)
+    cost, fetched, detail = 0, 0, []
+    for call in calls:
+        name = call.params["name"] if "name" in call.params else call.params["name_and_src_info"].name
+        steps = math.prod(call.params["grid_mapping"].grid)
+        if case.splash_blocks is not None:
+            window = int(case.kind.split()[1])
+            steps = options.heads * visible_blocks(options.length, window, *case.splash_blocks)
+        else:
+            fetched += bytes_fetched(call)
+        matches = [kernel for kernel in found if re.sub(r"\W", "_", name) in kernel]
+        if len(matches) != 1:
+            raise RunError(f"{case.label}: no one schedule for kernel {name} among {sorted(found)}")
+        cost += found[matches[0]] * steps
+        detail.append(f"{found[matches[0]]} x {steps}")
+    return {"cost": cost, "fetched": fetched, "detail": ", ".join(detail)}
+
+
+def compile_chip(options: ScheduleOptions, chip: str, folder: Path) -> None:
+    """Measures every case for one chip and prints one JSON object a line. Runs where libtpu writes to `folder`."""
+    from jax.experimental import topologies
+
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+    seen: set[str] = set()
+    for case in cases(options):
+        try:
+            row = measure(case, options, chip, device, folder, seen)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # Some of splash attention's block sizes do not fit in the chip's memory.
+            row = {"cost": None, "detail": str(error).splitlines()[0][:100]}
+            bundles(folder, seen)
+        print(json.dumps({"kind": case.kind, "label": case.label, **row}), flush=True)
+
+
+def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
+    """`compile_chip` in a process of its own: libtpu reads its flags once, when it is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            # Nothing is run on a device, so that other programs that compile need not be kept out.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+        }
+        code = (
+            "import sys, json, pathlib; from eval import tpu_schedule as s; o = json.loads(sys.argv[1]); "
+            "s.compile_chip(s.ScheduleOptions(**o), sys.argv[2], pathlib.Path(sys.argv[3]))"
+        )
+        given = json.dumps(dataclasses.asdict(options))
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, given, chip, folder],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        _, errors = process.communicate()
+        if process.returncode:
+            lines = errors.strip().splitlines() or ["it said nothing"]
+            raise RunError(f"compiling for {chip} failed: {lines[-1][:200]}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table; see the module's text and --help."""
+    options = parse_options(
+        ScheduleOptions(),
+        argv,
+        prog="python -m eval.tpu_schedule",
+        about="Instruction schedules of the TPU kernels, compiled without a TPU.",
+    )
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
+    console = Console()
+    table = Table(title=f"{options.heads} heads of {options.head_dim}, {options.length} tokens, bfloat16")
+    for title in ("chip", "work", "ours", "bundles x steps", "MiB read", "other", "which", "times fewer"):
+        table.add_column(title)
+    for chip in options.chips:
+        rows: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+        for row in run_chip(options, chip):
+            rows[row["kind"]].append(row)
+            console.print(
+                f"{chip} {row['kind']}: {row['label']}: {row['cost']} ({row['detail']})", style="dim"
+            )
+        for kind, found in rows.items():
+            ours = next(row for row in found if row["label"] == "ours")
+            others = [row for row in found if row["label"] != "ours" and row["cost"]]
+            best = min(others, key=lambda row: row["cost"], default=None)
+            table.add_row(
+                chip,
+                kind,
+                str(ours["cost"]),
+                ours["detail"],
+                f"{ours.get('fetched', 0) / 2**20:.1f}",
+                "" if best is None else str(best["cost"]),
+                "" if best is None else best["label"],
+                "" if best is None or not ours["cost"] else f"{best['cost'] / ours['cost']:.2f}",
+            )
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "eval.tpu_schedule"))
