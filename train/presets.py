@@ -13,7 +13,7 @@ def _small() -> LmConfig:
     """Two CPU cores, under five minutes: the standard library's sources as bytes."""
     return LmConfig(
         loop=LoopConfig(
-            steps=600, batch=8, length=512, eval_every=150, checkpoint_every=150, eval_tokens=65_536
+            steps=500, batch=8, length=512, eval_every=125, checkpoint_every=125, eval_tokens=65_536
         ),
         data=DataConfig(),
         model=ModelConfig(

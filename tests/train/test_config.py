@@ -1,0 +1,293 @@
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
+from train.config import (
+    LmConfig,
+    LoopConfig,
+    differences,
+    flatten,
+    from_json,
+    parse,
+    parse_options,
+    read_json,
+    to_json,
+    write_json,
+)
+from train.errors import UserError
+from train.lm import build_model
+from train.presets import PRESETS
+
+
+def _parse(line=""):
+    return parse(PRESETS, "small", line.split(), prog="python -m train.lm", about="About.")
+
+
+def test_no_arguments_mean_the_small_preset():
+    config = _parse()
+    assert config == PRESETS["small"]
+    assert config.loop.workdir == "runs/small"
+    assert isinstance(config.model.mechanism, BRLConfig)
+    assert config.data.data == "stdlib"
+    assert config.data.tokenizer == "bytes"
+
+
+def test_every_part_is_reached():
+    config = _parse(
+        "wikitext103-brl --steps 7 --batch 6 --accumulation 3 --data text:a --tokenizer bytes --d_model 64 "
+        "--mechanism.window 5 --learning_rate 0.25 --dropout 0.5 --tensorboard False --dtype bfloat16 "
+        "--d-ff None --sample_prompt hello"
+    )
+    assert config.loop.workdir == "runs/wikitext103-brl"
+    assert (config.loop.steps, config.loop.batch, config.loop.accumulation) == (7, 6, 3)
+    assert (config.data.data, config.data.tokenizer) == ("text:a", "bytes")
+    assert (config.model.d_model, config.model.d_ff, config.model.dropout) == (64, None, 0.5)
+    assert config.model.mechanism == dataclasses.replace(PRESETS["wikitext103-brl"].model.mechanism, window=5)
+    assert config.optimizer.learning_rate == 0.25
+    assert config.loop.tensorboard is False
+    assert config.model.dtype == "bfloat16"
+    assert config.sample_prompt == "hello"
+    # What was not named is the preset's.
+    assert config.model.num_heads == 8
+    assert _parse("small --workdir here").loop.workdir == "here"
+
+
+@pytest.mark.parametrize("spelling", ["--mechanism local", "--mechanism=local"])
+def test_a_mechanism_is_swapped_whole(spelling):
+    config = _parse(f"small {spelling} --mechanism.window 9")
+    assert config.model.mechanism == LocalConfig(window=9)
+    assert _parse(f"--mechanism.window 9 {spelling}") == config
+    assert _parse("--mechanism full").model.mechanism == FullConfig()
+
+
+def test_the_presets_own_mechanism_keeps_its_settings():
+    assert _parse("--mechanism brl").model.mechanism == PRESETS["small"].model.mechanism
+
+
+def test_a_late_mechanism():
+    config = _parse("--late_mechanism local --late_mechanism.window 9 --schedule alternate")
+    assert config.model.late_mechanism == LocalConfig(window=9)
+    assert config.model.mechanism == PRESETS["small"].model.mechanism
+    assert _parse("--late-mechanism none").model.late_mechanism is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("smal", r"PRESET: got 'smal'; did you mean small\? expected one of small, wikitext103-full, "),
+        ("wikitext-brl", "did you mean wikitext103-brl"),
+        (
+            "--mechanism locl",
+            r"--mechanism: got 'locl'; did you mean local\? expected one of full, local, brl",
+        ),
+        ("--mechanism", "--mechanism: expected one of full, local, brl"),
+        ("--mechanism --steps 3", "--mechanism: expected one of full"),
+        ("--stepps 3", r"unknown option --stepps; did you mean --steps\?"),
+        ("--mechanism.windw 3", r"unknown option --mechanism.windw; did you mean --mechanism.window\?"),
+        ("--qqqqqq 3", "unknown option --qqqqqq; see --help"),
+        ("--vocab_size 3", "unknown option --vocab_size"),
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--steps many", r"--steps: invalid literal for int\(\) with base 10: 'many'; expected --steps INT"),
+        ("--steps", "Missing value for argument '--steps'"),
+        ("--decay fast", "invalid choice 'fast' for argument '--decay'. Expected one of .'cosine'"),
+        ("--mechanism.window 0", "--mechanism.window must be at least 1, got 0"),
+        ("--mechanism.beta 4", "--mechanism.beta must be 0 to 1, got 4.0"),
+        ("--d_model 100 --num_heads 3", "--d_model must be a multiple of num_heads=3, got 100"),
+        ("--batch 7 --accumulation 2", "--batch must be a multiple of accumulation=2, got 7"),
+        ("--learning_rate -1", "--learning_rate must be above 0, got -1.0"),
+        ("--seed -1", "--seed must be at least 0, got -1"),
+        ("--eval_tokens 1", "--eval_tokens must be at least 2, or 0 for all, got 1"),
+        ("--dropout 1", "--dropout must be at least 0 and below 1, got 1.0"),
+        ("small extra", "unexpected argument 'extra'"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_option(argv, message):
+    with pytest.raises(UserError, match=message) as caught:
+        _parse(argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_shows_options_and_presets(capsys):
+    with pytest.raises(SystemExit) as caught:
+        _parse("--mechanism local --help")
+    assert not caught.value.code
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in (
+        "--steps INT",
+        "--mechanism.window INT",
+        "--learning_rate FLOAT",
+        "--data STR",
+        "wikitext103-brl-64",
+        "full, local, brl",
+        "Training steps in all.",
+        "The highest learning rate",
+    ):
+        assert words in text
+    assert "--mechanism.num_compressed" not in text
+    assert "vocab_size" not in text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_json_there_and_back(name, tmp_path):
+    config = dataclasses.replace(
+        PRESETS[name], model=dataclasses.replace(PRESETS[name].model, late_mechanism=LocalConfig(window=3))
+    )
+    write_json(to_json(config), tmp_path / "new" / "config.json")
+    assert read_json(LmConfig, tmp_path / "new" / "config.json") == config
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.json"]
+    values = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert values["model"]["late_mechanism"]["name"] == "local"
+
+
+def _with(values, path, value):
+    first, _, rest = path.partition(".")
+    return values | {first: _with(values[first], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model.width", 3, "unknown field model.width"),
+        ("colour", 3, "unknown field colour"),
+        (
+            "model.mechanism.name",
+            "brrl",
+            "model.mechanism.name: expected one of full, local, brl, .*got 'brrl'",
+        ),
+        ("model.mechanism.windw", 3, "unknown field model.mechanism.windw"),
+        ("model.mechanism.window", 0, "model.mechanism: window must be at least 1, got 0"),
+        ("optimizer", 3, "optimizer must be an object, got 3"),
+    ],
+)
+def test_a_file_that_says_what_this_version_does_not_know(path, value, message):
+    with pytest.raises(UserError, match=f"^the file: {message}"):
+        from_json(LmConfig, _with(to_json(PRESETS["small"]), path, value), "the file")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match=r"--workdir: no run there: .*config.json is missing"):
+        read_json(LmConfig, tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json: cannot be read: Expecting"):
+        read_json(LmConfig, tmp_path / "config.json")
+
+
+def test_fields_a_file_lacks_have_their_defaults():
+    values = to_json(PRESETS["small"])
+    del values["loop"]["keep_checkpoints"]
+    assert from_json(LmConfig, values, "f").loop.keep_checkpoints == LoopConfig().keep_checkpoints
+
+
+def test_differences_that_matter():
+    small = _parse()
+    assert differences(to_json(small), to_json(small)) == []
+    free = _parse(
+        "--steps 9 --workdir x --eval_every 3 --eval_tokens 9 --full_eval False --checkpoint_every 3 "
+        "--keep_checkpoints 9 --tensorboard False --sample_tokens 3 --sample_prompt x --cache_dir x"
+    )
+    assert differences(to_json(small), to_json(free)) == []
+    other = _parse("--seed 5 --mechanism.window 9 --d_model 64 --beta1 0.5")
+    assert differences(to_json(small), to_json(other)) == [
+        "seed 0 -> 5",
+        f"d_model {small.model.d_model} -> 64",
+        f"mechanism.window {small.model.mechanism.window} -> 9",
+        "beta1 0.9 -> 0.5",
+    ]
+    swapped = differences(to_json(small), to_json(_parse("--mechanism full")))
+    assert "mechanism.name brl -> full" in swapped
+    assert f"mechanism.window {small.model.mechanism.window} -> absent" in swapped
+
+
+def test_every_field_of_the_loop_either_matters_or_is_free():
+    """A new field must be thought about: it changes what a resumed run computes, or it doesn't."""
+    base = to_json(PRESETS["small"])
+    matter = {name for name in flatten(base) if differences(base, _with(base, name, "something else"))}
+    assert {name for name in matter if name.startswith("loop.")} == {
+        "loop.seed",
+        "loop.batch",
+        "loop.accumulation",
+        "loop.length",
+    }
+    assert matter >= {name for name in flatten(base) if name.startswith(("model.", "optimizer."))}
+
+
+def test_options_of_other_commands():
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """Some."""
+
+        data: str | None = None
+        """Text."""
+
+    assert parse_options(Options(), ["--data", "x"], prog="p", about="a") == Options("x")
+    with pytest.raises(UserError, match=r"unknown option --dat; did you mean --data\?"):
+        parse_options(Options(), ["--dat", "x"], prog="p", about="a")
+
+
+# Layers, heads, width, feed-forward width, window, compressed, block, history, microbatch, accumulation.
+TABLE = {
+    "wikitext103-full": (6, 8, 512, 2048, None, None, 512, None, 16, 4),
+    "wikitext103-local": (6, 8, 512, 2048, 128, None, 512, None, 16, 4),
+    "wikitext103-local-64": (6, 8, 512, 2048, 64, None, 512, None, 16, 4),
+    "wikitext103-local-128": (6, 8, 512, 2048, 128, None, 512, None, 16, 4),
+    "wikitext103-brl": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
+    "wikitext103-brl-64": (6, 8, 512, 2048, 64, 64, 512, 512, 16, 4),
+    "wikitext103-brl-128": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
+    "openwebtext-full": (6, 8, 512, 2048, None, None, 1024, None, 16, 5),
+    "openwebtext-local": (6, 8, 512, 2048, 256, None, 1024, None, 16, 5),
+    "openwebtext-brl": (6, 8, 512, 2048, 256, 256, 1024, 1024, 16, 5),
+}
+
+
+def test_the_table_has_every_preset_of_the_paper():
+    assert set(TABLE) == set(PRESETS) - {"small"}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_presets_are_the_papers(name):
+    config = PRESETS[name]
+    model, mechanism = config.model, config.model.mechanism
+    assert (
+        model.num_layers,
+        model.num_heads,
+        model.d_model,
+        model.d_ff,
+        getattr(mechanism, "window", None),
+        getattr(mechanism, "num_compressed", None),
+        config.loop.length,
+        getattr(mechanism, "history", None),
+        config.loop.batch // config.loop.accumulation,
+        config.loop.accumulation,
+    ) == TABLE[name]
+    assert config.optimizer.learning_rate == 5e-4
+    if isinstance(mechanism, BRLConfig):
+        assert (mechanism.beta, mechanism.lambda_init, mechanism.gamma) == (0.5, 0.5, None)
+        assert mechanism.block_size == config.loop.length
+    assert ("wikitext-103" in config.data.data) == name.startswith("wikitext103")
+
+
+@pytest.mark.parametrize("name", ["small", "wikitext103-full", "wikitext103-local", "openwebtext-brl"])
+def test_presets_build(name):
+    build_model(PRESETS[name])
+
+
+def test_parts_that_do_not_fit_are_told_before_training():
+    config = _parse("--late_mechanism brl --late_mechanism.block_size 99")
+    with pytest.raises(UserError, match=r"the model's options do not fit: .*block_size"):
+        build_model(config)
+
+
+def test_importing_takes_no_device():
+    """A fresh process shows that importing alone starts no backend, which would keep a pod from starting."""
+    code = (
+        "import train.lm, eval.lm, eval.generate, jax; "
+        "import jax._src.xla_bridge as bridge; print(bridge.backends_are_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert jax.devices()

@@ -1,0 +1,337 @@
+"""The commands as a user runs them, on a tiny text."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eval.generate
+import eval.lm
+import train.lm
+from brl_jax.models import DecoderLM
+from eval.lm import read_run
+from train.data import load
+from train.errors import command
+from train.presets import PRESETS
+
+# The processes that are started compile on their own.
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--steps 8 --batch 4 --accumulation 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
+    "--dropout 0.2 --eval_every 4 --eval_tokens 200 --checkpoint_every 3 --warmup_steps 2 --sample_tokens 5"
+)
+BRL = "--mechanism.window 4 --mechanism.num_compressed 2 --mechanism.block_size 8"
+MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder with a little text in three splits."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    for split, count in (("train", 600), ("valid", 90), ("test", 60)):
+        lines = [" ".join(rng.choice(words, size=6)) for _ in range(count // 6)]
+        (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def _argv(text, workdir, *more, mechanism=BRL):
+    line = f"--workdir {workdir} --data text:{text}/*.txt {TINY} {mechanism}"
+    return [*line.split(), *more]
+
+
+def _lines(workdir):
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in MEASURED if name in line} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory, compile_once):
+    """A finished run's folder and what it wrote on stdout."""
+    workdir = tmp_path_factory.mktemp("run")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train.lm.main(_argv(text, workdir))
+    return workdir, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(finished):
+    """A finished run's folder."""
+    return finished[0]
+
+
+@pytest.fixture(scope="module")
+def words_run(text, tmp_path_factory, compile_once):
+    """A run with a vocabulary of two words, <unk> and <eos>."""
+    workdir = tmp_path_factory.mktemp("words")
+    more = ["--tokenizer", "words:max=4", "--steps", "2", "--sample_tokens", "0"]
+    train.lm.main(_argv(text, workdir, *more, mechanism="--mechanism local"))
+    return workdir
+
+
+def _json(capsys, *argv):
+    eval.lm.main(argv)
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_run_leaves_what_it_should(run):
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"config.json", "metrics.jsonl", "checkpoints", "tokenizer_config.json"}
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    lines = _lines(run)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["step"] for line in lines if "val_loss" in line] == [4, 8]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert json.loads((run / "config.json").read_text())["model"]["vocab_size"] == 256
+
+
+def test_the_sample_goes_to_stdout(text, finished):
+    start = (text / "valid.txt").read_text()[:64]
+    assert finished[1].startswith(start)
+    assert len(finished[1]) > len(start) + 1
+
+
+def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
+    """SIGTERM in the midst of a real run, the same command again: the losses of `run`, bit for bit."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # it compiles for itself
+    line = [sys.executable, "-m", "train.lm", *_argv(text, tmp_path)]
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 1):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    # Fast machines may have been through all steps by then.
+    done = _lines(tmp_path)
+    assert process.returncode in (143, 0), err
+    if process.returncode == 143:
+        assert "the same command goes on" in err.splitlines()[-1]
+        assert "Traceback" not in err
+    assert done == _lines(run)[: len(done)]
+    environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+    again = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "going on from step" in again.stderr
+    assert _lines(tmp_path) == _lines(run)
+
+
+def test_the_second_interrupt_ends_the_process_at_once():
+    code = (
+        "import signal, time\nfrom train.loop import Signals\n"
+        "with Signals():\n signal.raise_signal(signal.SIGINT)\n print('first', flush=True)\n"
+        " signal.raise_signal(signal.SIGINT)\n print('second', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "first\n"
+    assert "saving; Ctrl-C again stops at once" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_eval_measures_what_training_measured(run, capsys):
+    result = _json(capsys, "--workdir", str(run))
+    last = _lines(run)[-1]
+    assert result["step"] == 8
+    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert result["bits_per_byte"] == pytest.approx(last["val_bits_per_byte"], rel=1e-6)
+    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
+    # Bytes: a target is a byte, and every byte but the first is a target.
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] / np.log(2))
+
+
+def test_eval_against_the_models_own_logits(text, run, capsys):
+    """The loss from the logits of the test text, through no code of the loop."""
+    result = _json(capsys, "--workdir", str(run), "--split", "test", "--checkpoint", "last")
+    content = (text / "test.txt").read_bytes()
+    assert result["tokens"] == len(content) - 1
+    config, model, params, _ = read_run(str(run), "last")
+    tokens = np.frombuffer(content, np.uint8).astype(np.int32)
+    rows, targets = 2, len(tokens) - 1
+    row = -(-targets // rows)
+    total, memory = 0.0, model.init_memory(rows)
+    for start in range(0, row, config.loop.length):
+        at = np.arange(rows)[:, None] * row + start + np.arange(config.loop.length)
+        real = (start + np.arange(config.loop.length) < row)[None] & (at < targets)
+        at = np.where(real, at, 0)
+        inputs = np.where(real, tokens[at], 0)
+        logits, memory = model.apply({"params": params}, jnp.asarray(inputs), memory=memory)
+        logits = np.asarray(logits, np.float64)
+        chosen = np.take_along_axis(logits, tokens[np.minimum(at + 1, targets)][..., None], -1)[..., 0]
+        total += ((np.log(np.exp(logits).sum(-1)) - chosen) * real).sum()
+    assert result["loss"] == pytest.approx(total / targets, rel=1e-5)
+
+
+def test_eval_reads_another_text(text, run, tmp_path, capsys):
+    (tmp_path / "valid.txt").write_text("alpha beta gamma\n" * 20)
+    result = _json(capsys, "--workdir", str(run), "--data", f"text:{tmp_path}/valid.txt")
+    assert result["tokens"] == 17 * 20 - 1
+    assert result["loss"] != pytest.approx(_json(capsys, "--workdir", str(run))["loss"], rel=1e-4)
+
+
+def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
+    result = _json(capsys, "--workdir", str(words_run))
+    content = (text / "valid.txt").read_text()
+    tokens = sum(len(line.split()) + 1 for line in content.splitlines())
+    assert result["tokens"] == tokens - 1
+    # All bytes, those of the unknown words too, but for the first word, which is no target.
+    first = len(content.split()[0]) + 1
+    nats = result["loss"] * result["tokens"]
+    assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / (len(content) - first))
+    config, _, _, _ = read_run(str(words_run), "last")
+    assert config.model.vocab_size == 4
+
+
+def test_the_loop_does_not_know_the_mechanism(text, tmp_path, capsys):
+    # Flax's norms mix bfloat16 and float32.
+    with jax.numpy_dtype_promotion("standard"):
+        more = ["--steps", "2", "--sample_tokens", "0"]
+        train.lm.main(_argv(text, tmp_path, *more, mechanism="--mechanism full --dtype bfloat16"))
+        _, _, params, _ = read_run(str(tmp_path), "last")
+        assert _json(capsys, "--workdir", str(tmp_path))["perplexity"] < 400
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+def test_generation(run, capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text("gamma ")
+    line = ["--workdir", str(run), "--tokens", "7", "--prompt", "alpha", "--prompt", "be"]
+    line += ["--prompt_file", str(tmp_path / "prompt.txt")]
+    eval.generate.main(line)
+    out = capsys.readouterr().out
+    for i, prompt in enumerate(("alpha", "be", "gamma ")):
+        assert f"--- {i + 1} of 3\n{prompt}" in out
+    eval.generate.main(line)
+    assert capsys.readouterr().out == out
+    eval.generate.main([*line, "--seed", "1"])
+    assert capsys.readouterr().out != out
+
+
+def test_the_likeliest_tokens_are_the_models(run, capsys):
+    """Greedy text against the argmax of the model's logits over the whole text, anew for each token."""
+    eval.generate.main(
+        ["--workdir", str(run), "--tokens", "12", "--prompt", "alpha be", "--temperature", "0"]
+    )
+    out = capsys.readouterr().out.removesuffix("\n")
+    config, _, params, _ = read_run(str(run), "best")
+    model, tokens = DecoderLM(config.model), list(b"alpha be")
+    for _ in range(12):
+        logits, _ = model.apply({"params": params}, jnp.asarray([tokens], jnp.int32))
+        tokens.append(int(jnp.argmax(logits[0, -1])))
+    assert out == bytes(tokens).decode(errors="replace")
+
+
+def _command(monkeypatch, capsys, main, name, argv):
+    monkeypatch.setattr(sys, "argv", [name, *argv])
+    status = command(main, name)
+    out, err = capsys.readouterr()
+    return status, err, out
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "words"),
+    [
+        (train.lm.main, ["--workdir", "{new}", "--mechanism", "bril"], ["--mechanism", "bril", "brl"]),
+        (train.lm.main, ["--workdir", "{new}", "--data", "text:{new}/*"], ["--data", "no file"]),
+        (train.lm.main, ["--workdir", "{new}", "--data", "hff:x"], ["--data", "hff"]),
+        (train.lm.main, ["--workdir", "{file}/x"], ["--workdir", "{file}/x", "Not a directory"]),
+        (eval.lm.main, ["--workdir", "{new}"], ["--workdir", "no run there", "{new}"]),
+        (
+            eval.lm.main,
+            ["--workdir", "{run}", "--checkpoint", "7"],
+            ["--checkpoint", "best, last or one of", "7"],
+        ),
+        (eval.lm.main, ["--workdir", "{run}", "--split", "train"], ["--split", "train", "valid"]),
+        (eval.lm.main, ["--workdir", "{run}", "--data", "text:{new}/*"], ["--data", "no file"]),
+        (eval.generate.main, ["--workdir", "{new}", "--prompt", "a"], ["--workdir", "no run there", "{new}"]),
+        (eval.generate.main, ["--workdir", "{run}"], ["--prompt", "expected a text"]),
+        (eval.generate.main, ["--workdir", "{run}", "--prompt", ""], ["--prompt", "at least one token"]),
+        (eval.generate.main, ["--workdir", "{run}", "--prompt", "a", "--tokens", "0"], ["--tokens", "got 0"]),
+        (eval.generate.main, ["--workdir", "{run}", "--prompt", "a", "--top_p", "2"], ["--top_p", "got 2.0"]),
+        (eval.generate.main, ["--workdir", "{run}", "--prompt_file", "{new}"], ["--prompt_file", "{new}"]),
+    ],
+)
+def test_bad_input_is_a_line_and_status_2(monkeypatch, capsys, tmp_path, run, main, argv, words):
+    places = {"new": str(tmp_path / "new"), "file": str(tmp_path / "file"), "run": str(run)}
+    (tmp_path / "file").write_text("")
+    status, err, out = _command(monkeypatch, capsys, main, "name", [word.format(**places) for word in argv])
+    assert status == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("name: ")
+    for word in words:
+        assert word.format(**places) in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_checkpoint_yet(monkeypatch, capsys, run, tmp_path):
+    (tmp_path / "config.json").write_text((run / "config.json").read_text())
+    status, err, _ = _command(monkeypatch, capsys, eval.lm.main, "eval.lm", ["--workdir", str(tmp_path)])
+    assert status == 2
+    assert f"--workdir: no checkpoint in {tmp_path}/checkpoints" in err
+
+
+def test_a_prompt_outside_the_vocabulary(monkeypatch, capsys, text, words_run, tmp_path):
+    line = ["--workdir", str(words_run), "--prompt", "zeta"]
+    status, err, _ = _command(monkeypatch, capsys, eval.generate.main, "eval.generate", line)
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "--prompt" in err
+    assert "zeta" in err
+    line = [*_argv(text, tmp_path, "--tokenizer", "words:max=4"), "--sample_prompt", "zeta"]
+    status, err, _ = _command(monkeypatch, capsys, train.lm.main, "train.lm", line)
+    assert status == 2
+    assert "--sample_prompt" in err
+
+
+def test_another_configuration_is_refused(monkeypatch, capsys, text, run):
+    before = (run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes()
+    line = _argv(text, run, "--d_model", "32", "--steps", "50", "--seed", "4")
+    status, err, _ = _command(monkeypatch, capsys, train.lm.main, "train.lm", line)
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "seed 0 -> 4, d_model 16 -> 32;" in err
+    assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
+
+
+def test_a_damaged_last_checkpoint(capsys, text, run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    files = (path for path in (copy / "checkpoints" / "8" / "params").rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    assert _json(capsys, "--workdir", str(copy), "--checkpoint", "last")["step"] == 6
+    train.lm.main(_argv(text, copy))
+    assert "checkpoints/8 is damaged" in capsys.readouterr().err
+    assert _lines(copy) == _lines(run)
+
+
+def test_the_default_needs_no_download_and_is_small():
+    config = PRESETS["small"]
+    assert config.data.data == "stdlib"
+    model = train.lm.build_model(config)
+    shapes = jax.eval_shape(train.lm.lm_objective(model).init, jax.random.key(0))
+    assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) < 3e6
+
+
+def test_held_out_rows_are_no_shorter_than_a_batch(text, tmp_path):
+    """A short held-out text in many rows would be read almost without past."""
+    config = PRESETS["small"]
+    data = dataclasses.replace(config.data, data=f"text:{text}/valid.txt")
+    _, corpora = load(data, tmp_path, ("valid",))
+    batch = next(iter(train.lm.held_out_stream(corpora["valid"], config, 0)))
+    assert batch["tokens"].shape == (max(1, len(corpora["valid"].tokens) // 512), 512)
+    assert train.lm.held_out_stream(corpora["valid"], config, 5).num_targets == 4
