@@ -40,7 +40,6 @@ from train.config import parse_options
 from train.errors import RunError, UserError, command
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
-SPLASH_BLOCKS = (128, 256, 512, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +58,8 @@ class ScheduleOptions:
     """Heads of query, key and value."""
     head_dim: int = 128
     """Features of a head."""
-    splash: bool = True
-    """Compile splash attention too, at every pair of block sizes (minutes)."""
+    splash_blocks: tuple[int, ...] = (128, 256, 512, 1024)
+    """Splash attention is compiled at every pair of these; empty leaves it out."""
 
     def __post_init__(self) -> None:
         for chip in self.chips:
@@ -69,7 +68,7 @@ class ScheduleOptions:
         for name in ("length", "heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("windows", "compressed"):
+        for name in ("windows", "compressed", "splash_blocks"):
             if any(size < 1 for size in getattr(self, name)):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -143,17 +142,16 @@ def _compressed(
         weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
         return jnp.einsum("bnms,bsnh->bmnh", weights, value)
 
-    if kind == "compress":
-        shapes = (short, long, long, long)
-        if pallas:
-            call = functools.partial(tpu.compress, gamma=factor, scale=scale, chip=chip)
-        else:
+    def contrast(query, key, contrast_key, value):
+        return attend(query, key, value) - attend(query, contrast_key, value)
 
-            def call(query, key, contrast, value):
-                return attend(query, key, value) - attend(query, contrast, value)
+    call: Callable
+    if kind == "compress":
+        call = functools.partial(tpu.compress, gamma=factor, scale=scale, chip=chip) if pallas else contrast
+        shapes: tuple[tuple[int, ...], ...] = (short, long, long, long)
     else:
-        shapes = (long, short, short)
         call = functools.partial(tpu.propagate, strength=factor, chip=chip) if pallas else attend
+        shapes = (long, short, short)
 
     def run(*arrays):
         given = [x.reshape(to) for x, to in zip(arrays, shapes)]
@@ -175,9 +173,7 @@ def cases(options: ScheduleOptions) -> Iterator[Case]:
     for window, backward in itertools.product(options.windows, (False, True)):
         kind = f"window {window} " + ("forward + backward" if backward else "forward")
         yield Case(kind, "ours", functools.partial(_window, window=window, backward=backward))
-        if not options.splash:
-            continue
-        sizes = [size for size in SPLASH_BLOCKS if options.length % size == 0]
+        sizes = [size for size in options.splash_blocks if options.length % size == 0]
         for blocks, mode in itertools.product(
             itertools.product(sizes, sizes), ("separate", "fused") if backward else ("forward",)
         ):
@@ -262,7 +258,7 @@ def measure(
             "detail": "estimate",
         }
     found = bundles(folder, seen)
-    cost, fetched, detail = 0, 0, []
+    fetched, kernels = 0, []
     for call in calls:
         name = call.params["name"] if "name" in call.params else call.params["name_and_src_info"].name
         steps = math.prod(call.params["grid_mapping"].grid)
@@ -274,9 +270,36 @@ def measure(
         matches = [kernel for kernel in found if re.sub(r"\W", "_", name) in kernel]
         if len(matches) != 1:
             raise RunError(f"{case.label}: no one schedule for kernel {name} among {sorted(found)}")
-        cost += found[matches[0]] * steps
-        detail.append(f"{found[matches[0]]} x {steps}")
-    return {"cost": cost, "fetched": fetched, "detail": ", ".join(detail)}
+        kernels.append((name, found[matches[0]], steps))
+    return {
+        "cost": sum(bundle * steps for _, bundle, steps in kernels),
+        "fetched": fetched,
+        "kernels": kernels,
+        "detail": ", ".join(f"{bundle} x {steps}" for _, bundle, steps in kernels),
+    }
+
+
+def best_other(rows: list[dict[str, Any]]) -> tuple[int, str] | None:
+    """The cheapest of what ours is set beside, and what it is; splash attention's kernels are chosen one by one."""
+    others = [row for row in rows if row["label"] != "ours" and row["cost"]]
+    best: dict[str, tuple[int, str]] = {}
+    for row in others:
+        if "kernels" not in row:
+            return row["cost"], f"{row['label']} ({row['detail']})"
+        blocks, mode = row["label"].removeprefix("splash ").rsplit(" ", 1)
+        for name, bundle, steps in row["kernels"]:
+            role = next(
+                (role for role in ("fwd", "dq") if role in name), "fused" if mode == "fused" else "dkv"
+            )
+            best[role] = min(best.get(role, (bundle * steps, blocks)), (bundle * steps, blocks))
+    if not best:
+        return None
+    ways = [["fwd", "dkv", "dq"], ["fwd", "fused"]] if len(best) > 1 else [["fwd"]]
+    return min(
+        (sum(best[role][0] for role in way), "splash " + ", ".join(f"{role} {best[role][1]}" for role in way))
+        for way in ways
+        if all(role in best for role in way)
+    )
 
 
 def compile_chip(options: ScheduleOptions, chip: str, folder: Path) -> None:
@@ -350,17 +373,15 @@ def main(argv: Sequence[str]) -> None:
             )
         for kind, found in rows.items():
             ours = next(row for row in found if row["label"] == "ours")
-            others = [row for row in found if row["label"] != "ours" and row["cost"]]
-            best = min(others, key=lambda row: row["cost"], default=None)
+            other = best_other(found)
             table.add_row(
                 chip,
                 kind,
                 str(ours["cost"]),
                 ours["detail"],
                 f"{ours.get('fetched', 0) / 2**20:.1f}",
-                "" if best is None else str(best["cost"]),
-                "" if best is None else best["label"],
-                "" if best is None or not ours["cost"] else f"{best['cost'] / ours['cost']:.2f}",
+                *(("", "") if other is None else (str(other[0]), other[1])),
+                "" if other is None or not ours["cost"] else f"{other[0] / ours['cost']:.2f}",
             )
     Console(width=160).print(table)
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import block_attention
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays
+from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
 
 
 def causal(queries, keys):
@@ -48,7 +48,7 @@ def check(rows, lengths, heads, dtype=jnp.float32, tolerance=1e-5, mask=None, bl
     # A row that sees nothing has no log-sum-exp to pull on.
     g_log_sum = jnp.where(jnp.asarray(seen.any(-1))[:, :, None], g_log_sum, 0.0)
 
-    @jax.jit
+    @quick_jit
     def run(q, k, v, g, g_log_sum):
         f = functools.partial(
             block_attention,
@@ -110,7 +110,7 @@ def test_segments_lengths_and_poison():
         interpret=True,
     )
 
-    @jax.jit
+    @quick_jit
     def run(q, k, v, g):
         out, pull = jax.vjp(f, q, k, v)
         return out, *pull(g)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import compress, compress_blocks
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays
+from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
 
 
 def run(f, dtype, query_shape, shape, contrast=True, poison=None):
@@ -28,7 +28,7 @@ def run(f, dtype, query_shape, shape, contrast=True, poison=None):
         q, k1, v = given
         return f(q, k1, None, v, gamma=None)
 
-    @jax.jit
+    @quick_jit
     def both(given, g):
         out, pull = jax.vjp(call, *given)
         return out, *pull(g)

@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import propagate
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays
+from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
 
 
 def check(shape, keys, score, dtype, tolerance, **options):
@@ -19,7 +19,7 @@ def check(shape, keys, score, dtype, tolerance, **options):
     )
     (strength,) = arrays(1, jnp.float32, (heads,))
 
-    @jax.jit
+    @quick_jit
     def run(q, k, v, strength, g):
         f = functools.partial(propagate, score=score, **{"interpret": True} | options)
         out, pull = jax.vjp(lambda q, k, v, s: f(q, k, v, strength=s), q, k, v, strength)

@@ -1,0 +1,103 @@
+"""The kernels compile for real TPU chips on this host, where libtpu is installed (extra `tpu`)."""
+
+import functools
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'brl-jax[tpu]')"
+)
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
+
+
+@functools.cache
+def device(chip):
+    # Nothing runs on the devices described: no metadata server is asked, and other compiling processes may go on.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+
+
+def compile_both(chip, f, shapes, dtype=jnp.bfloat16, gradients=True):
+    """Compiles forward and backward of f, whose arguments come as projections leave them: heads side by side."""
+    sharding = jax.sharding.SingleDeviceSharding(device(chip))
+    flat = [jax.ShapeDtypeStruct((*s[:2], s[2] * s[3]), dtype, sharding=sharding) for s in shapes]
+
+    def run(arrays):
+        out, pull = jax.vjp(f, *(x.reshape(s) for x, s in zip(arrays, shapes)))
+        return [x.reshape(*x.shape[:2], -1) for x in (out, *pull(out))]
+
+    return jax.jit(run).lower(flat).compile()
+
+
+def attend(chip, n, heads, groups, head_dim, f, dtype=jnp.bfloat16):
+    q, k = (1, n, heads, head_dim), (1, n, groups, head_dim)
+    return compile_both(chip, f, (q, k, k), dtype)
+
+
+@pytest.mark.parametrize(
+    ("chip", "n", "heads", "groups", "head_dim", "window", "dtype"),
+    [
+        ("v4", 1 << 14, 8, 8, 128, 512, jnp.bfloat16),
+        ("v5e", 1 << 14, 8, 8, 64, 256, jnp.bfloat16),
+        ("v5e", 1000, 2, 1, 128, 64, jnp.float32),
+        ("v5p", 1 << 14, 8, 2, 128, 128, jnp.bfloat16),
+        ("v6e", 1 << 18, 8, 8, 128, 512, jnp.bfloat16),
+        ("7x", 1 << 10, 8, 8, 128, 256, jnp.bfloat16),
+    ],
+)
+def test_window_attention(chip, n, heads, groups, head_dim, window, dtype):
+    f = functools.partial(window_attention, left=window - 1, right=0, chip=chip)
+    attend(chip, n, heads, groups, head_dim, f, dtype)
+
+
+def test_temporary_memory_is_linear():
+    f = functools.partial(window_attention, left=255, right=0)
+    small, large = (
+        attend("v5e", n, 8, 8, 128, f).memory_analysis().temp_size_in_bytes for n in (1 << 14, 1 << 17)
+    )
+    statistics = 2 * 8 * 4 * (1 << 14)
+    assert small <= 8 * statistics
+    assert large <= 8 * max(small, statistics) * 1.1
+
+
+@pytest.mark.parametrize(("chip", "head_dim", "tokens"), [("v5e", 128, 128), ("7x", 64, 256)])
+def test_compress_and_propagate(chip, head_dim, tokens):
+    short, long = (1, tokens, 8, head_dim), (1, 4096, 8, head_dim)
+    ones = jnp.ones((8,), jnp.float32)
+    compile_both(chip, functools.partial(compress, gamma=ones, chip=chip), (short, long, long, long))
+    compile_both(chip, functools.partial(propagate, strength=ones, chip=chip), (long, short, short))
+
+
+def test_scores_and_blockwise_history():
+    """erf, and block numbers that wrap, lower for a TPU."""
+    ones = jnp.ones((2,), jnp.float32)
+
+    def f(query, key, contrast, value):
+        blocks = query.reshape(1, 4, -1, 2, 128)
+        return compress_blocks(
+            blocks, key, contrast, value, gamma=ones, history=512, score="laplace", chip="v5e"
+        ).reshape(query.shape)
+
+    long = (1, 1024, 2, 128)
+    compile_both("v5e", f, ((1, 4 * 32, 2, 128), long, long, long))
+
+
+def test_block_attention():
+    rows = [[0, *range(max(1, i - 1), i + 1)] for i in range(8)]
+
+    def strided(queries, keys):
+        return (keys <= queries) & (jax.lax.rem(queries - keys, 4) == 0)
+
+    f = functools.partial(
+        block_attention, key_blocks=rows, block_q=256, block_k=256, mask=strided, chip="v6e"
+    )
+    attend("v6e", 2000, 4, 2, 64, f)
