@@ -8,8 +8,8 @@ the storage format does not notice by itself is found by digests of the arrays' 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +64,21 @@ def _split(state: TrainState) -> dict[str, Any]:
     """The items of a state's arrays, each a pytree of plain containers."""
     rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key, "memory": state.memory}
     return {"params": state.params, "rest": rest}
+
+
+def _silence_abandoned_reads() -> None:
+    """Keeps Orbax's reads beside one that failed from complaining on stderr, with tracebacks, as they end."""
+    before = sys.unraisablehook
+    if getattr(before, "silences_abandoned_reads", False):
+        return
+
+    def hook(unraisable: Any) -> None:
+        abandoned = inspect.iscoroutine(unraisable.object) or "loop is closed" in str(unraisable.exc_value)
+        if not abandoned:
+            before(unraisable)
+
+    hook.silences_abandoned_reads = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
 
 
 class Checkpoints:
@@ -255,13 +270,7 @@ class Checkpoints:
                 )
         except Exception as error:
             reason = one_line(error)
-        # Orbax reads arrays at the same time, and those that failed beside the first would complain on
-        # stderr, with tracebacks, when Python collects them: collect them here and now.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-        try:
-            gc.collect()
-        finally:
-            sys.unraisablehook = hook
+        _silence_abandoned_reads()
         raise OSError(reason)
 
     def _read_checked(

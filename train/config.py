@@ -242,11 +242,13 @@ def _unknown(name: str, known: Mapping[str, Any]) -> str:
 
 def _one_line(complaint: str) -> str:
     """tyro's box of an error as one line: what is wrong, and what the option expects."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", complaint)
-    lines = [line.strip("│ \t") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    rules = [i for i, line in enumerate(lines) if set(line) == {"─"}]
+    text = "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", complaint).splitlines())
+    # The frame's top holds a title; where the terminal knows ASCII only, that is a line and a rule.
+    body = text.partition("╮\n" if "╮" in text else "-\n")[2]
+    lines = [line.strip("│╰╯ \t") for line in body.splitlines()]
+    rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
     message = " ".join(lines[: rules[0]] if rules else lines)
-    message = re.sub(r"^Error parsing (loop|data|model|optimizer): ", "", message)
+    message = re.sub(r"^Error parsing (loop|data|model|optimizer|[A-Z]\w*): ", "", message)
     message = re.sub(r"^Error parsing (?:model\.)?((?:late_)?mechanism): ", r"\1.", message)
     message = message.removeprefix("Error parsing ")
     usage = [lines[i + 1] for i, line in enumerate(lines[:-1]) if line == "Argument helptext:"]
