@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
+from brl_jax.attention.kernels import dispatch
 from brl_jax.attention.scores import (
     Score,
     accumulation_dtype,
@@ -81,7 +82,6 @@ def compress(
         gamma = jnp.asarray(gamma, accumulation_dtype(query.dtype))
         require(gamma.shape in ((), (heads,)), f"gamma must have shape ({heads},) or (), got {gamma.shape}")
         gamma = jnp.broadcast_to(gamma, (heads,))
-    check_implementation(implementation, "compress")
     if scale is None:
         scale = 1.0 / (num_queries * math.sqrt(head_dim))
 
@@ -90,23 +90,48 @@ def compress(
             key_value_seq_lengths.shape == (batch,),
             f"key_value_seq_lengths must have shape ({batch},), got {key_value_seq_lengths.shape}",
         )
-        exists = jnp.arange(length)[None, :] < key_value_seq_lengths[:, None]
-        exists = exists[:, None, None, :]
-        mask = exists if mask is None else mask & exists
     if mask is not None:
         require(mask.ndim == 4, f"mask must have 4 axes (B, N, M, S), got shape {mask.shape}")
-        # A key nobody sees may hold anything, NaN included: it must reach neither the sum nor the gradient.
-        seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
-        key, value = (jnp.where(seen, a, jnp.zeros((), a.dtype)) for a in (key, value))
-        if contrast_key is not None:
-            contrast_key = jnp.where(seen, contrast_key, jnp.zeros((), contrast_key.dtype))
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(num_queries), jnp.arange(length))[None]
     if bias is not None:
         require(bias.ndim == 4, f"bias must have 4 axes (B, N, M, S), got shape {bias.shape}")
 
-    whole = functools.partial(_whole, scale=scale, score=score)
+    operands = (query, key, contrast_key, value, gamma, bias, mask, key_value_seq_lengths)
+    return _choose(*operands, scale=float(scale), score=score, implementation=implementation)
+
+
+# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+@functools.partial(jax.jit, static_argnames=("scale", "score", "implementation"))
+def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, implementation):
+    def kernel(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
+        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
+
+        return tpu.compress(
+            query, key, contrast_key, value, gamma=gamma, scale=scale, score=score, key_lengths=lengths,
+            interpret=interpret,
+        )  # fmt: skip
+
+    given = {"bias": bias, "mask": mask}
+    obstacle = next((f"{name} must be None" for name, array in given.items() if array is not None), None)
+    xla = functools.partial(_compress, scale=scale, score=score)
+    operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
+    return dispatch("compress", implementation, obstacle, kernel, xla, *operands)
+
+
+def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score):
+    length = key.shape[1]
+    if lengths is not None:
+        exists = (jnp.arange(length)[None, :] < lengths[:, None])[:, None, None, :]
+        mask = exists if mask is None else mask & exists
+    if mask is not None:
+        # A key nobody sees may hold anything, NaN included: it must reach neither the sum nor the gradient.
+        seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
+        key, value = (jnp.where(seen, a, jnp.zeros((), a.dtype)) for a in (key, value))
+        if contrast_key is not None:
+            contrast_key = jnp.where(seen, contrast_key, jnp.zeros((), contrast_key.dtype))
     if length <= _CHUNK:
+        whole = functools.partial(_whole, scale=scale, score=score)
         return jax.checkpoint(whole)(query, key, contrast_key, value, gamma, bias, mask)
     return _pieces(query, key, contrast_key, value, gamma, bias, mask, scale=scale, score=score)
 
@@ -129,16 +154,6 @@ def compress_weights(
     if scale is None:
         scale = 1.0 / (query.shape[1] * math.sqrt(query.shape[3]))
     return _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
-
-
-def check_implementation(implementation: str | None, function: str) -> None:
-    """Raises unless `implementation` is one that compress and propagate have."""
-    require(
-        implementation in (None, "xla", "pallas"),
-        f"implementation must be None, 'xla' or 'pallas', got {implementation!r}",
-    )
-    if implementation == "pallas":
-        raise NotImplementedError(f"{function} has no Pallas kernel yet; use implementation=None or 'xla'")
 
 
 def _logits(query, key, bias, scale):

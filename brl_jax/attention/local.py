@@ -6,6 +6,7 @@ and a mask computed from positions cuts what it does not see (`local_steps`, `lo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from brl_jax.attention.arguments import (
 )
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
+from brl_jax.attention.kernels import dispatch
 from brl_jax.attention.local_core import attend
 from brl_jax.attention.local_steps import Inputs, Spec
 from brl_jax.attention.patterns import Pattern, SlidingWindow
@@ -75,14 +77,15 @@ def local_attention(
         boundaries and position biases look at it. When traced, such a pattern visits every block within its
         reach (all keys, where it has no bound).
       implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
-        sliding window with nothing to its right and half precision; "pallas" is not there yet.
+        sliding window with nothing to its right and half precision; "pallas" is the TPU kernel (interpreted
+        elsewhere), which takes sliding windows over as many queries as keys, without a bias.
 
     Returns:
       (B, T, N, H) in query's dtype. The softmax is computed in float32.
 
     Raises:
       ValueError: shapes, dtypes, windows, patterns or implementations that don't fit, naming the argument.
-      NotImplementedError: implementation="pallas".
+      NotImplementedError: implementation="pallas" where the kernel cannot serve the call.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -95,26 +98,57 @@ def local_attention(
     query_segments, key_segments = check_segments(segment_ids, query.shape, key.shape)
     static_key_offset, traced_key_offset = _split_key_offset(key_offset)
 
-    match implementation:
-        case None | "xla":
-            pass
-        case "pallas":
-            raise NotImplementedError(
-                "implementation='pallas': there is no TPU kernel for local attention yet; use None or 'xla'"
-            )
-        case "cudnn":
-            return _cudnn(
-                query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths,
-                segment_ids is not None, query_offset,
-            )  # fmt: skip
-        case _:
-            raise ValueError(
-                f"implementation must be None, 'xla', 'cudnn' or 'pallas', got {implementation!r}"
-            )
-
+    if implementation == "cudnn":
+        return _cudnn(
+            query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths,
+            segment_ids is not None, query_offset,
+        )  # fmt: skip
+    require(
+        implementation in (None, "xla", "pallas"),
+        f"implementation must be None, 'xla', 'cudnn' or 'pallas', got {implementation!r}",
+    )
     spec = Spec(pattern, bool(is_causal), scale, int(query_offset), static_key_offset)
     inputs = Inputs(key_lengths, query_lengths, query_segments, key_segments, traced_key_offset)
-    return attend(spec, query, key, value, bias, inputs)
+
+    return _choose(spec, implementation, query, key, value, bias, inputs)
+
+
+# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _choose(spec: Spec, implementation: str | None, query, key, value, bias, inputs: Inputs):
+    def kernel(query, key, value, bias, inputs, *, interpret):
+        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
+
+        assert isinstance(spec.pattern, SlidingWindow)
+        return tpu.window_attention(
+            query,
+            key,
+            value,
+            left=spec.pattern.left,
+            right=0 if spec.is_causal else spec.pattern.right,
+            scale=spec.scale,
+            query_segment_ids=inputs.query_segments,
+            key_segment_ids=inputs.key_segments,
+            query_lengths=inputs.query_lengths,
+            key_lengths=inputs.key_lengths,
+            interpret=interpret,
+        )
+
+    obstacle = _kernel_obstacle(spec, query, key, bias)
+    xla = functools.partial(attend, spec)
+    return dispatch("local_attention", implementation, obstacle, kernel, xla, query, key, value, bias, inputs)
+
+
+def _kernel_obstacle(spec: Spec, query: Array, key: Array, bias: Any) -> str | None:
+    """Why the TPU kernel cannot serve a call; None if it can, as far as is known here."""
+    if not isinstance(spec.pattern, SlidingWindow):
+        return f"pattern must be a SlidingWindow, got {type(spec.pattern).__name__}"
+    if bias is not None:
+        return "bias must be None"
+    if query.shape[1] != key.shape[1] or spec.query_offset != 0:
+        lengths = f"{query.shape[1]} and {key.shape[1]} with query_offset={spec.query_offset}"
+        return f"queries and keys must be the same tokens, got {lengths}"
+    return None
 
 
 def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:

@@ -50,7 +50,7 @@ def _merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: Spec, query: Array, key: Array, value: Array, bias: Any, inputs: Inputs) -> Array:
+def attend(spec: Spec, query: Array, key: Array, value: Array, bias: Any, inputs: Inputs) -> Array:
     return _forward(spec, query, key, value, bias, inputs)[0]
 
 
@@ -65,8 +65,7 @@ def _attend_backward(spec, saved, d_out):
     return d_query, d_key, d_value, d_bias, Inputs(None, None, None, None, None)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
-attend = jax.jit(_attend, static_argnums=0)
+attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _query_block_loop(width: int) -> int:

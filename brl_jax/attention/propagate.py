@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
-from brl_jax.attention.compress import check_implementation
+from brl_jax.attention.kernels import dispatch
 from brl_jax.attention.scores import Score, accumulation_dtype, attention_weights, check_score
 
 # On a CPU, queries are taken this many at a time, so that their weights stay in cache.
@@ -53,7 +53,6 @@ def propagate(
     """
     check_qkv(query, key, value)
     check_score(score)
-    check_implementation(implementation, "propagate")
     _, length, heads, head_dim = query.shape
     require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
     accumulate = accumulation_dtype(query.dtype)
@@ -68,17 +67,37 @@ def propagate(
         require(bias.ndim == 4, f"bias must have 4 axes (B, N, T, M), got shape {bias.shape}")
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
+    operands = (query, key, value, strength, bias)
+    return _choose(*operands, scale=float(scale), score=score, implementation=implementation)
+
+
+# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+@functools.partial(jax.jit, static_argnames=("scale", "score", "implementation"))
+def _choose(query, key, value, strength, bias, *, scale, score, implementation):
     rows = jax.checkpoint(functools.partial(_rows, scale=scale, score=score))
-    if length <= _CHUNK or bias is not None:
-        return rows(query, key, value, strength, bias)
-    return jax.lax.platform_dependent(
-        query,
-        key,
-        value,
-        strength,
-        cpu=functools.partial(_row_by_row, rows),
-        default=lambda *operands: rows(*operands, None),
-    )
+
+    def xla(query, key, value, strength, bias):
+        if query.shape[1] <= _CHUNK or bias is not None:
+            return rows(query, key, value, strength, bias)
+        return jax.lax.platform_dependent(
+            query,
+            key,
+            value,
+            strength,
+            cpu=functools.partial(_row_by_row, rows),
+            default=lambda *operands: rows(*operands, None),
+        )
+
+    def kernel(query, key, value, strength, bias, *, interpret):
+        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
+
+        strength = strength.astype(jnp.float32)
+        return tpu.propagate(
+            query, key, value, strength=strength, scale=scale, score=score, interpret=interpret
+        )
+
+    obstacle = None if bias is None else "bias must be None"
+    return dispatch("propagate", implementation, obstacle, kernel, xla, query, key, value, strength, bias)
 
 
 def propagate_weights(

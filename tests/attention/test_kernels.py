@@ -1,0 +1,82 @@
+"""How calls reach the TPU kernels: chosen when lowering, forced, refused."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from brl_jax import ALiBi, BlockDiagonal, alibi_slopes, compress, local_attention, propagate
+from brl_jax.attention import kernels
+from tests.laws.networks import relative_error
+
+
+def arrays(*shapes):
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+TOKENS, FEW = (1, 150, 2, 32), (1, 7, 2, 32)
+CALLS = {
+    "local_attention": (
+        lambda i, q, k, v: local_attention(
+            q, k, v, local_window_size=(40, 3), is_causal=True, key_value_seq_lengths=jnp.array([140]), implementation=i
+        ),
+        (TOKENS, TOKENS, TOKENS),
+    ),
+    "compress": (
+        lambda i, q, k, c, v: compress(q, k, c, v, gamma=0.3, scale=0.5, implementation=i),
+        (FEW, TOKENS, TOKENS, TOKENS),
+    ),
+    "propagate": (
+        lambda i, q, k, v: propagate(q, k, v, strength=0.5, implementation=i),
+        (TOKENS, FEW, FEW),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forced_kernel_equals_xla(name):
+    """implementation="pallas" interprets the kernel on a CPU: outputs and gradients are XLA's."""
+    call, shapes = CALLS[name]
+    operands = arrays(*shapes)
+    assert relative_error(call("pallas", *operands), call("xla", *operands)) < 1e-5
+    grads = [
+        jax.jit(jax.grad(lambda *xs, i=i: jnp.sum(call(i, *xs) ** 2), argnums=tuple(range(len(xs_)))))(*operands)
+        for i, xs_ in (("pallas", operands), ("xla", operands))
+    ]
+    for a, b in zip(*grads):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_platform_decides_when_lowering(name):
+    """Left to itself, a call lowered for a TPU on this host holds the kernel; lowered for a CPU it does not."""
+    call, shapes = CALLS[name]
+    gradient = jax.jit(jax.grad(lambda *xs: jnp.sum(call(None, *xs) ** 2)))
+    traced = gradient.trace(*arrays(*shapes))
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_what_no_kernel_serves(caplog):
+    """Forced, it is an error that names the argument; left to itself, XLA serves it and the log says so once."""
+    q, k, v = arrays(TOKENS, TOKENS, TOKENS)
+    refused = {
+        "bias must be None": {"local_window_size": 5, "bias": ALiBi(alibi_slopes(2))},
+        "pattern must be a SlidingWindow, got BlockDiagonal": {"pattern": BlockDiagonal(16)},
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(NotImplementedError, match=message):
+            local_attention(q, k, v, implementation="pallas", **arguments)
+        kernels._say_once.cache_clear()
+        with caplog.at_level(logging.INFO, logger="brl_jax"):
+            caplog.clear()
+            for length in (100, 101):
+                local_attention(*(x[:, :length] for x in (q, k, v)), **arguments)
+        assert [r.message for r in caplog.records] == [f"local_attention runs through XLA on a TPU too: {message}"]
+    with pytest.raises(NotImplementedError, match="float16"):
+        local_attention(*(x.astype(jnp.float16) for x in (q, k, v)), local_window_size=5, implementation="pallas")
+    with pytest.raises(ValueError, match="implementation must be"):
+        propagate(q, k[:, :5], v[:, :5], strength=1.0, implementation="magic")
