@@ -297,9 +297,9 @@ def _launch(
 
     given = [*operands, *zip("ij", segments or ())]
     results = {
-        "q": jax.ShapeDtypeStruct(query.shape, query.dtype),
-        "k": jax.ShapeDtypeStruct(operands[1][1].shape, query.dtype),
-        "s": jax.ShapeDtypeStruct((query.shape[0], tiles, 2 * layout.packed, query.shape[1]), jnp.float32),
+        "q": heads.result(query.shape, query.dtype, query),
+        "k": heads.result(operands[1][1].shape, query.dtype, query),
+        "s": heads.result((query.shape[0], tiles, 2 * layout.packed, query.shape[1]), jnp.float32, query),
     }
     order: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary", "arbitrary")
     return pl.pallas_call(
@@ -317,7 +317,7 @@ def _launch(
         ),
         interpret=call.interpret,
         name=name,
-    )(*(jnp.asarray(x) for x in pairs), *(x for _, x in given))
+    )(*heads.alike(*(jnp.asarray(x) for x in pairs), *(x for _, x in given)))
 
 
 def forward(

@@ -134,6 +134,7 @@ def _run(query, key, contrast_key, value, gamma, scale, score, lengths, chip, in
             f"key_lengths must be ints of shape {(batch,)}, got {lengths.dtype} of {lengths.shape}"
         )
     lengths = jnp.minimum(lengths.astype(jnp.int32), length)[:, None, None]
+    lengths, packed_query, packed_value, *keys = heads.alike(lengths, packed_query, packed_value, *keys)
     out = _packed(lengths, packed_query, keys, packed_value, call)
     out = out.reshape(batch, len(keys), groups, count + pad, -1, layout.head_dim)
     out = out[:, :, :, :count, :heads_count, :head_dim]

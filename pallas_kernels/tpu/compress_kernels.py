@@ -231,8 +231,8 @@ def forward(
         in_specs=[of_length, of_query, *[of_history] * (call.keys + 1)],
         out_specs=[_per_reader(call.layout.width, lanes), _per_reader(rows, lanes)],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, tiles, call.readers, call.layout.width, lanes), jnp.float32),
-            jax.ShapeDtypeStruct((batch, tiles, call.readers, rows, lanes), jnp.float32),
+            heads.result((batch, tiles, call.readers, call.layout.width, lanes), jnp.float32, query),
+            heads.result((batch, tiles, call.readers, rows, lanes), jnp.float32, query),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
@@ -265,7 +265,7 @@ def backward(
         (1, 1, call.block, width),
         lambda b, t, r, s: (jax.lax.div(s * call.slots, call.steps), b, call.history_block(r, s), t),
     )
-    slotted = jax.ShapeDtypeStruct((call.slots, *value.shape), value.dtype)
+    slotted = heads.result((call.slots, *value.shape), value.dtype, query)
     grad_query, *rest = pl.pallas_call(
         functools.partial(_backward_kernel, call=call),
         grid=(batch, tiles, call.readers, call.steps),
@@ -278,7 +278,7 @@ def backward(
         ],
         out_specs=[_per_reader(width, call.queries), *[of_slot] * (call.keys + 1)],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, tiles, call.readers, width, call.queries), jnp.float32),
+            heads.result((batch, tiles, call.readers, width, call.queries), jnp.float32, query),
             *[slotted] * (call.keys + 1),
         ],
         compiler_params=pltpu.CompilerParams(

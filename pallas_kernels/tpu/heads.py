@@ -91,6 +91,22 @@ def rows_below(x: Float[Array, "rows width"], limit) -> Float[Array, "rows width
     return jnp.where(row < limit, x, jnp.zeros_like(x))
 
 
+def alike(*arrays):
+    """The arrays, made to vary over the same mesh axes: inside `shard_map` a kernel's operands must."""
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+    def widen(x):
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return tuple(widen(x) for x in arrays)
+
+
+def result(shape: tuple[int, ...], dtype, like: Array) -> jax.ShapeDtypeStruct:
+    """What a kernel gives back; it varies over the mesh axes that its operands, here `like`, vary over."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
 def pack(
     query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K H"]
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B S M"], Float[Array, "B S M"], Layout]:

@@ -137,7 +137,7 @@ def _packed(query, key, value, call: _Call):
         grid=_grid(call, query),
         in_specs=[by_query, by_key, by_key],
         out_specs=by_query,
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        out_shape=heads.result(query.shape, query.dtype, query),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=call.vmem_limit
         ),
@@ -159,8 +159,8 @@ def _packed_bwd(call: _Call, kept, grad):
         in_specs=[by_query, by_key, by_key, by_query],
         out_specs=[by_query, by_key, by_key],
         out_shape=[
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            *[jax.ShapeDtypeStruct(key.shape, jnp.float32)] * 2,
+            heads.result(query.shape, query.dtype, query),
+            *[heads.result(key.shape, jnp.float32, query)] * 2,
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=call.vmem_limit
@@ -221,6 +221,7 @@ def propagate(
         raise ValueError(f"key must hold at most {block_sizes.MAX_COMPRESSED} compressed tokens, got {keys}")
     if strength.shape != (count,):
         raise ValueError(f"strength must have shape {(count,)}, got {strength.shape}")
+    query, key, value, strength = heads.alike(query, key, value, strength)
     query, scale = inputs.positive_scale(query, scale)
     value = (value.astype(jnp.float32) * strength.astype(jnp.float32)[None, None, :, None]).astype(
         value.dtype

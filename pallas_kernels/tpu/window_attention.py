@@ -147,6 +147,11 @@ def window_attention(
         segments = query_rows, key_rows
         query = inputs.only(query, query_there)
         key, value = inputs.only(key, key_there), inputs.only(value, key_there)
+    if segments is None:
+        query, key, value = heads.alike(query, key, value)
+    else:
+        query, key, value, *segments = heads.alike(query, key, value, *segments)
+        segments = tuple(segments)
     query, scale = inputs.positive_scale(query, scale)
     packed_query, packed_key, packed_value, layout = heads.pack(query, key, value)
 

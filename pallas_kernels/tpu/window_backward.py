@@ -214,7 +214,7 @@ def backward(
         grid=(batch, tiles // layout.group, plan.blocks + 1, layout.group),
         in_specs=specs,
         out_specs=[by_query, by_key, by_key],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)],
+        out_shape=[heads.result(x.shape, x.dtype, query) for x in (query, key, value)],
         scratch_shapes=[held, held],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),

@@ -228,8 +228,8 @@ def forward(
             ),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct((batch, tiles, 2 * layout.packed, length), jnp.float32),
+            heads.result(query.shape, query.dtype, query),
+            heads.result((batch, tiles, 2 * layout.packed, length), jnp.float32, query),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 4, vmem_limit_bytes=vmem_limit

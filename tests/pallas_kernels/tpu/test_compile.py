@@ -6,6 +6,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
@@ -101,3 +102,31 @@ def test_block_attention():
         block_attention, key_blocks=rows, block_q=256, block_k=256, mask=strided, chip="v6e"
     )
     attend("v6e", 2000, 4, 2, 64, f)
+
+
+def test_shard_map():
+    """Each kernel inside shard_map, with its checks of what varies over the mesh."""
+    from jax.experimental import topologies
+
+    device("v5e")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES["v5e"]).devices
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+    ones = jnp.ones((2,), jnp.float32)
+    long, short = (
+        jax.ShapeDtypeStruct((4, n, 2, 128), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, spec))
+        for n in (512, 32)
+    )
+    rows = [[0], [0, 1]]
+    for f, shapes in (
+        (functools.partial(window_attention, left=99, right=0), (long, long, long)),
+        (functools.partial(propagate, strength=ones), (long, short, short)),
+        (functools.partial(compress, gamma=ones), (short, long, long, long)),
+        (functools.partial(block_attention, key_blocks=rows, block_q=256, block_k=256), (long, long, long)),
+    ):
+
+        def both(*arrays, f=f):
+            out, pull = jax.vjp(f, *arrays)
+            return pull(out)
+
+        jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)).lower(*shapes).compile()
