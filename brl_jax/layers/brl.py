@@ -320,7 +320,10 @@ class CompressedStream(nn.Module):
         if history_lengths is None:
             length = source.shape[1]
             if bias is not None:
-                bias = bias(_spread(count, length), jnp.arange(length))[None]
+                tokens_at = jnp.arange(length)
+                bias = jax.vmap(lambda places: bias(places, tokens_at))(
+                    _spread(count, length, source_lengths)
+                )
             if self.is_mutable_collection("maps"):
                 mask = None if source_lengths is None else jnp.arange(length)[None] < source_lengths[:, None]
                 weights = compress_weights(
@@ -373,9 +376,10 @@ class CompressedStream(nn.Module):
         return rearrange(read, "b c m n h -> b c m (n h)")
 
 
-def _spread(count: int, length: int) -> jax.Array:
-    """Positions of `count` compressed tokens spread evenly over a sequence."""
-    return (2 * jnp.arange(count) + 1) * length // (2 * count)
+def _spread(count: int, length: int, lengths: Any) -> jax.Array:
+    """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) by their lengths."""
+    lengths = jnp.full((1,), length, jnp.int32) if lengths is None else lengths
+    return (2 * jnp.arange(count, dtype=jnp.int32) + 1)[None] * lengths[:, None] // (2 * count)
 
 
 def position_bias(module: nn.Module, name: str) -> PositionBias | None:
@@ -457,7 +461,7 @@ class BRLAttention(nn.Module):
         else:
             tokens, key, value = self._blocks(stream, x, carry, cache)
         offset = cache["index"] % mechanism.block_size if decoding else 0
-        out = out + self._propagate(x, key, value, offset)
+        out = out + self._propagate(x, key, value, offset, lengths)
         return out, {**carry, "tokens": tokens}, self._update(x, cache, window, key, value, count)
 
     def _blocks(self, stream, x, carry, cache):
@@ -502,7 +506,7 @@ class BRLAttention(nn.Module):
         first = cache["index"] % mechanism.block_size == 0
         return nn.cond(first, evolve, keep, stream, carry["tokens"])
 
-    def _propagate(self, x, key, value, offset):
+    def _propagate(self, x, key, value, offset, lengths):
         """F_prop (eqs. 8, 9), in algorithm 1 normalised and rectified: (B, T, D)."""
         mechanism, d = self.mechanism, self.dimensions
         length = x.shape[1]
@@ -524,8 +528,8 @@ class BRLAttention(nn.Module):
             query = rearrange(query, "b (c t) n h -> (b c) t n h", c=blocks)
         if bias is not None:
             inside = jnp.arange(size) + (0 if aligned else offset)
-            places = jnp.full((count,), -1) if d.is_causal else _spread(count, length)
-            bias = bias(inside, places)[None]
+            places = jnp.full((1, count), -1) if d.is_causal else _spread(count, length, lengths)
+            bias = jax.vmap(lambda places: bias(inside, places))(places)
         if self.is_mutable_collection("maps"):
             merged = rearrange(key, "b c m n h -> (b c) m n h")
             weights = propagate_weights(query, merged, strength=strength, score=mechanism.score, bias=bias)
@@ -544,7 +548,9 @@ class BRLAttention(nn.Module):
             out = jax.lax.dynamic_slice_in_dim(out, offset, length, axis=1)
         out = rearrange(out, "b t n h -> b t (n h)")
         if mechanism.formulation == "algorithm":
-            out = jax.nn.relu(norm(d, name="propagate_norm")(out))
+            # It writes into the residual stream without a projection, so its norm takes over the scale of those.
+            first = math.sqrt(d.residual_scale)
+            out = jax.nn.relu(norm(d, name="propagate_norm", scale=first)(out))
         return out
 
     def _update(self, x, cache, window, key, value, count):

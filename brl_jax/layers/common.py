@@ -55,13 +55,13 @@ def parameter(
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
 
 
-def norm(dimensions: Dimensions, *, name: str, axis: str = "embed") -> nn.Module:
-    """LayerNorm or RMSNorm over the last axis, with statistics in float32."""
+def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0) -> nn.Module:
+    """LayerNorm or RMSNorm over the last axis, with statistics in float32; `scale` is its weights' first value."""
     shared: dict[str, Any] = {
         "epsilon": 1e-5,
         "dtype": dimensions.dtype,
         "param_dtype": dimensions.param_dtype,
-        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), (axis,)),
+        "scale_init": nn.with_logical_partitioning(nn.initializers.constant(scale), (axis,)),
         "name": name,
     }
     if dimensions.norm == "rms":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -116,7 +117,7 @@ class DecoderLM(nn.Module):
         c = self.config
         self.embedding: Any = self.param(
             "embedding",
-            nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed")),
+            nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), ("vocab", "embed")),
             (c.vocab_size, c.d_model),
             c.dimensions.param_dtype,
         )
@@ -155,7 +156,9 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        x = jnp.take(self.embedding, tokens, axis=0).astype(self.config.dimensions.dtype)
+        # Inputs of size 1 beside logits of size 1, from one table: else what layers add drowns the tokens at first.
+        x = jnp.take(self.embedding, tokens, axis=0) * math.sqrt(self.config.d_model)
+        x = x.astype(self.config.dimensions.dtype)
         x = self.dropout(x, deterministic=deterministic)
         return self.stack(
             x,

@@ -21,7 +21,13 @@ TOKENS, FEW = (1, 150, 2, 32), (1, 7, 2, 32)
 CALLS = {
     "local_attention": (
         lambda i, q, k, v: local_attention(
-            q, k, v, local_window_size=(40, 3), is_causal=True, key_value_seq_lengths=jnp.array([140]), implementation=i
+            q,
+            k,
+            v,
+            local_window_size=(40, 3),
+            is_causal=True,
+            key_value_seq_lengths=jnp.array([140]),
+            implementation=i,
         ),
         (TOKENS, TOKENS, TOKENS),
     ),
@@ -43,7 +49,9 @@ def test_forced_kernel_equals_xla(name):
     operands = arrays(*shapes)
     assert relative_error(call("pallas", *operands), call("xla", *operands)) < 1e-5
     grads = [
-        jax.jit(jax.grad(lambda *xs, i=i: jnp.sum(call(i, *xs) ** 2), argnums=tuple(range(len(xs_)))))(*operands)
+        jax.jit(jax.grad(lambda *xs, i=i: jnp.sum(call(i, *xs) ** 2), argnums=tuple(range(len(xs_)))))(
+            *operands
+        )
         for i, xs_ in (("pallas", operands), ("xla", operands))
     ]
     for a, b in zip(*grads):
@@ -75,8 +83,12 @@ def test_what_no_kernel_serves(caplog):
             caplog.clear()
             for length in (100, 101):
                 local_attention(*(x[:, :length] for x in (q, k, v)), **arguments)
-        assert [r.message for r in caplog.records] == [f"local_attention runs through XLA on a TPU too: {message}"]
+        assert [r.message for r in caplog.records] == [
+            f"local_attention runs through XLA on a TPU too: {message}"
+        ]
     with pytest.raises(NotImplementedError, match="float16"):
-        local_attention(*(x.astype(jnp.float16) for x in (q, k, v)), local_window_size=5, implementation="pallas")
+        local_attention(
+            *(x.astype(jnp.float16) for x in (q, k, v)), local_window_size=5, implementation="pallas"
+        )
     with pytest.raises(ValueError, match="implementation must be"):
         propagate(q, k[:, :5], v[:, :5], strength=1.0, implementation="magic")

@@ -14,6 +14,9 @@ from brl_jax.layers import Mechanism
 from brl_jax.models import Stack
 from tests.laws.cases import CASES, dimensions
 
+# The laws are about what programs mean: compiling them takes half the time without the machine code's optimisation.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 LENGTH = 29
 LAYERS = 2
 
@@ -31,13 +34,13 @@ def network(name: str, is_causal: bool) -> Network:
     mechanism = CASES[name]
     stack = Stack((mechanism,) * LAYERS, dimensions(is_causal))
     x = jax.random.normal(jax.random.key(7), (2, LENGTH, 16), jnp.float32)
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(8), x))
+    variables = nn.unbox(jit(stack.init)(jax.random.key(8), x))
     # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.
     leaves, tree = jax.tree.flatten(variables)
     keys = jax.random.split(jax.random.key(9), len(leaves))
     leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves)]
     variables = jax.tree.unflatten(tree, leaves)
-    return Network(mechanism, stack, variables, x, jax.jit(lambda v, x: stack.apply(v, x)[0]))
+    return Network(mechanism, stack, variables, x, jit(lambda v, x: stack.apply(v, x)[0]))
 
 
 def as_float64(tree: Any) -> Any:

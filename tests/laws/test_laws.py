@@ -14,12 +14,16 @@ import pytest
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import Stack
 from tests.laws.cases import CASES, dimensions, named
-from tests.laws.networks import LAYERS, LENGTH, as_float64, network, relative_error
+from tests.laws.networks import LAYERS, LENGTH, as_float64, jit, network, relative_error
 from tests.laws.oracles import NETWORKS
 
 CAUSAL = named(lambda m: m.causal)
 FORMS = [(name, True) for name in CAUSAL] + [(name, False) for name in named(lambda m: m.bidirectional)]
 FORM_IDS = [f"{name}-{'causal' if is_causal else 'bidirectional'}" for name, is_causal in FORMS]
+
+
+# One variant of each mechanism, for laws that do not hang on its details.
+FIRST = [next(name for name in CAUSAL if type(CASES[name]) is kind) for kind in MECHANISMS.values()]
 
 
 def mechanism_of(name: str) -> str:
@@ -42,7 +46,7 @@ def test_law_2_generation_is_training(name):
     """Prefill of any length and single steps give the parallel forward's outputs, from one structure of cache."""
     net = network(name, True)
     expected = net.run(net.variables, net.x)
-    step = jax.jit(lambda v, x, cache: net.stack.apply(v, x, cache=cache))
+    step = jit(lambda v, x, cache: net.stack.apply(v, x, cache=cache))
     # Chunks of one size begin anywhere in a block, end on its border, or span several.
     for sizes in ([11, 1, 1, 11, 1, 1, 1, 1, 1], [1] * 9 + [20]):
         cache = net.stack.init_cache(2, LENGTH)
@@ -82,7 +86,7 @@ def test_law_3_oracle(name, is_causal):
     # One sequence is enough for the gradient; every parameter is moved along a direction of its own.
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(expected[0].shape)
-    loss = jax.jit(
+    loss = jit(
         jax.grad(
             lambda v, x: jnp.sum(net.stack.apply(v, x)[0][0] * jnp.asarray(weight, jnp.float32)),
             argnums=(0, 1),
@@ -127,8 +131,8 @@ def test_law_4_packing(name):
     def alone(v, x):
         return jnp.concatenate([net.stack.apply(v, part)[0] for part in (x[:, :cut], x[:, cut:])], axis=1)
 
-    assert relative_error(jax.jit(packed)(net.variables, x), jax.jit(alone)(net.variables, x)) < 1e-5
-    grads = [jax.jit(jax.grad(lambda v, f=f: jnp.sum(f(v, x) ** 3)))(net.variables) for f in (packed, alone)]
+    assert relative_error(jit(packed)(net.variables, x), jit(alone)(net.variables, x)) < 1e-5
+    grads = [jit(jax.grad(lambda v, f=f: jnp.sum(f(v, x) ** 3)))(net.variables) for f in (packed, alone)]
     for a, b in zip(*map(jax.tree.leaves, grads)):
         assert relative_error(a, b) < 1e-4
 
@@ -140,14 +144,15 @@ def test_law_4_packing_is_refused(name):
         net.stack.apply(net.variables, net.x[:, :5], segment_ids=jnp.ones((2, 5), jnp.int32))
 
 
-@pytest.mark.parametrize("name", named(lambda m: m.bidirectional))
+# BigBird draws its random blocks anew for each number of blocks: a longer row is another pattern by definition.
+@pytest.mark.parametrize("name", [n for n in named(lambda m: m.bidirectional) if n != "local-bigbird"])
 def test_law_4_padding(name):
     """Padding changes no output of the real tokens, and its content no gradient."""
     net = network(name, False)
     real = 17
     lengths = jnp.array([real, LENGTH], jnp.int32)
-    run = jax.jit(lambda v, x: net.stack.apply(v, x, lengths=lengths)[0])
-    grad = jax.jit(jax.grad(lambda v, x: jnp.sum(net.stack.apply(v, x, lengths=lengths)[0][0, :real] ** 3)))
+    run = jit(lambda v, x: net.stack.apply(v, x, lengths=lengths)[0])
+    grad = jit(jax.grad(lambda v, x: jnp.sum(net.stack.apply(v, x, lengths=lengths)[0][0, :real] ** 3)))
     poisoned = net.x.at[0, real:].set(50.0)
     padded = run(net.variables, net.x)
     assert relative_error(padded[0, :real], net.run(net.variables, net.x[:1, :real])[0]) < 1e-5
@@ -184,18 +189,16 @@ def default_size(name):
     return dataclasses.replace(CASES[name], **{k: v for k, v in sizes.items() if k in fields})
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", FIRST)
 def test_law_7_composes(name):
-    """jit, vmap, checkpoint (grad, scan and ragged lengths run in the other laws); one token; no token is refused."""
+    """vmap, checkpoint, one token (jit, grad, scan, grouped heads and ragged lengths run in all laws)."""
     net = network(name, True)
-    d = dataclasses.replace(net.stack.dimensions, num_kv_heads=4)
-    assert d.num_kv_heads != net.stack.dimensions.num_kv_heads
     expected = net.run(net.variables, net.x)
-    mapped = jax.jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
+    mapped = jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
     assert relative_error(mapped, expected) < 1e-5
     remat = net.stack.clone(remat="full")
     grads = [
-        jax.jit(jax.grad(lambda v, s=s: jnp.sum(s.apply(v, net.x)[0] ** 3)))(net.variables)
+        jit(jax.grad(lambda v, s=s: jnp.sum(s.apply(v, net.x)[0] ** 3)))(net.variables)
         for s in (net.stack, remat)
     ]
     for a, b in zip(*map(jax.tree.leaves, grads)):
@@ -205,11 +208,11 @@ def test_law_7_composes(name):
     assert relative_error(one, expected[:, :1]) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=FORM_IDS)
-def test_law_8_lowers_for_tpu(name, is_causal):
+@pytest.mark.parametrize("name", CAUSAL)
+def test_law_8_lowers_for_tpu(name):
     """A host without a TPU lowers training for it (compilation: tests/laws/test_tpu.py)."""
-    net = network(name, is_causal)
-    step = jax.jit(jax.grad(lambda v, x: net.stack.apply(v, x)[0].sum()))
+    net = network(name, True)
+    step = jit(jax.grad(lambda v, x: net.stack.apply(v, x)[0].sum()))
     text = step.trace(net.variables, net.x).lower(lowering_platforms=("tpu",)).as_text()
     assert "func.func public @main" in text
 
@@ -217,7 +220,7 @@ def test_law_8_lowers_for_tpu(name, is_causal):
 def test_law_5_window_over_everything_is_full_attention():
     full = network("full", True)
     wide = Stack((dataclasses.replace(CASES["local-sliding"], window=LENGTH),) * LAYERS, dimensions(True))
-    y = jax.jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x)
+    y = jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x)
     assert relative_error(y, full.run(full.variables, full.x)) < 1e-5
     narrow = Stack(
         (dataclasses.replace(CASES["local-sliding"], window=LENGTH - 1),) * LAYERS, dimensions(True)

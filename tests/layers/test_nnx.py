@@ -13,10 +13,14 @@ from tests.laws.cases import VARIANTS
 TOKENS = jnp.arange(20, dtype=jnp.int32).reshape(2, 10) % 11
 
 
-@pytest.mark.parametrize("mechanism", [VARIANTS["local"]["sliding"], VARIANTS["brl"]["layer"]], ids=["local", "brl"])
+@pytest.mark.parametrize(
+    "mechanism", [VARIANTS["local"]["sliding"], VARIANTS["brl"]["layer"]], ids=["local", "brl"]
+)
 def test_to_nnx(mechanism):
     """The bridged model computes what the Linen model computes with the same parameters, and has their gradients."""
-    model = DecoderLM(DecoderConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=4, mechanism=mechanism))
+    model = DecoderLM(
+        DecoderConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=4, mechanism=mechanism)
+    )
     # Without a mesh there is nothing to shard parameters over as they are made.
     with nnx.use_eager_sharding(False):
         bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(TOKENS)

@@ -1,0 +1,53 @@
+"""Law 8, second half: training compiles for real TPU chips on a host without one (needs the package libtpu)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHIPS = {"v5e": "v5e:2x2", "7x": "tpu7x:2x2x1"}
+
+PROGRAM = """
+import dataclasses, json, sys
+import flax.linen as nn, jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from brl_jax.models import Stack
+from tests.laws.cases import CASES, dimensions
+
+chip = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0]
+sizes = {}
+for name in ("full", "local-sliding", "brl-layer", "brl-output"):
+    known = {field.name for field in dataclasses.fields(CASES[name])}
+    changes = {"window": 128, "num_compressed": 64, "block_size": 256}
+    mechanism = dataclasses.replace(CASES[name], **{k: v for k, v in changes.items() if k in known})
+    d = dimensions(True, d_model=256, head_dim=64, num_kv_heads=4, d_ff=256, dtype=jnp.bfloat16)
+    stack = Stack((mechanism,) * 2, d)
+    x = jax.ShapeDtypeStruct((1, 1024, 256), jnp.bfloat16, sharding=SingleDeviceSharding(chip))
+    variables = jax.eval_shape(lambda key: nn.unbox(stack.init(key, jnp.zeros(x.shape, x.dtype))), jax.random.key(0))
+    place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=x.sharding)
+    step = jax.jit(jax.grad(lambda v, x: stack.apply(v, x)[0].astype(jnp.float32).sum()))
+    compiled = step.lower(jax.tree.map(place, variables), x).compile()
+    sizes[name] = compiled.memory_analysis().temp_size_in_bytes
+    assert ("tpu_custom_call" in compiled.as_text()) == (name != "full"), name
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install '.[tpu]'"
+)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_law_8_compiles_for_tpu(chip):
+    """Forward and backward of each kind of mechanism compile, with the Pallas kernels in them."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, CHIPS[chip]], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(json.loads(done.stdout.splitlines()[-1])) == {"full", "local-sliding", "brl-layer", "brl-output"}
