@@ -142,8 +142,9 @@ def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segm
             # The scratch rows are block step - 1 and what lies after it. Nothing is added any more to its
             # first rows; what step 0 reads here was never written, and step 1 writes the same block again.
             whole = plan.block - plan.before * size
-            for held, out in lates:
-                out[0, :whole] = held[:whole].astype(out.dtype)
+            if whole:
+                for held, out in lates:
+                    out[0, :whole] = held[:whole].astype(out.dtype)
         heads.pipelined(plan.tiles * layout.packed, score, differentiate, read_out)
 
     @pl.when((step == last) if not grouped else (member == layout.group - 1))

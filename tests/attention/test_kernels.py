@@ -92,3 +92,16 @@ def test_what_no_kernel_serves(caplog):
         )
     with pytest.raises(ValueError, match="implementation must be"):
         propagate(q, k[:, :5], v[:, :5], strength=1.0, implementation="magic")
+
+
+@pytest.mark.parametrize("length", [1, 29, 128, 129, 300])
+def test_short_sequences_lower_for_tpu(length):
+    """Sequences that one or two blocks hold, with windows from nothing to everything, forward and backward."""
+    x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
+    for left in (0, length // 2, length - 1):
+
+        def loss(q, k, v, left=left):
+            return local_attention(q, k, v, local_window_size=(left, 0), is_causal=True).sum()
+
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

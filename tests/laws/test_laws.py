@@ -57,7 +57,9 @@ def test_law_2_generation_is_training(name):
             assert [a.shape for a in jax.tree.leaves(new)] == [a.shape for a in jax.tree.leaves(cache)]
             cache, start = new, start + size
             outputs.append(y)
-        np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
+        # Relative to the outputs' size, which is that of a norm's: single numbers among them may be near 0.
+        size = float(jnp.sqrt(jnp.mean(jnp.square(expected))))
+        np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-4 * size)
 
 
 @pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=FORM_IDS)

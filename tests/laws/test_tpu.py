@@ -50,4 +50,9 @@ def test_law_8_compiles_for_tpu(chip):
         [sys.executable, "-c", PROGRAM, CHIPS[chip]], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert set(json.loads(done.stdout.splitlines()[-1])) == {"full", "local-sliding", "brl-layer", "brl-output"}
+    assert set(json.loads(done.stdout.splitlines()[-1])) == {
+        "full",
+        "local-sliding",
+        "brl-layer",
+        "brl-output",
+    }
