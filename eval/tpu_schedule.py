@@ -39,6 +39,9 @@ from pallas_kernels import tpu
 from train.config import parse_options
 from train.errors import RunError, UserError, command
 
+#: Tokens for which splash attention is compiled; its steps are counted for all.
+_SPLASH_LENGTH = 4096
+
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
 
@@ -102,8 +105,10 @@ def _splash(options: ScheduleOptions, chip: str, shape, *, window: int, blocks: 
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    size = (options.length, options.length)
     rows, columns = blocks
+    # What a step does is the same at any length, and the mask from which this kernel is made is a square of it.
+    length = min(options.length, _SPLASH_LENGTH)
+    size = (length, length)
     fused = mode == "fused"
     sizes = kernel.BlockSizes(
         block_q=rows,
@@ -123,7 +128,7 @@ def _splash(options: ScheduleOptions, chip: str, shape, *, window: int, blocks: 
         save_residuals=mode == "forward",
     )
     # One head stands for all: its steps are counted for each of them, and its mask is built once.
-    shape = jax.ShapeDtypeStruct((1, options.length, options.head_dim), shape.dtype, sharding=shape.sharding)
+    shape = jax.ShapeDtypeStruct((1, length, options.head_dim), shape.dtype, sharding=shape.sharding)
     if mode == "forward":
         return attend, (shape,) * 3
     return lambda query, key, value, grad: jax.vjp(attend, query, key, value)[1](grad), (shape,) * 4

@@ -6,163 +6,64 @@ Scores are held transposed, keys in rows, as in the sliding-window kernels.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu import heads
-from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NN, NT, Layout
+from pallas_kernels.tpu.block_pair import Lists, Pair
+from pallas_kernels.tpu.block_plan import BlockCall, Steps
+from pallas_kernels.tpu.heads import EMPTY, LOG2E, NN, NONE_YET, NT
 
-Mask = Callable[[Any, Any], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockCall:
-    """All that is static about one call.
-
-    Attributes:
-      queries, keys: lengths of the sequences.
-      block_q, block_k: rows of a block; `tile` queries share one product.
-      rows: for each block of queries the blocks of keys that it meets.
-      mask: of positions, what a query sees inside those blocks; None for all of it.
-    """
-
-    queries: int
-    keys: int
-    block_q: int
-    block_k: int
-    tile: int
-    rows: tuple[tuple[int, ...], ...]
-    mask: Mask | None
-    segments: bool
-    layout: Layout
-    scale: float
-    vmem_limit: int | None
-    interpret: bool | pltpu.InterpretParams
-
-    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(block of queries, block of keys) of each step, by queries; -1 stands for no block of keys."""
-        listed = [(q, k) for q, row in enumerate(self.rows) for k in (row or (-1,))]
-        return tuple(np.asarray(listed, np.int32).T)
-
-    def turned_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(block of keys, block of queries) of each step, by keys; -1 stands for no block of queries."""
-        columns: list[list[int]] = [[] for _ in range(-(-self.keys // self.block_k))]
-        for q, row in enumerate(self.rows):
-            for k in row:
-                columns[k].append(q)
-        listed = [(k, q) for k, column in enumerate(columns) for q in (column or (-1,))]
-        return tuple(np.asarray(listed, np.int32).T)
-
-    @property
-    def units(self) -> int:
-        return self.block_q // self.tile * self.layout.packed
+Segments = tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None
 
 
-class _Pair:
-    """One pair of blocks inside a kernel: its queries and keys, cleaned of what lies past the ends, and its mask."""
-
-    def __init__(self, call: BlockCall, q_block, k_block, query, key, value, segment_refs):
-        self.call, self.q_block, self.k_block, self.query = call, q_block, k_block, query
-        self.present = (q_block >= 0) & (k_block >= 0)
-        self.first_key = jnp.maximum(k_block, 0) * call.block_k
-        self.first_query = jnp.maximum(q_block, 0) * call.block_q
-        self.key, self.value = (
-            self._below(x[0], call.keys - self.first_key, call.keys % call.block_k) for x in (key, value)
-        )
-        self.segments = None
-        if segment_refs:
-            query_segments, key_segments = segment_refs
-            self.segments = query_segments, heads.column(key_segments[0], call.tile)
-
-    @staticmethod
-    def _below(x, limit, ragged):
-        return heads.rows_below(x, limit) if ragged else x
-
-    def split(self, unit: int) -> tuple[int, slice]:
-        tile, head = divmod(unit, self.call.layout.packed)
-        return head, slice(tile * self.call.tile, (tile + 1) * self.call.tile)
-
-    def rows(self, ref, unit: int) -> Float[Array, "tile width"]:
-        """One head's queries, or their gradients, of one tile."""
-        head, rows = self.split(unit)
-        x = self._below(
-            ref[0, rows, :],
-            self.call.queries - self.first_query - rows.start,
-            self.call.queries % self.call.block_q,
-        )
-        return heads.lanes_of_head(x, head, self.call.layout)
-
-    def seen(self, unit: int):
-        """What each query of a tile sees of the keys, keys in rows."""
-        _, rows = self.split(unit)
-        shape = (self.call.block_k, self.call.tile)
-        keys = self.first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-        queries = self.first_query + rows.start + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        seen = (keys < self.call.keys) & (queries < self.call.queries) & self.present
-        if self.call.mask is not None:
-            seen &= self.call.mask(queries, keys)
-        if self.segments is not None:
-            seen &= self.segments[1] == self.segments[0][0, :, rows]
-        return seen
-
-
-def _ends(index_ref, step):
-    """Whether a step is the first, and the last, of those of its block."""
-    last = pl.num_programs(2) - 1
-    own = index_ref[step]
-    first = (step == 0) | (index_ref[jnp.maximum(step - 1, 0)] != own)
-    return first, (step == last) | (index_ref[jnp.minimum(step + 1, last)] != own)
-
-
-def _forward_kernel(rows_ref, columns_ref, query, key, value, *refs, call: BlockCall):
-    *segment_refs, output, statistics, sums = refs
-    step = pl.program_id(2)
-    first, last = _ends(rows_ref, step)
+def _forward_kernel(*refs, call: BlockCall, scalars: int):
+    lists = Lists(call, refs[:scalars])
+    query, key, value, *segment_refs, output, statistics, sums = refs[scalars:]
+    first, last = lists.ends()
     layout, packed, factor = call.layout, call.layout.packed, call.scale * LOG2E
 
     @pl.when(first)
     def _():
         sums[...] = jnp.zeros_like(sums)
-        statistics[0, 0, :packed] = jnp.full_like(statistics[0, 0, :packed], MASKED)
+        statistics[0, 0, :packed] = jnp.full_like(statistics[0, 0, :packed], NONE_YET)
         statistics[0, 0, packed:] = jnp.zeros_like(statistics[0, 0, packed:])
 
-    pair = _Pair(call, rows_ref[step], columns_ref[step], query, key, value, segment_refs)
+    def meet():
+        pair = Pair(lists, False, query, key, value, segment_refs)
 
-    def score(unit):
-        return (heads.dot(pair.key, pair.rows(query, unit), NT),)
+        def score(unit):
+            return (heads.dot(pair.key, pair.rows(query, unit), NT),)
 
-    def weigh(unit, products):
-        head, lanes = pair.split(unit)
-        seen = pair.seen(unit)
-        products = jnp.where(seen, products, MASKED)
-        old = statistics[0, 0, head : head + 1, lanes]
-        top = jnp.maximum(old, products.max(axis=0, keepdims=True))
-        # A row that has seen nothing yet has its maximum at MASKED: masked entries must not weigh 1.
-        weights = jnp.where(seen, jnp.exp2((products - top) * factor), 0.0)
-        shrink = jnp.exp2((old - top) * factor)
-        total = statistics[0, 0, packed + head : packed + head + 1, lanes]
-        total = total * shrink + weights.sum(axis=0, keepdims=True)
-        statistics[0, 0, packed + head : packed + head + 1, lanes] = total
-        statistics[0, 0, head : head + 1, lanes] = top
-        return weights.astype(query.dtype), shrink
+        def weigh(unit, products):
+            head, lanes = pair.split(unit)
+            products = pair.masked(products, unit)
+            old = statistics[0, 0, head : head + 1, lanes]
+            top = jnp.maximum(old, products.max(axis=0, keepdims=True))
+            weights = jnp.exp2((products - top) * factor)
+            shrink = jnp.exp2((old - top) * factor)
+            total = statistics[0, 0, packed + head : packed + head + 1, lanes]
+            total = total * shrink + weights.sum(axis=0, keepdims=True)
+            statistics[0, 0, packed + head : packed + head + 1, lanes] = total
+            statistics[0, 0, head : head + 1, lanes] = top
+            return weights.astype(query.dtype), shrink
 
-    def read_out(unit, weights, shrink):
-        head, lanes = pair.split(unit)
-        place = slice(head * layout.head_dim, (head + 1) * layout.head_dim)
-        sums[place, lanes] = sums[place, lanes] * shrink + heads.turned_product(
-            pair.value, weights, head, layout
-        )
+        def read_out(unit, weights, shrink):
+            head, lanes = pair.split(unit)
+            place = pair.lanes_of(unit)
+            sums[place, lanes] = sums[place, lanes] * shrink + heads.turned_product(
+                pair.value, weights, head, layout
+            )
 
-    heads.pipelined(call.units, score, weigh, read_out)
+        heads.pipelined(call.units, score, weigh, read_out)
+
+    lists.meet(False, meet)
 
     @pl.when(last)
     def _():
@@ -178,67 +79,95 @@ def _forward_kernel(rows_ref, columns_ref, query, key, value, *refs, call: Block
         output[0] = jnp.concatenate(parts, axis=0).T.astype(output.dtype)
 
 
-def _changes(pair: _Pair, call: BlockCall, query, grad, statistics, unit: int):
+def _changes(pair: Pair, query, grad, statistics, unit: int):
     """Weights and their scores' gradients of one unit, both transposed, with its queries and output gradients."""
-    head, lanes = pair.split(unit)
-    packed = call.layout.packed
     q, g = pair.rows(query, unit), pair.rows(grad, unit)
-    seen = pair.seen(unit)
-    top, log_total, mean = (
-        statistics[0, 0, row : row + 1, lanes] for row in (head, packed + head, 2 * packed + head)
-    )
-    products = heads.dot(pair.key, q, NT)
-    weights = jnp.where(seen, jnp.exp2((products - top) * (call.scale * LOG2E) - log_total), 0.0)
-    changes = jnp.where(seen, weights * (heads.dot(pair.value, g, NT) - mean), 0.0)
-    return weights.astype(query.dtype), changes.astype(query.dtype), q, g
+    top, log_total, mean, rest = pair.statistics(statistics, unit, 4)
+    products = pair.masked(heads.dot(pair.key, q, NT), unit)
+    weights = jnp.exp2((products - top) * (pair.call.scale * LOG2E) - log_total)
+    changes = weights * ((heads.dot(pair.value, g, NT) - mean) - rest)
+    return weights, changes, q, g
 
 
-def _query_kernel(rows_ref, columns_ref, query, key, value, grad, statistics, *refs, call: BlockCall):
-    *segment_refs, output, sums = refs
-    step = pl.program_id(2)
-    first, last = _ends(rows_ref, step)
+def _rest_kernel(*refs, call: BlockCall, scalars: int):
+    lists = Lists(call, refs[:scalars])
+    query, key, value, grad, statistics, *segment_refs, output = refs[scalars:]
+    first = lists.ends()[0]
+
+    @pl.when(first)
+    def _():
+        output[...] = jnp.zeros_like(output)
+
+    def meet():
+        pair = Pair(lists, False, query, key, value, segment_refs)
+
+        def score(unit):
+            return (_changes(pair, query, grad, statistics, unit)[1],)
+
+        def add(unit, changes):
+            head, lanes = pair.split(unit)
+            output[0, 0, head : head + 1, lanes] += changes.sum(axis=0, keepdims=True)
+
+        heads.pipelined(call.units, score, add)
+
+    lists.meet(False, meet)
+
+
+def _query_kernel(*refs, call: BlockCall, scalars: int):
+    lists = Lists(call, refs[:scalars])
+    query, key, value, grad, statistics, *segment_refs, output, sums = refs[scalars:]
+    first, last = lists.ends()
 
     @pl.when(first)
     def _():
         sums[...] = jnp.zeros_like(sums)
 
-    pair = _Pair(call, rows_ref[step], columns_ref[step], query, key, value, segment_refs)
+    def meet():
+        pair = Pair(lists, False, query, key, value, segment_refs)
 
-    def score(unit):
-        return (_changes(pair, call, query, grad, statistics, unit)[1],)
+        def score(unit):
+            return (_changes(pair, query, grad, statistics, unit)[1].astype(query.dtype),)
 
-    def read_out(unit, changes):
-        head, lanes = pair.split(unit)
-        place = slice(head * call.layout.head_dim, (head + 1) * call.layout.head_dim)
-        sums[place, lanes] += heads.turned_product(pair.key, changes, head, call.layout)
+        def read_out(unit, changes):
+            head, lanes = pair.split(unit)
+            sums[pair.lanes_of(unit), lanes] += heads.turned_product(pair.key, changes, head, call.layout)
 
-    heads.pipelined(call.units, score, read_out)
+        heads.pipelined(call.units, score, read_out)
+
+    lists.meet(False, meet)
 
     @pl.when(last)
     def _():
         output[0] = (sums[...].T * call.scale).astype(output.dtype)
 
 
-def _key_kernel(rows_ref, columns_ref, query, key, value, grad, statistics, *refs, call: BlockCall):
-    *segment_refs, grad_key, grad_value, key_sums, value_sums = refs
-    step, member = pl.program_id(2), pl.program_id(3)
-    first, last = _ends(rows_ref, step)
+def _key_kernel(*refs, call: BlockCall, scalars: int):
+    lists = Lists(call, refs[:scalars])
+    query, key, value, grad, statistics, *segment_refs, grad_key, grad_value, key_sums, value_sums = refs[
+        scalars:
+    ]
+    member = pl.program_id(3)
+    first, last = lists.ends()
 
     @pl.when(first & (member == 0))
     def _():
         key_sums[...] = jnp.zeros_like(key_sums)
         value_sums[...] = jnp.zeros_like(value_sums)
 
-    pair = _Pair(call, columns_ref[step], rows_ref[step], query, key, value, segment_refs)
+    def meet():
+        pair = Pair(lists, True, query, key, value, segment_refs)
 
-    def score(unit):
-        return _changes(pair, call, query, grad, statistics, unit)
+        def score(unit):
+            weights, changes, q, g = _changes(pair, query, grad, statistics, unit)
+            return weights.astype(query.dtype), changes.astype(query.dtype), q, g
 
-    def read_out(unit, weights, changes, q, g):
-        value_sums[...] += heads.dot(weights, g, NN)
-        key_sums[...] += heads.dot(changes, q, NN)
+        def read_out(unit, weights, changes, q, g):
+            value_sums[...] += heads.dot(weights, g, NN)
+            key_sums[...] += heads.dot(changes, q, NN)
 
-    heads.pipelined(call.units, score, read_out)
+        heads.pipelined(call.units, score, read_out)
+
+    lists.meet(True, meet)
 
     @pl.when(last & (member == call.layout.group - 1))
     def _():
@@ -250,34 +179,47 @@ def _launch(
     kernel,
     name: str,
     call: BlockCall,
-    pairs,
     operands,
-    segments,
-    out_kinds: Sequence[str],
+    segments: Segments,
+    shift,
+    out_kinds: str,
     scratch,
     by_key: bool,
+) -> list[Array]:
+    """Runs a kernel over the listed pairs, piece by piece.
+
+    Kinds of operands and results: "q" rows of queries, "k" of keys, "s" statistics, "r" one statistic.
+    """
+    pieces = [
+        _launch_piece(kernel, name, call, steps, operands, segments, shift, out_kinds, scratch, by_key)
+        for steps in call.pieces(by_key)
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    return [
+        jnp.concatenate(parts, axis=1 if kind in "qk" else 3) for kind, parts in zip(out_kinds, zip(*pieces))
+    ]
+
+
+def _launch_piece(
+    kernel, name, call: BlockCall, steps: Steps, operands, segments, shift, out_kinds, scratch, by_key
 ):
-    """One pallas_call over listed pairs. Operand and result kinds: "q" rows of queries, "k" of keys, "s" statistics."""
     layout, group = call.layout, call.layout.group
-    query = operands[0][1]
-    tiles = query.shape[2] // layout.width
-    grid = (
-        (query.shape[0], tiles // group, len(pairs[0]), group)
-        if by_key
-        else (query.shape[0], tiles, len(pairs[0]))
-    )
+    query, key = operands[0][1], operands[1][1]
+    batch, tiles = query.shape[0], query.shape[2] // layout.width
+    grid: tuple[int, ...] = (batch, tiles, len(steps.own))
+    if by_key:
+        grid = (batch, tiles // group, len(steps.own), group)
+    lists = [x for x in (steps.own, steps.other, steps.words) if x is not None]
+    scalars = [*(jnp.asarray(x) for x in lists), *([] if shift is None else [shift])]
 
-    def place(*ids):
-        """(batch, tile of queries, tile of keys, block of queries, block of keys) of a grid step."""
-        if by_key:
-            b, t, step, r, own, other = ids
-            return b, t * group + r, t, jnp.maximum(other[step], 0), own[step]
-        b, t, step, own, other = ids
-        return b, t, jax.lax.div(t, group), own[step], jnp.maximum(other[step], 0)
-
-    def spec(kind, shape):
-        def index(*ids):
-            b, tile_q, tile_k, block_q, block_k = place(*ids)
+    def spec(kind, rows, result=False):
+        def index(b, t, step, *refs):
+            tile_q, tile_k = t, jax.lax.div(t, group)
+            if by_key:
+                tile_q, tile_k, refs = t * group + refs[0], t, refs[1:]
+            own, other = refs[0][step] - (steps.first if result else 0), jnp.maximum(refs[1][step], 0)
+            block_q, block_k = (other, own) if by_key else (own, other)
             return {
                 "q": (b, block_q, tile_q),
                 "k": (b, block_k, tile_k),
@@ -289,79 +231,100 @@ def _launch(
         sizes = {
             "q": (1, call.block_q, layout.width),
             "k": (1, call.block_k, layout.width),
-            "s": (1, 1, shape[2], call.block_q),
+            "s": (1, 1, rows, call.block_q),
             "i": (1, 1, call.block_q),
             "j": (1, 1, call.block_k),
         }
         return pl.BlockSpec(sizes[kind], index)
 
     given = [*operands, *zip("ij", segments or ())]
+    own_block, own_length = (call.block_k, call.keys) if by_key else (call.block_q, call.queries)
+    length = min(steps.stop * own_block, own_length) - steps.first * own_block
+    rows = {"s": 2 * layout.packed, "r": layout.packed}
     results = {
-        "q": heads.result(query.shape, query.dtype, query),
-        "k": heads.result(operands[1][1].shape, query.dtype, query),
-        "s": heads.result((query.shape[0], tiles, 2 * layout.packed, query.shape[1]), jnp.float32, query),
+        "q": ((batch, length, query.shape[2]), query.dtype),
+        "k": ((batch, length, key.shape[2]), query.dtype),
+        "s": ((batch, tiles, rows["s"], length), jnp.float32),
+        "r": ((batch, tiles, rows["r"], length), jnp.float32),
     }
     order: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary", "arbitrary")
     return pl.pallas_call(
-        functools.partial(kernel, call=call),
+        functools.partial(kernel, call=call, scalars=len(scalars)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=len(scalars),
             grid=grid,
-            in_specs=[spec(kind, x.shape) for kind, x in given],
-            out_specs=[spec(kind, results[kind].shape) for kind in out_kinds],
+            in_specs=[spec(kind, x.shape[2]) for kind, x in given],
+            out_specs=[spec("s" if kind == "r" else kind, rows.get(kind), True) for kind in out_kinds],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
-        out_shape=[results[kind] for kind in out_kinds],
+        out_shape=[heads.result(*results[kind], query) for kind in out_kinds],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=order[: len(grid)], vmem_limit_bytes=call.vmem_limit
         ),
         interpret=call.interpret,
         name=name,
-    )(*heads.alike(*(jnp.asarray(x) for x in pairs), *(x for _, x in given)))
+    )(*heads.alike(*scalars, *(x for _, x in given)))
 
 
 def forward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B S M"],
     value: Float[Array, "B S M"],
-    segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None,
+    segments: Segments,
+    shift: Int[Array, "1"] | None,
     call: BlockCall,
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles 2*packed T"]]:
     """Output and statistics of packed arrays; see `heads.pack` and `heads.log_sum_exp`."""
     operands = [("q", query), ("k", key), ("k", value)]
     scratch = [(call.layout.width, call.block_q)]
-    return _launch(
-        _forward_kernel,
-        "block_attention_forward",
-        call,
-        call.pairs(),
-        operands,
-        segments,
-        "qs",
-        scratch,
-        False,
+    out, statistics = _launch(
+        _forward_kernel, "block_attention_forward", call, operands, segments, shift, "qs", scratch, False
     )
+    return out, statistics
 
 
 def backward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B S M"],
     value: Float[Array, "B S M"],
-    segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None,
+    segments: Segments,
+    shift: Int[Array, "1"] | None,
     grad: Float[Array, "B T L"],
-    statistics: Float[Array, "B tiles 3*packed T"],
+    statistics: Float[Array, "B tiles 2*packed T"],
+    mean: Float[Array, "B tiles packed T"],
+    grad_log_sum: Float[Array, "B tiles packed T"] | None,
     call: BlockCall,
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B S M"], Float[Array, "B S M"]]:
-    """Gradients of packed arrays; the statistics end with each row's sum of weight times change."""
-    operands = [("q", query), ("k", key), ("k", value), ("q", grad), ("s", statistics)]
+    """Gradients of packed arrays; `mean` is each row's sum of weight times change, from the rounded output.
+
+    What those sums leave over is measured first: where a softmax is all but one-hot, its derivative is a small
+    difference of large numbers, and the rounding of the sums would show in it.
+    """
+    operands = [("q", query), ("k", key), ("k", value), ("q", grad)]
     width = call.layout.width
+
+    def with_statistics(rest):
+        return [*operands, ("s", jnp.concatenate([statistics, mean, rest], axis=2))]
+
+    (rest,) = _launch(
+        _rest_kernel,
+        "block_attention_backward_rest",
+        call,
+        with_statistics(jnp.zeros_like(mean)),
+        segments,
+        shift,
+        "r",
+        [],
+        False,
+    )
+    operands = with_statistics(rest if grad_log_sum is None else rest - grad_log_sum)
     (grad_query,) = _launch(
         _query_kernel,
         "block_attention_backward_query",
         call,
-        call.pairs(),
         operands,
         segments,
+        shift,
         "q",
         [(width, call.block_q)],
         False,
@@ -370,9 +333,9 @@ def backward(
         _key_kernel,
         "block_attention_backward_key",
         call,
-        call.turned_pairs(),
         operands,
         segments,
+        shift,
         "kk",
         [(call.block_k, width)] * 2,
         True,

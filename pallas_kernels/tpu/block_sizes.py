@@ -19,7 +19,8 @@ GRANTED_MIB = 16
 #: Pairs of tiles in one unrolled step: beyond this the program, not its data, grows too large.
 MAX_UNROLLED = 96
 
-#: Pairs of blocks that block_attention lists in scalar memory (1 MiB, two numbers a pair, half of it left free).
+#: Pairs of blocks that one launch of block_attention lists in scalar memory (1 MiB, two numbers a pair, half of it
+#: left free).
 MAX_PAIRS = 1 << 16
 
 #: Compressed tokens that compress and propagate hold in VMEM.
@@ -28,7 +29,8 @@ MAX_COMPRESSED = 1024
 #: Tiles of the window kernels: wide matrix units want wide ones, narrow units waste less on narrow ones.
 _WINDOW_TILES = {"v6e": 256, "7x": 256}
 _DEFAULT_TILE = 128
-_WINDOW_BLOCK = 1024
+_WINDOW_BLOCKS = {"v6e": 2048, "7x": 2048}
+_DEFAULT_BLOCK = 1024
 
 
 def chip_name(device_kind: str) -> str | None:
@@ -105,18 +107,17 @@ def window_bytes(plan: WindowPlan, width: int, itemsize: int, *, backward: bool,
 
 def window_blocks(
     left: int, right: int, length: int, width: int, itemsize: int, group: int, chip: str | None
-) -> WindowBlocks:
+) -> WindowBlocks | None:
     """The table's sizes for a shape, halved until they fit in what every kernel is granted.
 
-    Raises:
-      ValueError: when the window is so wide that no block that holds its sides fits.
+    None when the window is so wide that no block that holds its sides fits.
     """
 
-    def choose(backward: bool) -> tuple[int, int]:
+    def choose(backward: bool) -> tuple[int, int] | None:
         tile = _WINDOW_TILES.get(chip or "", _DEFAULT_TILE)
         while tile > 128 and tile >= 2 * max(left, right, 64):
             tile //= 2
-        block = max(_WINDOW_BLOCK, tile)
+        block = _WINDOW_BLOCKS.get(chip or "", _DEFAULT_BLOCK)
         while block // 2 >= max(tile, length):
             block //= 2
         while True:
@@ -135,12 +136,10 @@ def window_blocks(
             elif tile < 256 and not plan.unrolled <= MAX_UNROLLED:
                 tile *= 2
             else:
-                raise ValueError(
-                    f"a window of {left} keys before and {right} after is too wide for the window kernel "
-                    f"(head width {width}, {itemsize} bytes a number): use the block-sparse kernel"
-                )
+                return None
 
-    return WindowBlocks(*choose(False), *choose(True))
+    forward, backward = choose(False), choose(True)
+    return None if forward is None or backward is None else WindowBlocks(*forward, *backward)
 
 
 def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int) -> int:
@@ -176,12 +175,9 @@ def compress_block(length: int, queries: int, width: int, itemsize: int, sets: i
     return block
 
 
-def check_pairs(pairs: int) -> None:
-    """Raises ValueError for a list of block pairs that scalar memory does not hold."""
-    if pairs > MAX_PAIRS:
-        raise ValueError(
-            f"key_blocks lists {pairs} pairs of blocks, scalar memory holds {MAX_PAIRS}: choose larger blocks"
-        )
+def listed_pairs(words: int) -> int:
+    """Pairs of blocks, each with so many words of bits, that one launch of block_attention lists in scalar memory."""
+    return 2 * MAX_PAIRS // (2 + words)
 
 
 def pair_bytes(block_q: int, block_k: int, width: int, itemsize: int) -> int:

@@ -8,12 +8,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tpu import block_sizes, compress_kernels, heads, inputs, scores
 from pallas_kernels.tpu.compress_kernels import CompressCall
 from pallas_kernels.tpu.scores import Score
+
+#: Blocks of a sequence start at multiples of this: a register's rows of the narrowest dtype.
+_ROWS = 16
 
 
 def _to_rows(x: Float[Array, "B tiles R width lanes"], call: CompressCall) -> Float[Array, "B sets Q L"]:
@@ -24,31 +28,37 @@ def _to_rows(x: Float[Array, "B tiles R width lanes"], call: CompressCall) -> Fl
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _packed(lengths, query, keys, value, call: CompressCall):
-    return _packed_fwd(lengths, query, keys, value, call)[0]
+def _packed(bounds, query, keys, value, call: CompressCall):
+    return _packed_fwd(bounds, query, keys, value, call)[0]
 
 
-def _packed_fwd(lengths, query, keys, value, call: CompressCall):
+def _packed_fwd(bounds, query, keys, value, call: CompressCall):
     sums, statistics = compress_kernels.merge(
-        *compress_kernels.forward(lengths, query, keys, value, call), call
+        *compress_kernels.forward(bounds, query, keys, value, call), call
     )
     out = _to_rows(sums, call)
-    return out, (lengths, query, keys, value, out, statistics)
+    return out, (bounds, query, keys, value, out, statistics)
 
 
 def _packed_bwd(call: CompressCall, kept, grad):
-    lengths, query, keys, value, out, statistics = kept
+    bounds, query, keys, value, out, statistics = kept
     batch, sets, _, lanes = out.shape
     packed, tiles = call.layout.packed, lanes // call.layout.width
-    # The softmax's derivative needs each row's sum of weight times change: the output times its gradient.
-    mean = (out * grad).reshape(batch, sets, -1, call.queries, tiles, packed, call.layout.head_dim).sum(-1)
+    # The softmax's derivative needs each row's sum of weight times change: the output times its gradient, rounded as
+    # the kernel gets it.
+    grad = grad.astype(query.dtype)
+    mean = (
+        (out * grad.astype(jnp.float32))
+        .reshape(batch, sets, -1, call.queries, tiles, packed, call.layout.head_dim)
+        .sum(-1)
+    )
     mean = mean.transpose(0, 4, 2, 5, 1, 3).reshape(*statistics.shape[:3], packed, -1)
     grad_query, grad_keys, grad_value = compress_kernels.backward(
-        lengths,
+        bounds,
         query,
         keys,
         value,
-        grad.astype(query.dtype),
+        grad,
         jnp.concatenate([statistics, mean], axis=3),
         call,
     )
@@ -56,13 +66,26 @@ def _packed_bwd(call: CompressCall, kept, grad):
         grad_query = grad_query.sum(axis=2, keepdims=True)
     grad_query = _to_rows(grad_query, call)[:, 0].astype(query.dtype)
 
+    covered = _covered(call)
+
     def over_slots(x):
+        if not covered.all():
+            x = jnp.where(jnp.asarray(covered)[:, None, :, None], x, jnp.zeros((), x.dtype))
         return x[0] if call.slots == 1 else x.astype(jnp.float32).sum(0).astype(x.dtype)
 
     return None, grad_query, [over_slots(x) for x in grad_keys], over_slots(grad_value)
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
+
+
+def _covered(call: CompressCall) -> Bool[np.ndarray, "slots S"]:
+    """Which tokens some reader of a slot reads."""
+    covered = np.zeros((call.slots, call.length), bool)
+    for reader in range(call.readers):
+        first = reader * call.stride * call.block
+        covered[reader % call.slots, first : first + call.steps * call.block] = True
+    return covered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +96,15 @@ class _Readers:
     readers: int
     steps: int
     stride: int
-    start: int
     own_queries: bool
     slots: int
+    above: bool
+    below: bool
 
 
-def _run(query, key, contrast_key, value, gamma, scale, score, lengths, chip, interpret, plan) -> Array:
-    """Compression of (B, R, M, N, H) queries; `plan(width, itemsize, sets)` gives the readers."""
+def _run(query, key, contrast_key, value, gamma, scale, score, bounds, chip, interpret, plan) -> Array:
+    """Compression of (B, R, M, N, H) queries within bounds (B or 1, R, 2); `plan(width, itemsize, sets)` gives the
+    readers."""
     batch, groups, count, heads_count, head_dim = query.shape
     flat = query.reshape(batch, groups * count, heads_count, head_dim)
     inputs.check_arrays({"query": flat, "key": key, "value": value})
@@ -98,7 +123,6 @@ def _run(query, key, contrast_key, value, gamma, scale, score, lengths, chip, in
         raise ValueError(
             f"query must hold at most {block_sizes.MAX_COMPRESSED} compressed tokens, got {count}"
         )
-    length = key.shape[1]
     query, scale = inputs.positive_scale(
         query, 1.0 / (count * math.sqrt(head_dim)) if scale is None else scale
     )
@@ -120,22 +144,15 @@ def _run(query, key, contrast_key, value, gamma, scale, score, lengths, chip, in
         queries=count + pad,
         **dataclasses.asdict(readers),
         keys=len(keys),
-        masked=lengths is not None or length % readers.block != 0 or readers.start < 0,
         layout=layout,
         scale=scale,
         score=score,
         vmem_limit=limit,
         interpret=interpret,
     )
-    if lengths is None:
-        lengths = jnp.full((batch,), length, jnp.int32)
-    elif lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(
-            f"key_lengths must be ints of shape {(batch,)}, got {lengths.dtype} of {lengths.shape}"
-        )
-    lengths = jnp.minimum(lengths.astype(jnp.int32), length)[:, None, None]
-    lengths, packed_query, packed_value, *keys = heads.alike(lengths, packed_query, packed_value, *keys)
-    out = _packed(lengths, packed_query, keys, packed_value, call)
+    bounds = jnp.broadcast_to(bounds, (batch, *bounds.shape[1:]))[:, :, None, :]
+    bounds, packed_query, packed_value, *keys = heads.alike(bounds, packed_query, packed_value, *keys)
+    out = _packed(bounds, packed_query, keys, packed_value, call)
     out = out.reshape(batch, len(keys), groups, count + pad, -1, layout.head_dim)
     out = out[:, :, :, :count, :heads_count, :head_dim]
     result = out[:, 0]
@@ -204,11 +221,22 @@ def compress(
         blocks = -(-key.shape[1] // size)
         parts = max(n for n in range(1, parts + 1) if blocks % n == 0)
         steps = blocks // parts
-        return _Readers(size, parts, steps, steps, 0, False, 1)
+        above = key_lengths is not None or length % size != 0
+        return _Readers(size, parts, steps, steps, own_queries=False, slots=1, above=above, below=False)
 
-    return _run(
-        query[:, None], key, contrast_key, value, gamma, scale, score, key_lengths, chip, interpret, plan
-    )[:, 0]
+    length = key.shape[1]
+    bounds = jnp.asarray([[[0, length]]], jnp.int32)
+    if key_lengths is not None:
+        if key_lengths.shape != query.shape[:1] or not jnp.issubdtype(key_lengths.dtype, jnp.integer):
+            raise ValueError(
+                f"key_lengths must be ints of shape {query.shape[:1]}, "
+                f"got {key_lengths.dtype} of {key_lengths.shape}"
+            )
+        stop = jnp.minimum(key_lengths.astype(jnp.int32), length)
+        bounds = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]
+    return _run(query[:, None], key, contrast_key, value, gamma, scale, score, bounds, chip, interpret, plan)[
+        :, 0
+    ]
 
 
 def compress_blocks(
@@ -218,48 +246,71 @@ def compress_blocks(
     value: Float[Array, "B S N H"],
     *,
     gamma: Float[Array, " N"] | None,
-    history: int,
+    block_size: int,
+    history_size: int,
+    history_lengths: Int[Array, "B R"] | None = None,
     scale: float | None = None,
     score: Score = "softmax",
     chip: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B R M N H"]:
-    """`compress` for each of R equal blocks of a sequence: block r reads the `history` tokens before it.
+    """`compress` for each of R blocks of a sequence: block r reads tokens r * block_size to + history_size.
 
-    This is the blockwise form of `memory="layer"`: the blocks run in parallel, block 0 reads nothing and
-    gives 0.
+    This is the blockwise form of `memory="layer"`: with the first history_size tokens being what precedes block 0,
+    each block reads what precedes it, and all run in parallel.
 
     Args:
       query: (B, R, M, N, H), the compressed tokens of each block.
-      key, contrast_key, value: (B, S, N, H) with S a multiple of R and S / R a multiple of 128.
-      history: tokens that a block reads, a multiple of S / R.
+      key, contrast_key, value: (B, S, N, H), S at least history_size + (R - 1) * block_size.
+      block_size: a multiple of 16 where there are several blocks.
+      history_size: tokens that a block reads at the most, any number from 1 on.
+      history_lengths: (B, R) or (1, R) ints, how many of them, the last ones, exist; what precedes these is never
+        read into a result, and a block that has none gets 0. All by default.
       gamma, scale, score, chip, interpret: as in `compress`.
 
     Returns:
       (B, R, M, N, H) in query's dtype.
 
     Raises:
-      ValueError: as `compress`, and on lengths that are no such multiples.
-      NotImplementedError: as `compress`.
+      ValueError: as `compress`, and on sizes that don't fit.
+      NotImplementedError: as `compress`, and on a block size that is no multiple of 16.
     """
     if query.ndim != 5:
         raise ValueError(f"query must have shape (batch, blocks, length, heads, head_dim), got {query.shape}")
-    readers, length = query.shape[1], key.shape[1]
-    span = length // max(readers, 1)
-    if readers < 1 or length % readers or span % heads.LANES:
+    readers, needed = query.shape[1], history_size + (query.shape[1] - 1) * block_size
+    if readers < 1 or block_size < 1 or history_size < 1 or key.shape[1] < needed:
         raise ValueError(
-            f"key must hold a multiple of 128 tokens for each of query's {readers} blocks, "
-            f"got {length} in all"
+            f"key must hold history_size + (blocks - 1) * block_size = {history_size} + {readers - 1} * "
+            f"{block_size} tokens, got {key.shape[1]}"
         )
-    if history < span or history % span:
-        raise ValueError(f"history must be a positive multiple of a block's {span} tokens, got {history}")
-    back = min(history // span, readers)
+    if readers > 1 and block_size % _ROWS:
+        raise NotImplementedError(f"block_size must be a multiple of {_ROWS}, got {block_size}")
 
     def plan(width, itemsize, sets):
         rows = -(-query.shape[2] // heads.LANES) * heads.LANES
-        packed = max(1, width // query.shape[4])
-        size = math.gcd(span, block_sizes.compress_block(span, rows, width, itemsize, sets, packed))
-        per_span = span // size
-        return _Readers(size, readers, back * per_span, per_span, -back * per_span, True, back)
+        packed = max(1, heads.LANES // query.shape[4])
+        size = block_sizes.compress_block(history_size, rows, width, itemsize, sets, packed)
+        if readers > 1:
+            size = max(n for n in range(_ROWS, size + 1, _ROWS) if block_size % n == 0)
+        stride, steps = max(block_size // size, 1), -(-history_size // size)
+        return _Readers(
+            size,
+            readers,
+            steps,
+            stride,
+            own_queries=True,
+            slots=min(-(-steps // stride), readers),
+            above=history_size % size != 0,
+            below=history_lengths is not None,
+        )
 
-    return _run(query, key, contrast_key, value, gamma, scale, score, None, chip, interpret, plan)
+    stop = jnp.arange(readers, dtype=jnp.int32)[None] * block_size + history_size
+    start = stop - history_size
+    if history_lengths is not None:
+        if history_lengths.shape not in ((1, readers), (query.shape[0], readers)):
+            raise ValueError(
+                f"history_lengths must have shape {(query.shape[0], readers)}, got {history_lengths.shape}"
+            )
+        start = stop - jnp.minimum(history_lengths.astype(jnp.int32), history_size)
+    bounds = jnp.stack(jnp.broadcast_arrays(start, stop), axis=-1)
+    return _run(query, key, contrast_key, value, gamma, scale, score, bounds, chip, interpret, plan)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu import heads, scores
-from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NN, NT, Layout
+from pallas_kernels.tpu.heads import EMPTY, LOG2E, MASKED, NN, NONE_YET, NT, Layout
 from pallas_kernels.tpu.scores import Score
 
 
@@ -31,10 +31,11 @@ class CompressCall:
       queries: compressed tokens, rounded up to whole lanes.
       block: tokens in a grid step.
       readers, steps: runs over the history, and grid steps of each.
-      stride, start: reader r begins at block r * stride + start; a block below 0 holds nothing.
-      own_queries: whether every reader has queries of its own (else all share one set).
-      slots: how many readers read one token.
+      stride: reader r begins at block r * stride.
+      own_queries: whether every reader has queries and bounds of its own (else all share one set).
+      slots: readers of which no two that are so far apart read the same block.
       keys: sets of keys, one or two.
+      above, below: whether a block may hold tokens from the end of a reader's bounds on, or before their start.
     """
 
     length: int
@@ -43,36 +44,27 @@ class CompressCall:
     readers: int
     steps: int
     stride: int
-    start: int
     own_queries: bool
     slots: int
     keys: int
-    masked: bool
+    above: bool
+    below: bool
     layout: Layout
     scale: float
     score: Score
     vmem_limit: int | None
     interpret: bool | pltpu.InterpretParams
 
-    @property
-    def blocks(self) -> int:
-        return -(-self.length // self.block)
-
     def history_block(self, reader, step):
-        """The block of a step; a block that does not exist is read as one that this slot of readers leaves
-        out."""
-        block = reader * self.stride + self.start + step
-        return jax.lax.rem(block + self.blocks, self.blocks)
+        return reader * self.stride + step
 
-    def first_row(self):
-        return (pl.program_id(2) * self.stride + self.start + pl.program_id(3)) * self.block
-
-    def rows_there(self, lengths) -> Int[Array, ""] | None:
-        """How many rows of this step's block hold tokens; None if all always do."""
-        if not self.masked:
-            return None
-        first = self.first_row()
-        return jnp.where(first < 0, 0, lengths[0, 0, 0] - first)
+    def bounds(self, ref) -> tuple[Int[Array, ""] | None, Int[Array, ""] | None]:
+        """The first row of this step's block that its reader reads, and the row where it stops; None for no bound."""
+        first = self.history_block(pl.program_id(2), pl.program_id(3)) * self.block
+        return (
+            ref[0, 0, 0, 0] - first if self.below else None,
+            ref[0, 0, 0, 1] - first if self.above else None,
+        )
 
     def pairs(self):
         """(head in the tile, set of keys, lanes of that pair's statistics)."""
@@ -81,19 +73,18 @@ class CompressCall:
                 yield head, which, slice(which * self.queries, (which + 1) * self.queries)
 
 
-def _load(ref, rows):
-    return ref[0] if rows is None else heads.rows_below(ref[0], rows)
-
-
-def _seen(x: Float[Array, "block queries"], rows, otherwise: float) -> Float[Array, "block queries"]:
-    if rows is None:
-        return x
-    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows, x, otherwise)
+def _seen(x: Float[Array, "block lanes"], bounds, otherwise: float = 0.0) -> Float[Array, "block lanes"]:
+    """x with `otherwise` in the rows out of bounds."""
+    start, stop = bounds
+    row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    for outside in (None if start is None else row < start, None if stop is None else row >= stop):
+        x = x if outside is None else jnp.where(outside, jnp.asarray(otherwise, x.dtype), x)
+    return x
 
 
 def _forward_kernel(*refs, call: CompressCall):
     named = iter(refs)
-    lengths, query = next(named), next(named)
+    limits, query = next(named), next(named)
     keys = [next(named) for _ in range(call.keys)]
     value, sums, statistics = named
     layout, factor = call.layout, call.scale * LOG2E
@@ -102,12 +93,12 @@ def _forward_kernel(*refs, call: CompressCall):
     @pl.when(pl.program_id(3) == 0)
     def _():
         sums[...] = jnp.zeros_like(sums)
-        statistics[0, 0, 0, :packed] = jnp.full_like(statistics[0, 0, 0, :packed], MASKED)
+        statistics[0, 0, 0, :packed] = jnp.full_like(statistics[0, 0, 0, :packed], NONE_YET)
         statistics[0, 0, 0, packed:] = jnp.zeros_like(statistics[0, 0, 0, packed:])
 
-    rows = call.rows_there(lengths)
-    loaded = [_load(key, rows) for key in keys]
-    v = _load(value, rows)
+    bounds = call.bounds(limits)
+    loaded = [_seen(key[0], bounds) for key in keys]
+    v = _seen(value[0], bounds)
     pairs = list(call.pairs())
 
     def score(unit):
@@ -117,13 +108,12 @@ def _forward_kernel(*refs, call: CompressCall):
     def weigh(unit, products):
         head, _, lanes = pairs[unit]
         if call.score != "softmax":
-            weights = _seen(scores.weigh(call.score, products * call.scale), rows, 0.0)
+            weights = _seen(scores.weigh(call.score, products * call.scale), bounds)
             return weights.astype(query.dtype), None
-        products = _seen(products, rows, MASKED)
+        products = _seen(products, bounds, MASKED)
         old = statistics[0, 0, 0, head : head + 1, lanes]
         top = jnp.maximum(old, products.max(axis=0, keepdims=True))
-        # A block of which nothing is seen leaves the maximum at MASKED: it must not count as weights of 1.
-        weights = _seen(jnp.exp2((products - top) * factor), rows, 0.0)
+        weights = jnp.exp2((products - top) * factor)
         shrink = jnp.exp2((old - top) * factor)
         total = statistics[0, 0, 0, packed + head : packed + head + 1, lanes]
         statistics[0, 0, 0, packed + head : packed + head + 1, lanes] = total * shrink + weights.sum(
@@ -142,21 +132,62 @@ def _forward_kernel(*refs, call: CompressCall):
     heads.pipelined(len(pairs), score, weigh, read_out)
 
 
+def _changes(call: CompressCall, statistics, head: int, lanes: slice, products, back):
+    """A softmax's weights and its scores' gradients; `statistics` as `backward` takes them."""
+    packed = call.layout.packed
+    top, log_total, mean, *rest = (
+        statistics[0, 0, 0, row : row + 1, lanes] for row in range(head, statistics.shape[3], packed)
+    )
+    weights = jnp.exp2((products - top) * (call.scale * LOG2E) - log_total)
+    change = back - mean
+    return weights, weights * (change - rest[0] if rest else change)
+
+
+def _rest_kernel(*refs, call: CompressCall):
+    named = iter(refs)
+    limits, query = next(named), next(named)
+    keys = [next(named) for _ in range(call.keys)]
+    value, grads, statistics, output = named
+
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        output[...] = jnp.zeros_like(output)
+
+    bounds = call.bounds(limits)
+    loaded = [_seen(key[0], bounds) for key in keys]
+    v = _seen(value[0], bounds)
+    pairs = list(call.pairs())
+
+    def score(unit):
+        head, which, _ = pairs[unit]
+        q = heads.lanes_of_head(query[0], head, call.layout)
+        g = heads.lanes_of_head(grads[0, which], head, call.layout)
+        return heads.dot(loaded[which], q, NT), heads.dot(v, g, NT)
+
+    def add(unit, products, back):
+        head, _, lanes = pairs[unit]
+        products = _seen(products, bounds, MASKED)
+        changes = _changes(call, statistics, head, lanes, products, back)[1]
+        output[0, 0, 0, head : head + 1, lanes] += changes.sum(axis=0, keepdims=True)
+
+    heads.pipelined(len(pairs), score, add)
+
+
 def _backward_kernel(*refs, call: CompressCall):
     named = iter(refs)
-    lengths, query = next(named), next(named)
+    limits, query = next(named), next(named)
     keys = [next(named) for _ in range(call.keys)]
     value, grads, statistics, grad_query = (next(named) for _ in range(4))
     *grad_keys, grad_value = named
-    layout, packed = call.layout, call.layout.packed
+    layout = call.layout
 
     @pl.when(pl.program_id(3) == 0)
     def _():
         grad_query[...] = jnp.zeros_like(grad_query)
 
-    rows = call.rows_there(lengths)
-    loaded = [_load(key, rows) for key in keys]
-    v = _load(value, rows)
+    bounds = call.bounds(limits)
+    loaded = [_seen(key[0], bounds) for key in keys]
+    v = _seen(value[0], bounds)
     pairs = list(call.pairs())
     to_value: list[Array] = []
     to_keys: list[list[Array]] = [[] for _ in keys]
@@ -170,16 +201,10 @@ def _backward_kernel(*refs, call: CompressCall):
     def differentiate(unit, products, back, q, g):
         head, _, lanes = pairs[unit]
         if call.score == "softmax":
-            top, log_total, mean = (
-                statistics[0, 0, 0, part * packed + head : part * packed + head + 1, lanes]
-                for part in range(3)
-            )
-            weights = jnp.exp2((products - top) * (call.scale * LOG2E) - log_total)
-            weights = _seen(weights, rows, 0.0)
-            changes = weights * (back - mean)
+            weights, changes = _changes(call, statistics, head, lanes, _seen(products, bounds, MASKED), back)
         else:
-            weights = _seen(scores.weigh(call.score, products * call.scale), rows, 0.0)
-            changes = _seen(scores.slope(call.score, products * call.scale), rows, 0.0) * back
+            weights = _seen(scores.weigh(call.score, products * call.scale), bounds)
+            changes = _seen(scores.slope(call.score, products * call.scale), bounds) * back
         return weights.astype(query.dtype), changes.astype(query.dtype), q, g
 
     def read_out(unit, weights, changes, q, g):
@@ -196,11 +221,11 @@ def _backward_kernel(*refs, call: CompressCall):
 
 
 def _specs(call: CompressCall):
-    """Block specs of lengths, queries and one array over the history."""
-    width = call.layout.width
+    """Block specs of bounds, queries and one array over the history."""
+    width, own = call.layout.width, call.own_queries
     return (
-        pl.BlockSpec((1, 1, 1), lambda b, t, r, s: (b, 0, 0), memory_space=pltpu.SMEM),
-        pl.BlockSpec((1, call.queries, width), lambda b, t, r, s: (b, r if call.own_queries else 0, t)),
+        pl.BlockSpec((1, 1, 1, 2), lambda b, t, r, s: (b, r if own else 0, 0, 0), memory_space=pltpu.SMEM),
+        pl.BlockSpec((1, call.queries, width), lambda b, t, r, s: (b, r if own else 0, t)),
         pl.BlockSpec((1, call.block, width), lambda b, t, r, s: (b, call.history_block(r, s), t)),
     )
 
@@ -209,8 +234,26 @@ def _per_reader(rows: int, lanes: int, shared: bool = False) -> pl.BlockSpec:
     return pl.BlockSpec((1, 1, 1, rows, lanes), lambda b, t, r, s: (b, t, 0 if shared else r, 0, 0))
 
 
+def _launch(kernel, name: str, call: CompressCall, specs, operands, out_specs, results) -> list[Array]:
+    """Runs a kernel over every reader's steps."""
+    query = operands[1]
+    return pl.pallas_call(
+        functools.partial(kernel, call=call),
+        grid=(query.shape[0], query.shape[2] // call.layout.width, call.readers, call.steps),
+        in_specs=specs,
+        out_specs=out_specs,
+        out_shape=[heads.result(shape, dtype, query) for shape, dtype in results],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=call.vmem_limit,
+        ),
+        interpret=call.interpret,
+        name=name,
+    )(*operands)
+
+
 def forward(
-    lengths: Int[Array, "B 1 1"],
+    bounds: Int[Array, "B R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
@@ -220,31 +263,25 @@ def forward(
     it).
 
     Queries are laid out (batch, readers * queries, tiles * width); the lanes of the results are (set of
-    keys, query).
+    keys, query). The bounds are the first token that a reader reads and the one before which it stops.
     """
-    batch, tiles = query.shape[0], query.shape[2] // call.layout.width
-    of_length, of_query, of_history = _specs(call)
+    of_bounds, of_query, of_history = _specs(call)
+    outer = (query.shape[0], query.shape[2] // call.layout.width, call.readers)
     lanes, rows = call.keys * call.queries, 2 * call.layout.packed
-    return pl.pallas_call(
-        functools.partial(_forward_kernel, call=call),
-        grid=(batch, tiles, call.readers, call.steps),
-        in_specs=[of_length, of_query, *[of_history] * (call.keys + 1)],
-        out_specs=[_per_reader(call.layout.width, lanes), _per_reader(rows, lanes)],
-        out_shape=[
-            heads.result((batch, tiles, call.readers, call.layout.width, lanes), jnp.float32, query),
-            heads.result((batch, tiles, call.readers, rows, lanes), jnp.float32, query),
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=call.vmem_limit,
-        ),
-        interpret=call.interpret,
-        name="compress_forward",
-    )(lengths, query, *keys, value)
+    sums, statistics = _launch(
+        _forward_kernel,
+        "compress_forward",
+        call,
+        [of_bounds, of_query, *[of_history] * (call.keys + 1)],
+        [bounds, query, *keys, value],
+        [_per_reader(call.layout.width, lanes), _per_reader(rows, lanes)],
+        [((*outer, call.layout.width, lanes), jnp.float32), ((*outer, rows, lanes), jnp.float32)],
+    )
+    return sums, statistics
 
 
 def backward(
-    lengths: Int[Array, "B 1 1"],
+    bounds: Int[Array, "B R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
@@ -253,42 +290,48 @@ def backward(
     call: CompressCall,
 ):
     """Gradients: queries of each reader, transposed (B, tiles, R, width, queries) in float32; each set of
-    keys and the values, for each slot of readers (slots, B, S, L).
+    keys and the values, for each slot of readers (slots, B, S, L), where no reader of a slot reads undefined.
+
+    The statistics end with each row's sum of weight times change. In float32 what that sum leaves over is measured
+    first: where a softmax is all but one-hot, its derivative is a small difference of large numbers, and the
+    rounding of the sum would show in it.
     """
-    batch, tiles = query.shape[0], query.shape[2] // call.layout.width
-    of_length, of_query, of_history = _specs(call)
-    width, shared = call.layout.width, not call.own_queries
+    of_bounds, of_query, of_history = _specs(call)
+    width, shared, packed = call.layout.width, not call.own_queries, call.layout.packed
+    lanes = call.keys * call.queries
+    outer = (query.shape[0], query.shape[2] // width, call.readers)
     of_grads = pl.BlockSpec(
         (1, call.keys, call.queries, width), lambda b, t, r, s: (b, 0, 0 if shared else r, t)
     )
     of_slot = pl.BlockSpec(
         (1, 1, call.block, width),
-        lambda b, t, r, s: (jax.lax.div(s * call.slots, call.steps), b, call.history_block(r, s), t),
+        lambda b, t, r, s: (jax.lax.rem(r, call.slots), b, call.history_block(r, s), t),
     )
-    slotted = heads.result((call.slots, *value.shape), value.dtype, query)
-    grad_query, *rest = pl.pallas_call(
-        functools.partial(_backward_kernel, call=call),
-        grid=(batch, tiles, call.readers, call.steps),
-        in_specs=[
-            of_length,
-            of_query,
-            *[of_history] * (call.keys + 1),
-            of_grads,
-            _per_reader(3 * call.layout.packed, call.keys * call.queries, shared),
-        ],
-        out_specs=[_per_reader(width, call.queries), *[of_slot] * (call.keys + 1)],
-        out_shape=[
-            heads.result((batch, tiles, call.readers, width, call.queries), jnp.float32, query),
-            *[slotted] * (call.keys + 1),
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=call.vmem_limit,
-        ),
-        interpret=call.interpret,
-        name="compress_backward",
-    )(lengths, query, *keys, value, grads, statistics)
-    return grad_query, rest[:-1], rest[-1]
+    specs = [of_bounds, of_query, *[of_history] * (call.keys + 1), of_grads]
+    operands = [bounds, query, *keys, value, grads]
+    if call.score == "softmax" and query.dtype == jnp.float32:
+        (rest,) = _launch(
+            _rest_kernel,
+            "compress_backward_rest",
+            call,
+            [*specs, _per_reader(3 * packed, lanes, shared)],
+            [*operands, statistics],
+            [_per_reader(packed, lanes)],
+            [((*outer, packed, lanes), jnp.float32)],
+        )
+        rest = rest.sum(axis=2, keepdims=True) if shared else rest
+        statistics = jnp.concatenate([statistics, rest], axis=3)
+    history = ((call.slots, *value.shape), value.dtype)
+    grad_query, *others = _launch(
+        _backward_kernel,
+        "compress_backward",
+        call,
+        [*specs, _per_reader(statistics.shape[3], lanes, shared)],
+        [*operands, statistics],
+        [_per_reader(width, call.queries), *[of_slot] * (call.keys + 1)],
+        [((*outer, width, call.queries), jnp.float32), *[history] * (call.keys + 1)],
+    )
+    return grad_query, others[:-1], others[-1]
 
 
 def merge(

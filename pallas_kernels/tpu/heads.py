@@ -8,6 +8,7 @@ wasted and the reshape moves nothing.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ LANES = 128
 MAX_HEAD_DIM = 256
 #: Stands for -inf in scores: finite, so that a row whose scores are all masked gives no NaN.
 MASKED = -2.0e38
+#: The largest score so far of a row that has seen none: masked scores lie so far below it that they weigh 0.
+NONE_YET = 0.5 * MASKED
 #: The log of the sum in a row that sees nothing: exp2(score - EMPTY) is 0 whatever the score.
 EMPTY = 1.0e30
 LOG2E = 1.4426950408889634
@@ -107,6 +110,15 @@ def result(shape: tuple[int, ...], dtype, like: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
 
 
+def layout_of(heads: int, key_heads: int, head_dim: int) -> Layout:
+    """How so many heads of queries and keys lie in lanes; see `pack`."""
+    head_dim = next(size for size in (32, 64, 128, 256) if size >= head_dim)
+    packed, groups = max(1, LANES // head_dim), heads // key_heads
+    if packed > 1:
+        groups = groups // packed if groups % packed == 0 else 1
+    return Layout(head_dim, packed, groups)
+
+
 def pack(
     query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K H"]
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B S M"], Float[Array, "B S M"], Layout]:
@@ -117,24 +129,20 @@ def pack(
     across its tile (the keys grow by at most 128 / head_dim, and are smaller than the queries by more);
     otherwise keys are repeated to as many heads as the queries have. JAX differentiates this function itself.
     """
-    heads, groups = query.shape[2], query.shape[2] // key.shape[2]
-    head_dim = next(size for size in (32, 64, 128, 256) if size >= query.shape[3])
-    packed = max(1, LANES // head_dim)
-    if packed > 1 and groups % packed == 0:
-        key, value = (jnp.repeat(x, packed, axis=2) for x in (key, value))
-        groups //= packed
-    elif packed > 1:
-        key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
-        groups = 1
-    extra = -heads % packed
-    pad_lanes = head_dim - query.shape[3]
+    heads, head_dim = query.shape[2:]
+    layout = layout_of(heads, key.shape[2], head_dim)
+    repeats = heads // key.shape[2] // layout.group
+    if repeats > 1:
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    extra = -heads % layout.packed
+    pad_lanes = layout.head_dim - head_dim
 
     def lay(x):
         if extra or pad_lanes:
             x = jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, pad_lanes)))
         return x.reshape(*x.shape[:2], -1)
 
-    return lay(query), lay(key), lay(value), Layout(head_dim, packed, groups)
+    return lay(query), lay(key), lay(value), layout
 
 
 def unpack(x: Float[Array, "B T L"], layout: Layout, heads: int, head_dim: int) -> Float[Array, "B T N H"]:
@@ -154,6 +162,32 @@ def log_sum_exp(
 def unpack_rows(rows: Float[Array, "B tiles packed T"], heads: int) -> Float[Array, "B T N"]:
     """One number a head and query as (batch, length, heads)."""
     return rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :heads].swapaxes(1, 2)
+
+
+def softmax_changes(
+    weights: list[Float[Array, "rows columns"]],
+    grads: list[Float[Array, "rows columns"]],
+    grad_log_sum: Float[Array, "1 columns"] | None,
+    exact: bool,
+) -> list[Float[Array, "rows columns"]]:
+    """Gradients of scores whose softmax over all rows of a list of arrays is `weights`: w (g - sum(w g)).
+
+    Where a softmax is all but one-hot, that is a small difference of large numbers. `exact` measures what the sum left
+    over and subtracts that too, so that the sum's rounding does not show.
+    """
+
+    def total(products):
+        return functools.reduce(jnp.add, products).sum(axis=0, keepdims=True)
+
+    products = [w * g for w, g in zip(weights, grads)]
+    mean = total(products)
+    if not exact:
+        mean = mean if grad_log_sum is None else mean - grad_log_sum
+        return [x - w * mean for w, x in zip(weights, products)]
+    centred = [g - mean for g in grads]
+    rest = total([w * g for w, g in zip(weights, centred)])
+    rest = rest if grad_log_sum is None else rest - grad_log_sum
+    return [w * (g - rest) for w, g in zip(weights, centred)]
 
 
 def pipelined(units: int, *stages) -> None:

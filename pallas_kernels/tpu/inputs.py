@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tpu.heads import MAX_HEAD_DIM
+from pallas_kernels.tpu.heads import MAX_HEAD_DIM, alike
 
 
 def check_arrays(arrays: dict[str, Array]) -> None:
@@ -96,3 +97,51 @@ def only(x: Float[Array, "B T N H"], there: Bool[Array, "B T"] | None) -> Float[
     """x with zeros where there is no token: what lies there may be NaN, and must reach no sum and no
     gradient."""
     return x if there is None else jnp.where(there[:, :, None, None], x, jnp.zeros((), x.dtype))
+
+
+class Tokens(NamedTuple):
+    """A call's arrays with what does not exist marked and set to zero.
+
+    Attributes:
+      segments: ids of the queries and of the keys as the kernels read them; None where every token is there and sees
+        every other.
+      shift: passed through; all arrays vary over the same mesh axes.
+      query_there: which queries exist; None for all.
+    """
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K H"]
+    segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None
+    shift: Int[Array, "1"] | None
+    query_there: Bool[Array, "B T"] | None
+
+
+def mark_tokens(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    query_segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
+    query_lengths: Int[Array, " B"] | None,
+    key_lengths: Int[Array, " B"] | None,
+    shift: Int[Array, "1"] | None = None,
+) -> Tokens:
+    """Segment ids and lengths as one pair of ids.
+
+    Raises:
+      ValueError: on one kind of segment ids without the other, and on shapes or dtypes that don't fit.
+    """
+    if (query_segment_ids is None) != (key_segment_ids is None):
+        raise ValueError("query_segment_ids and key_segment_ids belong together: give both or neither")
+    rows: list[Array] = []
+    query_there = None
+    if any(x is not None for x in (query_segment_ids, query_lengths, key_lengths)):
+        batch, length, keys = query.shape[0], query.shape[1], key.shape[1]
+        query_rows, query_there = token_rows("query", batch, length, query_segment_ids, query_lengths, -2)
+        key_rows, key_there = token_rows("key", batch, keys, key_segment_ids, key_lengths, -1)
+        query, key, value = only(query, query_there), only(key, key_there), only(value, key_there)
+        rows = [query_rows, key_rows]
+    query, key, value, *rest = alike(query, key, value, *rows, *([] if shift is None else [shift]))
+    segments = (rest[0], rest[1]) if rows else None
+    return Tokens(query, key, value, segments, None if shift is None else rest[-1], query_there)

@@ -98,8 +98,7 @@ def _backward_kernel(query, key, value, grad, grad_query, grad_key, grad_value, 
     def differentiate(unit, products, grads, q, g):
         weights = call.weights(products)
         if call.score == "softmax":
-            changes = weights * grads
-            changes -= weights * changes.sum(axis=0, keepdims=True)
+            (changes,) = heads.softmax_changes([weights], [grads], None, query.dtype == jnp.float32)
         else:
             changes = scores.slope(call.score, products * call.scale) * grads
         return weights.astype(query.dtype), changes.astype(query.dtype), q, g

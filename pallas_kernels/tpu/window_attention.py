@@ -77,6 +77,24 @@ def _packed_bwd(call: _Call, kept, grads):
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
+def _table(query, layout: Layout, left: int, right: int, chip: str | None) -> WindowBlocks | None:
+    length, itemsize = query.shape[1], query.dtype.itemsize
+    return block_sizes.window_blocks(left, right, length, layout.width, itemsize, layout.group, chip)
+
+
+def window_fits(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    left: int,
+    right: int,
+    chip: str | None = None,
+) -> bool:
+    """Whether `window_attention` has block sizes for a window; wider ones are for `block_attention`."""
+    layout = heads.layout_of(query.shape[2], key.shape[2], query.shape[3])
+    last = query.shape[1] - 1
+    return _table(query, layout, min(left, last), min(right, last), chip) is not None
+
+
 def window_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -130,34 +148,24 @@ def window_attention(
     block_sizes.check_chip(chip)
     if query.shape[1] != key.shape[1]:
         raise ValueError(f"key must be as long as query ({query.shape[1]} tokens), got {key.shape[1]}")
-    if (query_segment_ids is None) != (key_segment_ids is None):
-        raise ValueError("query_segment_ids and key_segment_ids belong together: give both or neither")
     for name, side in (("left", left), ("right", right)):
         if not isinstance(side, (int, np.integer)) or isinstance(side, bool) or side < 0:
             raise ValueError(f"{name} must be an int of at least 0, got {side!r}")
-    batch, length, count, head_dim = query.shape
+    length, count, head_dim = query.shape[1:]
     # A window never reaches further than the sequence; what it would see beyond costs tiles.
     left, right = min(int(left), length - 1), min(int(right), length - 1)
-    segments = None
-    if any(x is not None for x in (query_segment_ids, query_lengths, key_lengths)):
-        query_rows, query_there = inputs.token_rows(
-            "query", batch, length, query_segment_ids, query_lengths, -2
-        )
-        key_rows, key_there = inputs.token_rows("key", batch, length, key_segment_ids, key_lengths, -1)
-        segments = query_rows, key_rows
-        query = inputs.only(query, query_there)
-        key, value = inputs.only(key, key_there), inputs.only(value, key_there)
-    if segments is None:
-        query, key, value = heads.alike(query, key, value)
-    else:
-        query, key, value, *segments = heads.alike(query, key, value, *segments)
-        segments = tuple(segments)
-    query, scale = inputs.positive_scale(query, scale)
-    packed_query, packed_key, packed_value, layout = heads.pack(query, key, value)
+    tokens = inputs.mark_tokens(
+        query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths
+    )
+    query, scale = inputs.positive_scale(tokens.query, scale)
+    packed_query, packed_key, packed_value, layout = heads.pack(query, tokens.key, tokens.value)
 
     if blocks is None:
-        blocks = block_sizes.window_blocks(
-            left, right, length, layout.width, query.dtype.itemsize, layout.group, chip
+        blocks = _table(query, layout, left, right, chip)
+    if blocks is None:
+        raise ValueError(
+            f"a window of {left} keys before and {right} after is too wide for the window kernel "
+            f"(head width {layout.width}, {query.dtype.itemsize} bytes a number): use the block-sparse kernel"
         )
     plans = (
         WindowPlan(left, right, length, blocks.tile, blocks.block),
@@ -179,10 +187,9 @@ def window_attention(
         for name, plan in zip(("forward", "backward"), plans)
     )
     call = _Call(*plans, layout, scale, forward_limit, backward_limit, return_log_sum_exp, interpret)
-    result = _packed(packed_query, packed_key, packed_value, segments, call)
+    result = _packed(packed_query, packed_key, packed_value, tokens.segments, call)
     out = heads.unpack(result[0] if return_log_sum_exp else result, layout, count, head_dim)
-    if query_lengths is not None:
-        out = inputs.only(out, query_there)
+    out = inputs.only(out, tokens.query_there)
     if not return_log_sum_exp:
         return out
     return out, heads.unpack_rows(result[1], count)

@@ -97,11 +97,7 @@ def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segm
                 top, log_total = jnp.where(there, top, 0.0), jnp.where(there, log_total, EMPTY)
                 offset = None if offset is None else jnp.where(there, offset, 0.0)
             weights = [jnp.exp2((s - top) * (scale * LOG2E) - log_total) for s in scores]
-            products = [w * x for w, x in zip(weights, grads)]
-            mean = functools.reduce(jnp.add, products).sum(axis=0, keepdims=True)
-            if offset is not None:
-                mean -= offset
-            changes = [x - w * mean for w, x in zip(weights, products)]
+            changes = heads.softmax_changes(weights, grads, offset, query.dtype == jnp.float32)
             return shared.unfold(weights, query.dtype), shared.unfold(changes, query.dtype), q, g
 
         def read_out(unit, weights, changes, q, g):

@@ -11,16 +11,21 @@ def to64(x) -> np.ndarray:
     return np.asarray(x.astype(np.float32) if x.dtype != np.float64 else x).astype(np.float64)
 
 
-def attention(query, key, value, mask, scale, grad=None, grad_log_sum=None):
+def rounded(logits: np.ndarray) -> np.ndarray:
+    """Exact logits, rounded once to float32: what nothing that computes in float32 can better."""
+    return logits.astype(np.float32).astype(np.float64)
+
+
+def attention(query, key, value, mask, scale, grad=None, grad_log_sum=None, see=lambda logits: logits):
     """Masked softmax attention: (output, log-sum-exp) and, with `grad`, the three gradients.
 
     query (B, T, N, H); key, value (B, S, K, H); mask (B or 1, T, S) bool; rows that see nothing give 0 and
-    -inf.
+    -inf. see(logits) stands in for the logits.
     """
     q, k, v = (to64(x) for x in (query, key, value))
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
-    scores = np.einsum("btnh,bsnh->bnts", q, k) * scale
+    scores = see(np.einsum("btnh,bsnh->bnts", q, k)) * scale
     seen = np.broadcast_to(mask[:, None], scores.shape)
     scores = np.where(seen, scores, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True)
@@ -75,11 +80,11 @@ def weights(score: str, logits: np.ndarray, seen: np.ndarray) -> tuple[np.ndarra
     return np.where(seen, 0.5 * (1 + _erf(z / np.sqrt(2))), 0), np.where(seen, density, 0)
 
 
-def cross_attention(query, key, value, grad, scale, score, seen=True):
+def cross_attention(query, key, value, grad, scale, score, seen=True, see=lambda logits: logits):
     """One unmasked or masked attention in float64: output, then gradients of query, key and value for
     `grad`."""
     q, k, v, g = query, key, value, grad
-    logits = np.einsum("bmnh,bsnh->bnms", q, k) * scale
+    logits = see(np.einsum("bmnh,bsnh->bnms", q, k)) * scale
     w, slope = weights(score, logits, np.broadcast_to(seen, logits.shape))
     grad_w = np.einsum("bmnh,bsnh->bnms", g, v)
     if slope is None:
@@ -94,15 +99,15 @@ def cross_attention(query, key, value, grad, scale, score, seen=True):
     )
 
 
-def propagate(query, key, value, strength, scale, score, grad):
+def propagate(query, key, value, strength, scale, score, grad, **options):
     """Output and the gradients of query, key, value and strength."""
     q, k, v, s, g = (to64(x) for x in (query, key, value, strength, grad))
-    plain, *_ = cross_attention(q, k, v, g, scale, score)
-    _, grad_query, grad_key, grad_value = cross_attention(q, k, v * s[:, None], g, scale, score)
+    plain, *_ = cross_attention(q, k, v, g, scale, score, **options)
+    _, grad_query, grad_key, grad_value = cross_attention(q, k, v * s[:, None], g, scale, score, **options)
     return plain * s[:, None], grad_query, grad_key, grad_value * s[:, None], (plain * g).sum((0, 1, 3))
 
 
-def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True):
+def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True, **options):
     """Differential compression: output and the gradients of query, both keys, value and gamma.
 
     contrast and gamma may be None, and then so are their gradients. seen (B or 1, 1, 1, S) bool, or True.
@@ -112,13 +117,15 @@ def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True):
         # What is not there may be NaN.
         there = np.swapaxes(np.broadcast_to(seen, (q.shape[0], 1, 1, k1.shape[1])), 1, 3)
         k1, v = np.where(there, k1, 0.0), np.where(there, v, 0.0)
-    out, grad_query, grad_key, grad_value = cross_attention(q, k1, v, g, scale, score, seen)
+    out, grad_query, grad_key, grad_value = cross_attention(q, k1, v, g, scale, score, seen, **options)
     if contrast is None:
         return out, grad_query, grad_key, None, grad_value, None
     k2, factor = to64(contrast), to64(gamma)[:, None]
     if np.ndim(seen):
         k2 = np.where(there, k2, 0.0)
-    second, query2, grad_contrast, value2 = cross_attention(q, k2, v, -factor * g, scale, score, seen)
+    second, query2, grad_contrast, value2 = cross_attention(
+        q, k2, v, -factor * g, scale, score, seen, **options
+    )
     return (
         out - factor * second,
         grad_query + query2,

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import block_attention
+from pallas_kernels.tpu import Granules, block_attention, block_sizes
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
 
@@ -32,7 +31,18 @@ def dense_mask(rows, block_q, block_k, queries, keys, mask):
     return seen[None]
 
 
-def check(rows, lengths, heads, dtype=jnp.float32, tolerance=1e-5, mask=None, blocks=(128, 128), **options):
+def check(
+    rows,
+    lengths,
+    heads,
+    dtype=jnp.float32,
+    tolerance=1e-5,
+    mask=None,
+    blocks=(128, 128),
+    told=True,
+    **options,
+):
+    """Compares with the reference under `mask`, of which the kernel is told, or which `options` say in another way."""
     (queries, keys), (count, groups, head_dim) = lengths, heads
     q, k, v, g = arrays(
         0,
@@ -55,7 +65,7 @@ def check(rows, lengths, heads, dtype=jnp.float32, tolerance=1e-5, mask=None, bl
             key_blocks=rows,
             block_q=blocks[0],
             block_k=blocks[1],
-            mask=mask,
+            mask=mask if told else None,
             return_log_sum_exp=True,
             **{"interpret": True} | options,
         )
@@ -83,9 +93,25 @@ def test_dilated_in_bfloat16():
     check(rows, (512, 512), (1, 1, 128), jnp.bfloat16, 1e-2, mask=dilated)
 
 
-def test_poisoned_memory_and_any_order():
-    poison = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", random_seed=2)
-    check([[0], [], [1]], (300, 200), (2, 1, 128), mask=causal, interpret=poison)
+def test_poisoned_memory_and_any_order(hostile):
+    check([[0], [], [1]], (300, 200), (2, 1, 128), mask=causal, interpret=hostile)
+
+
+def test_poisoned_memory_with_bits(hostile):
+    """Granules of 100 positions, up to 3 in a block: only the second sees and is seen; a narrow head's shared tile."""
+    bits = Granules(100, ((1 << 3 * 1 + 1,), (1 << 3 * 0 + 1,)))
+    sees = lambda queries, keys: (queries >= 100) & (queries < 200) & (keys >= 100)  # noqa: E731
+    check([[0], [0]], (256, 128), (2, 1, 64), mask=sees, told=False, granules=bits, interpret=hostile)
+
+
+def test_lists_in_pieces(monkeypatch):
+    """Lists that scalar memory does not hold at once, forward and by keys; one list too long is an error."""
+    rows = [[0], [0, 1], [], [1, 2, 3], [4]]
+    monkeypatch.setattr(block_sizes, "MAX_PAIRS", 3)
+    check(rows, (600, 600), (2, 1, 64), mask=causal)
+    monkeypatch.setattr(block_sizes, "MAX_PAIRS", 2)
+    with pytest.raises(ValueError, match="a block of queries meets 3 others, scalar memory holds 2"):
+        check(rows, (600, 600), (2, 1, 64))
 
 
 def test_segments_lengths_and_poison():

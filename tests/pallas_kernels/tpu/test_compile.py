@@ -9,7 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
+from brl_jax.attention.local import local_attention
+from brl_jax.attention.patterns import (
+    BigBird,
+    BlockDiagonal,
+    BlockMask,
+    Bucketed,
+    Dilated,
+    Fixed,
+    GlobalWindow,
+    SlidingWindow,
+    Strided,
+)
+from pallas_kernels.tpu import (
+    block_attention,
+    block_sizes,
+    compress,
+    compress_blocks,
+    propagate,
+    window_attention,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'brl-jax[tpu]')"
@@ -79,16 +98,17 @@ def test_compress_and_propagate(chip, head_dim, tokens):
 
 
 def test_scores_and_blockwise_history():
-    """erf, and block numbers that wrap, lower for a TPU."""
+    """erf, and bounds of each block's own history, lower for a TPU."""
     ones = jnp.ones((2,), jnp.float32)
 
     def f(query, key, contrast, value):
         blocks = query.reshape(1, 4, -1, 2, 128)
-        return compress_blocks(
-            blocks, key, contrast, value, gamma=ones, history=512, score="laplace", chip="v5e"
-        ).reshape(query.shape)
+        lengths = jnp.asarray([[0, 256, 512, 512]], jnp.int32)
+        sizes = {"block_size": 256, "history_size": 512, "history_lengths": lengths}
+        out = compress_blocks(blocks, key, contrast, value, gamma=ones, score="laplace", chip="v5e", **sizes)
+        return out.reshape(query.shape)
 
-    long = (1, 1024, 2, 128)
+    long = (1, 1280, 2, 128)
     compile_both("v5e", f, ((1, 4 * 32, 2, 128), long, long, long))
 
 
@@ -102,6 +122,49 @@ def test_block_attention():
         block_attention, key_blocks=rows, block_q=256, block_k=256, mask=strided, chip="v6e"
     )
     attend("v6e", 2000, 4, 2, 64, f)
+
+
+PATTERNS = {
+    "dilated": Dilated(63, 0, 3),
+    "block diagonal": BlockDiagonal(64),
+    "bucketed": Bucketed(100),
+    "strided": Strided(48),
+    "fixed": Fixed(64, 4),
+    "window too wide for its kernel": SlidingWindow(1 << 13, 0),
+    "global window": GlobalWindow(100, 100, 60),
+    "big bird": BigBird(64),
+    "block mask": BlockMask.of(40, np.eye(100, dtype=bool)),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(name):
+    """Each pattern of local attention, through `local_attention` and at a length of no round size."""
+    pattern = PATTERNS[name]
+    f = functools.partial(local_attention, pattern=pattern, is_causal=pattern.causal_ok)
+    compiled = attend("7x" if pattern.causal_ok else "v5e", 4000, 2, 2, 64, f)
+    assert "tpu_custom_call" in compiled.as_text()
+
+
+def test_prefill_behind_a_cache():
+    """A chunk of queries, its first key at a position known only at run time."""
+
+    def f(query, key, value):
+        at = jnp.int32(query[0, 0, 0, 0])
+        pattern = Bucketed(128)
+        return local_attention(
+            query, key, value, pattern=pattern, is_causal=True, query_offset=255, key_offset=at
+        )
+
+    shapes = ((1, 512, 2, 128), *((1, 767, 2, 128),) * 2)
+    assert "tpu_custom_call" in compile_both("v6e", f, shapes).as_text()
+
+
+def test_lists_longer_than_scalar_memory(monkeypatch):
+    """Calls are cut in pieces, each with the results of some blocks."""
+    monkeypatch.setattr(block_sizes, "MAX_PAIRS", 50)
+    f = functools.partial(local_attention, pattern=Strided(16))
+    attend("v5e", 4096, 2, 2, 64, f)
 
 
 def test_shard_map():

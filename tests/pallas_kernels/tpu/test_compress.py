@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import compress, compress_blocks
 from tests.pallas_kernels.tpu import oracle
@@ -89,30 +88,44 @@ def test_large_logits():
     check(jnp.float32, 1e-5, 9, (1, 256, 1, 128), scale=1.0, block=128, splits=2)
 
 
-@pytest.mark.parametrize("history", [128, 256])
-def test_blockwise_history(history):
-    """Each block reads what its own `history` tokens say, as one call of `compress` a block does."""
-    blocks, span, heads, head_dim = 3, 128, 2, 64
-    shape, queries = (1, blocks * span, heads, head_dim), (1, blocks, 4, heads, head_dim)
-    f = functools.partial(compress_blocks, history=history, scale=0.4, interpret=True)
-    (q, k1, k2, v, gamma, g), got = run(f, jnp.float32, queries, shape)
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "history", "ragged"),
+    [(3, 128, 128, False), (4, 16, 40, True), (2, 144, 300, True), (1, 7, 150, True)],
+)
+def test_blockwise_history(blocks, block_size, history, ragged, hostile):
+    """Each block reads what its own history says, as one call of `compress` a block does; of a short history NaN lies
+    in front."""
+    heads, head_dim = 2, 64
+    length = history + (blocks - 1) * block_size + 5
+    shape, queries = (2, length, heads, head_dim), (2, blocks, 4, heads, head_dim)
+    lengths = np.full((2, blocks), history)
+    if ragged:
+        lengths = np.minimum(history, np.arange(blocks) * block_size + np.asarray([[0], [3]]))
+    f = functools.partial(compress_blocks, block_size=block_size, history_size=history, interpret=hostile)
+    f = functools.partial(f, history_lengths=jnp.asarray(lengths, jnp.int32) if ragged else None)
+    unread = (np.arange(length) < history - lengths[:, :1])[:, :, None, None]
+    given, got = run(functools.partial(f, scale=0.4), jnp.float32, queries, shape, poison=jnp.asarray(unread))
+    q, k1, k2, v, gamma, g = (np.asarray(x) for x in given)
     total = [np.zeros(x.shape) for x in got]
-    for b in range(1, blocks):
-        part = slice(max(0, b * span - history), b * span)
+    for i, b in np.ndindex(2, blocks):
+        stop = b * block_size + history
+        part = slice(stop - lengths[i, b], stop)
+        if lengths[i, b] == 0:
+            assert not np.asarray(got[0])[i, b].any()
+            continue
+        one = slice(i, i + 1)
         out, gq, *rest, ggamma = oracle.compress(
-            q[:, b], k1[:, part], k2[:, part], v[:, part], gamma, 0.4, "softmax", g[:, b]
+            q[one, b], k1[one, part], k2[one, part], v[one, part], gamma, 0.4, "softmax", g[one, b]
         )
-        total[0][:, b], total[1][:, b] = out, gq
+        total[0][one, b], total[1][one, b] = out, gq
         for whole, x in zip(total[2:5], rest):
-            whole[:, part] += x
+            whole[one, part] += x
         total[5] += ggamma
     assert max(oracle.distance(x, y) for x, y in zip(got, total)) < 1e-5
-    assert not np.asarray(got[0])[:, 0].any()
 
 
-def test_poisoned_memory_and_any_order():
-    poison = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", random_seed=2)
-    check(jnp.float32, 1e-5, 4, (1, 300, 1, 64), block=128, splits=3, interpret=poison)
+def test_poisoned_memory_and_any_order(hostile):
+    check(jnp.float32, 1e-5, 4, (1, 300, 1, 64), block=128, splits=3, interpret=hostile)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +149,10 @@ def test_bad_input(queries, change, words):
 
 def test_bad_blocks():
     q, k = jnp.zeros((1, 3, 4, 2, 64)), jnp.zeros((1, 384, 2, 64))
-    with pytest.raises(ValueError, match=r"positive multiple of a block's 128 tokens, got 100"):
-        compress_blocks(q, k, None, k, gamma=None, history=100)
-    with pytest.raises(ValueError, match="multiple of 128 tokens for each of query's 5 blocks, got 384"):
-        compress_blocks(jnp.zeros((1, 5, 4, 2, 64)), k, None, k, gamma=None, history=128)
+    f = functools.partial(compress_blocks, q, k, None, k, gamma=None)
+    with pytest.raises(ValueError, match=r"must hold .* = 200 \+ 2 \* 128 tokens, got 384"):
+        f(block_size=128, history_size=200)
+    with pytest.raises(NotImplementedError, match="block_size must be a multiple of 16, got 100"):
+        f(block_size=100, history_size=100)
+    with pytest.raises(ValueError, match=r"history_lengths must have shape \(1, 3\), got \(3, 1\)"):
+        f(block_size=128, history_size=128, history_lengths=jnp.ones((3, 1), jnp.int32))

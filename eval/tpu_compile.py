@@ -1,0 +1,161 @@
+"""Every TPU kernel compiled for every chip, without a TPU: python -m eval.tpu_compile.
+
+Each kernel, forward and backward in one program, in bfloat16, for each chip, length, head width and window (or number
+of compressed tokens) asked for. The table gives the programs' temporary memory and, over it, that of the next shorter
+length: memory that is linear in the length grows no faster than that does. What does not compile is named, and the
+exit status is 1.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from eval.tpu_schedule import TOPOLOGIES
+from pallas_kernels import tpu
+from train.config import parse_options
+from train.errors import RunError, UserError, command, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """What to compile."""
+
+    chips: tuple[str, ...] = ("v4", "v5e", "v5p", "v6e", "7x")
+    """Out of v4, v5e, v5p, v6e, 7x."""
+    lengths: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18)
+    """Tokens."""
+    windows: tuple[int, ...] = (64, 128, 256, 512)
+    """Keys that a query sees; empty leaves local attention out."""
+    compressed: tuple[int, ...] = (64, 128, 256)
+    """Compressed tokens of compress and propagate; empty leaves them out."""
+    heads: int = 8
+    """Heads of query, key and value."""
+    head_dims: tuple[int, ...] = (128, 64)
+    """Features of a head."""
+
+    def __post_init__(self) -> None:
+        for chip in self.chips:
+            if chip not in TOPOLOGIES:
+                raise ValueError(f"chips must be out of {', '.join(TOPOLOGIES)}, got {chip}")
+        for name in ("lengths", "windows", "compressed", "head_dims"):
+            if any(size < 1 for size in getattr(self, name)):
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def _blocks(length: int, window: int, chip: str) -> Callable:
+    """The block-sparse kernel on the window's own blocks."""
+    size = min(256, -(-length // 128) * 128)
+    rows = [range(max(0, row * size - window + 1) // size, row + 1) for row in range(-(-length // size))]
+
+    def mask(queries, keys):
+        return (keys <= queries) & (keys > queries - window)
+
+    return functools.partial(
+        tpu.block_attention, key_blocks=rows, block_q=size, block_k=size, mask=mask, chip=chip
+    )
+
+
+def cases(
+    options: CompileOptions, chip: str, length: int, head_dim: int
+) -> Iterator[tuple[str, Callable, list[tuple[int, ...]]]]:
+    """(what, function, shapes of its arguments) of everything asked for at one length."""
+    heads = options.heads
+    ones = jnp.ones((heads,), jnp.float32)
+    long = (1, length, heads, head_dim)
+    for window in options.windows:
+        attend = functools.partial(tpu.window_attention, left=window - 1, right=0, chip=chip)
+        yield f"window {window}", attend, [long] * 3
+        yield f"blocks, window {window}", _blocks(length, window, chip), [long] * 3
+    for tokens in options.compressed:
+        short = (1, tokens, heads, head_dim)
+        read = functools.partial(tpu.compress, gamma=ones, chip=chip)
+        yield f"compress {tokens}", read, [short, long, long, long]
+        yield (
+            f"propagate {tokens}",
+            functools.partial(tpu.propagate, strength=ones, chip=chip),
+            [long, short, short],
+        )
+        size = min(512, length // 2)
+        read = functools.partial(
+            tpu.compress_blocks, gamma=ones, block_size=size, history_size=size, chip=chip
+        )
+        many = (1, length // size, tokens, heads, head_dim)
+        yield f"compress_blocks {tokens}", read, [many, long, long, long]
+
+
+def temporary_bytes(function: Callable, shapes: Sequence[tuple[int, ...]], device: Any) -> int:
+    """Temporary memory of forward and backward, compiled for a device that need not be there.
+
+    Arrays arrive as projections leave them, heads side by side, so that no copy into another layout is counted.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    flat = [
+        jax.ShapeDtypeStruct((*s[:-2], math.prod(s[-2:])), jnp.bfloat16, sharding=sharding) for s in shapes
+    ]
+
+    def run(arrays):
+        out, pull = jax.vjp(function, *(x.reshape(s) for x, s in zip(arrays, shapes)))
+        return [x.reshape(*x.shape[:-2], -1) for x in (out, *pull(out))]
+
+    memory = jax.jit(run).lower(flat).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table; see the module's text and --help."""
+    options = parse_options(
+        CompileOptions(),
+        argv,
+        prog="python -m eval.tpu_compile",
+        about="Every TPU kernel compiled for every chip, without a TPU.",
+    )
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    from jax.experimental import topologies
+
+    console, failures = Console(width=160), []
+    table = Table(title=f"{options.heads} heads, bfloat16: MiB of temporary memory, forward and backward")
+    for title in ("chip", "head dim", "work", *(f"n = {length}" for length in options.lengths), "growth"):
+        table.add_column(title)
+    for chip, head_dim in itertools.product(options.chips, options.head_dims):
+        device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+        rows: dict[str, list[int | None]] = collections.defaultdict(list)
+        for length in options.lengths:
+            for what, function, shapes in cases(options, chip, length, head_dim):
+                try:
+                    rows[what].append(temporary_bytes(function, shapes, device))
+                except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+                    rows[what].append(None)
+                    failures.append(f"{chip}, head dim {head_dim}, n = {length}, {what}: {one_line(error)}")
+                console.print(
+                    f"{chip} {head_dim} n={length} {what}: {rows[what][-1]} bytes",
+                    style="dim",
+                    highlight=False,
+                )
+        for what, sizes in rows.items():
+            cells = ["fails" if size is None else f"{size / 2**20:.1f}" for size in sizes]
+            growth = [f"{b / a:.1f}" for a, b in itertools.pairwise(sizes) if a and b]
+            table.add_row(chip, str(head_dim), what, *cells, ", ".join(growth))
+    console.print(table)
+    if failures:
+        raise RunError(f"{len(failures)} do not compile, the first: {failures[0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "eval.tpu_compile"))
