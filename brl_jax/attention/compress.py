@@ -79,9 +79,7 @@ def compress(
             contrast_key.shape == key.shape,
             f"contrast_key must have key's shape {key.shape}, got {contrast_key.shape}",
         )
-        gamma = jnp.asarray(gamma, accumulation_dtype(query.dtype))
-        require(gamma.shape in ((), (heads,)), f"gamma must have shape ({heads},) or (), got {gamma.shape}")
-        gamma = jnp.broadcast_to(gamma, (heads,))
+        gamma = per_head(gamma, query)
     if scale is None:
         scale = 1.0 / (num_queries * math.sqrt(head_dim))
 
@@ -99,6 +97,14 @@ def compress(
 
     operands = (query, key, contrast_key, value, gamma, bias, mask, key_value_seq_lengths)
     return _choose(*operands, scale=float(scale), score=score, implementation=implementation)
+
+
+def per_head(gamma, query):
+    """A number or (N,) as (N,), in the dtype that sums are kept in."""
+    heads = query.shape[-2]
+    gamma = jnp.asarray(gamma, accumulation_dtype(query.dtype))
+    require(gamma.shape in ((), (heads,)), f"gamma must have shape ({heads},) or (), got {gamma.shape}")
+    return jnp.broadcast_to(gamma, (heads,))
 
 
 # Compiled by itself, so that a call outside jit traces the kernel once and not every time.
@@ -256,82 +262,3 @@ def _finish(state, score: Score):
         return total
     normaliser = rearrange(normaliser, "b n m -> b m n 1")
     return total / jnp.where(normaliser == 0, jnp.ones((), normaliser.dtype), normaliser)
-
-
-def compress_blocks(
-    query: Float[Array, "B C M N H"],
-    key: Float[Array, "B S N H"],
-    contrast_key: Float[Array, "B S N H"] | None,
-    value: Float[Array, "B S N H"],
-    *,
-    gamma: Float[Array, "N"] | float | None,
-    block_size: int,
-    history_size: int,
-    history_lengths: Int[Array, "C"] | Int[Array, "B C"] | None = None,
-    scale: float | None = None,
-    score: Score = "softmax",
-    bias: Float[Array, "N M R"] | PositionBias | None = None,
-    implementation: Literal["xla", "pallas"] | None = None,
-) -> Float[Array, "B C M N H"]:
-    """`compress` for C consecutive blocks at once, each reading the history before it (memory per layer of BRL).
-
-    Block c reads the keys [c * block_size, c * block_size + history_size): with the first history_size keys being
-    what precedes block 0, those are the history_size tokens before block c. Linear in C.
-
-    Args:
-      query: (B, C, M, N, H), each block's compressed tokens.
-      key, contrast_key, value: (B, S, N, H) with S >= history_size + (C - 1) * block_size.
-      gamma, scale, score, implementation: as in `compress`.
-      block_size, history_size: in tokens, at least 1.
-      history_lengths: (C,) or (B, C), how many of its history_size keys, the last ones, exist for each block; all by
-        default. A block that has none gets 0.
-      bias: (N, M, history_size), or a `PositionBias` called with 0..M-1 and 0..history_size-1.
-
-    Returns:
-      (B, C, M, N, H) in the dtype of query.
-
-    Raises:
-      ValueError: on shapes that don't fit.
-    """
-    require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
-    require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
-    require(history_size >= 1, f"history_size must be at least 1, got {history_size}")
-    batch, blocks = query.shape[:2]
-    needed = history_size + (blocks - 1) * block_size
-    require(
-        key.shape[1] >= needed,
-        f"key must hold history_size + (blocks - 1) * block_size = {needed} tokens, got {key.shape[1]}",
-    )
-
-    # Whole blocks, shifted: the windows overlap, and a strided gather would cost a scatter in the backward pass.
-    shifts = -(-history_size // block_size)
-    lead = shifts * block_size - history_size
-
-    def windows(array):
-        if array is None:
-            return None
-        array = jnp.pad(array[:, :needed], ((0, 0), (lead, 0), (0, 0), (0, 0)))
-        array = rearrange(array, "b (c t) n h -> b c t n h", t=block_size)
-        array = jnp.concatenate([array[:, s : s + blocks] for s in range(shifts)], axis=2)
-        return rearrange(array[:, :, lead:], "b c s n h -> (b c) s n h")
-
-    mask = None
-    if history_lengths is not None:
-        lengths = jnp.broadcast_to(jnp.atleast_2d(history_lengths), (batch, blocks))
-        mask = jnp.arange(history_size)[None] >= history_size - lengths.reshape(batch * blocks, 1)
-        mask = mask[:, None, None, :]
-    if bias is not None and not isinstance(bias, PositionBias):
-        bias = bias[None]
-    out = compress(
-        rearrange(query, "b c m n h -> (b c) m n h"),
-        windows(key),
-        windows(contrast_key),
-        windows(value),
-        gamma=gamma,
-        scale=scale,
-        score=score,
-        bias=bias,
-        mask=mask,
-        implementation=implementation,
-    )
-    return rearrange(out, "(b c) m n h -> b c m n h", b=batch)

@@ -28,6 +28,9 @@ from brl_jax.attention.local_core import attend
 from brl_jax.attention.local_steps import Inputs, Spec
 from brl_jax.attention.patterns import Pattern, SlidingWindow
 
+# Of the TPU kernels: queries whose scores are computed together; positions in a block of a pattern's block mask.
+_TILE, _MIN_GRANULE = 128, 8
+
 
 def local_attention(
     query: Float[Array, "B T N H"],
@@ -77,8 +80,9 @@ def local_attention(
         boundaries and position biases look at it. When traced, such a pattern visits every block within its
         reach (all keys, where it has no bound).
       implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
-        sliding window with nothing to its right and half precision; "pallas" is the TPU kernel (interpreted
-        elsewhere), which takes sliding windows over as many queries as keys, without a bias.
+        sliding window with nothing to its right and half precision; "pallas" is the TPU kernels (interpreted
+        elsewhere), which take every pattern and offset, without a bias. A call of fewer than 128 queries on more
+        keys, such as a decoding step, goes to the kernels only when they are asked for.
 
     Returns:
       (B, T, N, H) in query's dtype. The softmax is computed in float32.
@@ -117,37 +121,32 @@ def local_attention(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _choose(spec: Spec, implementation: str | None, query, key, value, bias, inputs: Inputs):
     def kernel(query, key, value, bias, inputs, *, interpret):
-        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
+        from brl_jax.attention import local_kernels  # imported where needed: Pallas costs import time
 
-        assert isinstance(spec.pattern, SlidingWindow)
-        return tpu.window_attention(
-            query,
-            key,
-            value,
-            left=spec.pattern.left,
-            right=0 if spec.is_causal else spec.pattern.right,
-            scale=spec.scale,
-            query_segment_ids=inputs.query_segments,
-            key_segment_ids=inputs.key_segments,
-            query_lengths=inputs.query_lengths,
-            key_lengths=inputs.key_lengths,
-            interpret=interpret,
-        )
+        return local_kernels.attend(spec, query, key, value, inputs, interpret=interpret)
 
-    obstacle = _kernel_obstacle(spec, query, key, bias)
+    obstacle = _kernel_obstacle(spec, implementation, query, key, bias)
     xla = functools.partial(attend, spec)
     return dispatch("local_attention", implementation, obstacle, kernel, xla, query, key, value, bias, inputs)
 
 
-def _kernel_obstacle(spec: Spec, query: Array, key: Array, bias: Any) -> str | None:
-    """Why the TPU kernel cannot serve a call; None if it can, as far as is known here."""
-    if not isinstance(spec.pattern, SlidingWindow):
-        return f"pattern must be a SlidingWindow, got {type(spec.pattern).__name__}"
+def _kernel_obstacle(
+    spec: Spec, implementation: str | None, query: Array, key: Array, bias: Any
+) -> str | None:
+    """Why the TPU kernels cannot, or without being asked should not, serve a call; None if they do."""
+    granule = spec.pattern.granule
     if bias is not None:
         return "bias must be None"
-    if query.shape[1] != key.shape[1] or spec.query_offset != 0:
-        lengths = f"{query.shape[1]} and {key.shape[1]} with query_offset={spec.query_offset}"
-        return f"queries and keys must be the same tokens, got {lengths}"
+    if granule is not None and granule < _MIN_GRANULE:
+        name = type(spec.pattern).__name__
+        return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {granule}"
+    if granule is not None and spec.key_offset is None:
+        return f"key_offset must be a static int with {type(spec.pattern).__name__}, got it traced"
+    if implementation is None and query.shape[1] < min(_TILE, key.shape[1]):
+        # A decoding step: the kernels compute scores for whole tiles of queries, of which most would be empty.
+        return (
+            f"{query.shape[1]} queries on {key.shape[1]} keys leave most of a tile of {_TILE} queries empty"
+        )
     return None
 
 

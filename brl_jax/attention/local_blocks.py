@@ -14,7 +14,7 @@ A part's `rule` then says, from absolute positions, which pairs of the rectangle
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -164,6 +164,20 @@ class Part:
 
     def _start(self, i):
         return (i // self._per_phase) * self.keys.per_phase + (i % self._per_phase) * self.advance
+
+    def rectangles(self) -> Iterator[tuple[int, int, int, int]]:
+        """(first query, stop, first key, stop) of each block's stretches, where both orders are the sequence's own."""
+        for i in range(self.num_blocks):
+            query = self.queries.base + i * self.block
+            if self.queries.listed is not None:
+                query = int(self.queries.listed[i * self.block])
+            starts, length = [self._start(i)], self.length
+            if self.table is not None:
+                length = self._key_block
+                starts = [int(k) * length for k in self.table[i] if k * length < self.keys.size]
+            for start in starts:
+                key = self.keys.base + start
+                yield query, query + self.block, key, key + length
 
     def take(self, x: Array, i, axis: int) -> Array:
         """Block i's stretch of arranged keys x (or of anything with one entry a key)."""

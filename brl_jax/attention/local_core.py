@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from brl_jax.attention import window_tiles
 from brl_jax.attention.arguments import zero_padding
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.local_blocks import Call, Part
@@ -90,6 +91,10 @@ def _parts(spec: Spec, query: Array, key: Array, loop: bool) -> list[Part]:
     return spec.pattern.parts(call)
 
 
+def _tiling(spec: Spec, query: Array, key: Array, bias: Any) -> window_tiles.Tiling | None:
+    return window_tiles.Tiling.of(spec, query, key) if bias is None else None
+
+
 def _forward(
     spec: Spec, query: Array, key: Array, value: Array, bias: Any, inputs: Inputs
 ) -> tuple[Array, Array]:
@@ -117,20 +122,25 @@ def _forward(
         return part.queries.restore(out, 3, num_queries), part.queries.restore(lse, 3, num_queries, MASKED)
 
     def run(loop: bool, query, key, value, bias, inputs):
-        q = _split_heads(zero_padding(query, inputs.query_lengths), kv_heads)
-        k, v = (zero_padding(x, inputs.key_lengths).transpose(0, 2, 1, 3) for x in (key, value))
-        parts = _parts(spec, query, key, loop)
-        dtype = query.dtype if len(parts) == 1 else jnp.float32
-        results = [on_part(part, loop, q, k, v, dtype, bias, inputs) for part in parts]
-        out, lse = _combine(results)
+        query = zero_padding(query, inputs.query_lengths)
+        key, value = (zero_padding(x, inputs.key_lengths) for x in (key, value))
+        tiling = _tiling(spec, query, key, bias) if loop else None
+        if tiling is not None:
+            out, lse = window_tiles.forward(tiling, spec, query, key, value, inputs)
+        else:
+            q = _split_heads(query, kv_heads)
+            k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
+            parts = _parts(spec, query, key, loop)
+            dtype = query.dtype if len(parts) == 1 else jnp.float32
+            out, lse = _combine([on_part(part, loop, q, k, v, dtype, bias, inputs) for part in parts])
+            out = _merge_heads(out)
         if inputs.query_lengths is not None:
             inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < inputs.query_lengths[:, None]
-            inside = inside[:, None, None]
-            out = jnp.where(inside[..., None], out, jnp.zeros((), out.dtype))
-            lse = jnp.where(inside, lse, MASKED)
+            out = jnp.where(inside[:, :, None, None], out, jnp.zeros((), out.dtype))
+            lse = jnp.where(inside[:, None, None], lse, MASKED)
         # A row that sees nothing gets weights exp(score - huge) = 0 in the backward pass.
         lse = jnp.where(lse == MASKED, -MASKED, lse)
-        return _merge_heads(out.astype(query.dtype)), lse
+        return out.astype(query.dtype), lse
 
     return lax.platform_dependent(
         query,
@@ -210,10 +220,14 @@ def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_o
         return rows.restore(dq, 3, num_queries), dk, dv, d_bias
 
     def run(loop: bool, query, key, value, bias, inputs, out, lse, d_out):
-        q, o, do = (
-            _split_heads(zero_padding(x, inputs.query_lengths), kv_heads) for x in (query, out, d_out)
-        )
-        k, v = (zero_padding(x, inputs.key_lengths).transpose(0, 2, 1, 3) for x in (key, value))
+        query, out, d_out = (zero_padding(x, inputs.query_lengths) for x in (query, out, d_out))
+        key, value = (zero_padding(x, inputs.key_lengths) for x in (key, value))
+        tiling = _tiling(spec, query, key, bias) if loop else None
+        if tiling is not None:
+            gradients = window_tiles.backward(tiling, spec, query, key, value, inputs, out, lse, d_out)
+            return *(x.astype(query.dtype) for x in gradients), None
+        q, o, do = (_split_heads(x, kv_heads) for x in (query, out, d_out))
+        k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
         parts = [
             on_part(part, loop, q, k, v, do, lse, delta, bias, inputs)

@@ -19,6 +19,7 @@ import numpy as np
 from brl_jax.attention import local_blocks
 from brl_jax.attention.checks import require
 from brl_jax.attention.local_blocks import Call, Part
+from pallas_kernels.positions import floor_divide, remainder
 
 
 def _at_least(pattern: object, lowest: int, *names: str) -> None:
@@ -38,9 +39,15 @@ class Pattern:
       causal_ok: whether is_causal=True makes sense with it.
       lookback: positions between a query and the farthest key before it that it can see; None if unbounded.
       lookahead: the same for keys after it.
+      granule: where what is visible can only be looked up, positions in a block whose members see, and are seen,
+        alike; None where `visible` computes it.
     """
 
     causal_ok: ClassVar[bool] = True
+
+    @property
+    def granule(self) -> int | None:
+        return None
 
     @property
     def lookback(self) -> int | None:
@@ -144,7 +151,7 @@ class Dilated(Pattern):
     def visible(self, query_positions, key_positions, num_positions=None):
         ahead = key_positions - query_positions
         inside = (ahead >= -self.lookback) & (ahead <= self.lookahead)
-        return inside & (ahead % self.dilation == 0)
+        return inside & (remainder(key_positions, self.dilation) == remainder(query_positions, self.dilation))
 
     def parts(self, call):
         return [local_blocks.band(call, self.left, self.right, self.visible, self.dilation)]
@@ -168,7 +175,7 @@ class BlockDiagonal(Pattern):
         return self.block - 1
 
     def visible(self, query_positions, key_positions, num_positions=None):
-        return query_positions // self.block == key_positions // self.block
+        return floor_divide(query_positions, self.block) == floor_divide(key_positions, self.block)
 
     def _static_parts(self, call):
         return [local_blocks.separate_blocks(call, self.block, self.visible)]
@@ -198,7 +205,7 @@ class Bucketed(Pattern):
         return (self.after + 1) * self.size - 1
 
     def visible(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions // self.size - query_positions // self.size
+        ahead = floor_divide(key_positions, self.size) - floor_divide(query_positions, self.size)
         return (ahead >= -self.before) & (ahead <= self.after)
 
     def _static_parts(self, call):
@@ -221,12 +228,15 @@ class Strided(Pattern):
         return abs(key_positions - query_positions) <= self.stride
 
     def _far(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions - query_positions
-        return (abs(ahead) > self.stride) & (ahead % self.stride == 0)
+        return (abs(key_positions - query_positions) > self.stride) & self._in_step(
+            query_positions, key_positions
+        )
+
+    def _in_step(self, query_positions, key_positions):
+        return remainder(key_positions, self.stride) == remainder(query_positions, self.stride)
 
     def visible(self, query_positions, key_positions, num_positions=None):
-        ahead = key_positions - query_positions
-        return (abs(ahead) <= self.stride) | (ahead % self.stride == 0)
+        return self._near(query_positions, key_positions) | self._in_step(query_positions, key_positions)
 
     def parts(self, call):
         near = local_blocks.band(call, self.stride, self.stride, self._near)
@@ -251,10 +261,10 @@ class Fixed(Pattern):
         )
 
     def _near(self, query_positions, key_positions, num_positions=None):
-        return query_positions // self.stride == key_positions // self.stride
+        return floor_divide(query_positions, self.stride) == floor_divide(key_positions, self.stride)
 
     def _is_summary(self, positions):
-        return positions % self.stride >= self.stride - self.summary
+        return remainder(positions, self.stride) >= self.stride - self.summary
 
     def _far(self, query_positions, key_positions, num_positions=None):
         return ~self._near(query_positions, key_positions) & self._is_summary(key_positions)
@@ -336,6 +346,10 @@ class BigBird(Pattern):
             self.window_blocks % 2 == 1, f"window_blocks of BigBird must be odd, got {self.window_blocks}"
         )
 
+    @property
+    def granule(self) -> int:
+        return self.block
+
     def random_lists(self, num_blocks: int) -> list[np.ndarray]:
         """The random key blocks of each block, out of those that it does not see anyway."""
         side, lists = self.window_blocks // 2, []
@@ -348,13 +362,13 @@ class BigBird(Pattern):
         return lists
 
     def _near(self, query_positions, key_positions, num_positions=None):
-        query_block, key_block = query_positions // self.block, key_positions // self.block
+        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
         local = (query_block >= self.global_blocks) & (key_block >= self.global_blocks)
         return local & (abs(query_block - key_block) <= self.window_blocks // 2)
 
     def visible(self, query_positions, key_positions, num_positions=None):
         require(num_positions is not None, "BigBird's random blocks need num_positions, got None")
-        query_block, key_block = query_positions // self.block, key_positions // self.block
+        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
         lists = self.random_lists(-(-num_positions // self.block))
         table = np.zeros((len(lists), len(lists)), bool)
         for b, row in enumerate(lists):
@@ -402,6 +416,10 @@ class BlockMask(Pattern):
         )
         require(len({len(r) for r in rows}) == 1, "mask of BlockMask must have rows of one length")
 
+    @property
+    def granule(self) -> int:
+        return self.block
+
     @classmethod
     def of(cls, block: int, mask: Any) -> BlockMask:
         """From a bool array (query blocks, key blocks)."""
@@ -413,7 +431,7 @@ class BlockMask(Pattern):
         return cls(block, tuple(tuple(row) for row in array.tolist()))
 
     def visible(self, query_positions, key_positions, num_positions=None):
-        query_block, key_block = query_positions // self.block, key_positions // self.block
+        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
         table = np.asarray(self.mask)
         rows, cols = table.shape
         inside = (query_block >= 0) & (query_block < rows) & (key_block >= 0) & (key_block < cols)
