@@ -1,15 +1,29 @@
 """Linear-cost attention for JAX, from one laptop core to a TPU pod.
 
 Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard_map):
-  full_attention, local_attention, compress, compress_blocks, propagate, with the patterns and biases they take.
+  full_attention, local_attention, compress, compress_blocks, propagate, with the patterns and biases they take;
+  diag_attention (and its step for generation), linformer_attention, hopfield_attention;
+  linear_attention, norm_attention, performer_attention, cosformer_attention and delta_rule, whose past is a state;
+  gau_attention, mixed_chunk_attention.
 Networks (Flax Linen):
-  DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS; generate continues prompts.
+  DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
+  prompts. transnormer builds the configuration of a TransNormer; Stack is the layers alone, for encoders too.
 """
 
-from brl_jax.attention.bias import ALiBi, PositionBias, T5Bias, alibi_slopes
-from brl_jax.attention.compress import compress, compress_blocks
+from brl_jax.attention.bias import ALiBi, PositionBias, RotaryBias, T5Bias, alibi_slopes
+from brl_jax.attention.compress import compress
+from brl_jax.attention.compress_blocks import compress_blocks
+from brl_jax.attention.cosformer import cosformer_attention
+from brl_jax.attention.delta import delta_rule
+from brl_jax.attention.diag import diag_attention, diag_attention_step, init_diag_state
+from brl_jax.attention.flash import mixed_chunk_attention
 from brl_jax.attention.full import full_attention
+from brl_jax.attention.gau import gau_attention
+from brl_jax.attention.hopfield import hopfield_attention
+from brl_jax.attention.linear import linear_attention
+from brl_jax.attention.linformer import linformer_attention
 from brl_jax.attention.local import local_attention
+from brl_jax.attention.norm import norm_attention
 from brl_jax.attention.patterns import (
     BigBird,
     BlockDiagonal,
@@ -22,37 +36,82 @@ from brl_jax.attention.patterns import (
     SlidingWindow,
     Strided,
 )
+from brl_jax.attention.performer import performer_attention, performer_projection
 from brl_jax.attention.propagate import propagate
 from brl_jax.decoding import generate
-from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, Mechanism
-from brl_jax.models import DecoderConfig, DecoderLM
+from brl_jax.layers import (
+    MECHANISMS,
+    BRLConfig,
+    CosformerConfig,
+    DeltaNetConfig,
+    DiagConfig,
+    FlashConfig,
+    FullConfig,
+    GauConfig,
+    HopfieldConfig,
+    LinearConfig,
+    LinformerConfig,
+    LocalConfig,
+    Mechanism,
+    NormConfig,
+    PerformerConfig,
+)
+from brl_jax.models import TRANSNORMER_SIZES, DecoderConfig, DecoderLM, Stack, StackConfig, transnormer
 
 __all__ = [
     "MECHANISMS",
+    "TRANSNORMER_SIZES",
     "ALiBi",
     "BRLConfig",
     "BigBird",
     "BlockDiagonal",
     "BlockMask",
     "Bucketed",
+    "CosformerConfig",
     "DecoderConfig",
     "DecoderLM",
+    "DeltaNetConfig",
+    "DiagConfig",
     "Dilated",
     "Fixed",
+    "FlashConfig",
     "FullConfig",
+    "GauConfig",
     "GlobalWindow",
+    "HopfieldConfig",
+    "LinearConfig",
+    "LinformerConfig",
     "LocalConfig",
     "Mechanism",
+    "NormConfig",
     "Pattern",
+    "PerformerConfig",
     "PositionBias",
+    "RotaryBias",
     "SlidingWindow",
+    "Stack",
+    "StackConfig",
     "Strided",
     "T5Bias",
     "alibi_slopes",
     "compress",
     "compress_blocks",
+    "cosformer_attention",
+    "delta_rule",
+    "diag_attention",
+    "diag_attention_step",
     "full_attention",
+    "gau_attention",
     "generate",
+    "hopfield_attention",
+    "init_diag_state",
+    "linear_attention",
+    "linformer_attention",
     "local_attention",
+    "mixed_chunk_attention",
+    "norm_attention",
+    "performer_attention",
+    "performer_projection",
     "propagate",
+    "transnormer",
 ]

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.rotary import rotate
+
 
 @runtime_checkable
 class PositionBias(Protocol):
@@ -75,6 +77,34 @@ class T5Bias:
             self.bidirectional,
         )
         return jnp.moveaxis(jnp.take(self.table.astype(jnp.float32), bucket, axis=0), -1, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RotaryBias:
+    """A learned function of the distance: the product of two vectors, turned to the query's and the key's position.
+
+    The bias of gated attention units on long sequences (Hua et al. 2022, arXiv 2202.10447, appendix B).
+
+    Attributes:
+      left, right: (N, H) float with H even, learned.
+      theta: base of the frequencies.
+    """
+
+    left: Float[Array, "N H"]
+    right: Float[Array, "N H"]
+    theta: float = dataclasses.field(default=10000.0, metadata={"static": True})
+
+    def __call__(self, query_positions, key_positions):
+        left, right = (
+            rotate(
+                jnp.broadcast_to(vector.astype(jnp.float32), (1, places.shape[0], *vector.shape)),
+                places[None],
+                self.theta,
+            )[0]
+            for vector, places in ((self.left, query_positions), (self.right, key_positions))
+        )
+        return jnp.einsum("tnh,snh->nts", left, right)
 
 
 def t5_bucket(

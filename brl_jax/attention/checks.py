@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 
@@ -35,3 +36,10 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
         query.shape[2] % key.shape[2] == 0,
         f"the heads of {q} must be a multiple of those of {k}, got {query.shape[2]} and {key.shape[2]}",
     )
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ValueError, with the nearest choice, unless value is one of them."""
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.scores import accumulation_dtype
+from brl_jax.attention.checks import check_choice
+from brl_jax.attention.rotary import rotate
+from brl_jax.attention.weights import implied_weights
 from brl_jax.layers.mechanism import Dimensions
+
+NormKind = Literal["layer", "rms"]
+FeedForwardKind = Literal["glu_relu", "swiglu", "relu"]
 
 
 def dense(
@@ -86,50 +90,42 @@ def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
     return nn.LayerNorm(use_bias=False, **shared)
 
 
+def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Module:
+    """A norm over all heads and channels of (..., N, H) at once, as if merged, with a scale for each of them."""
+    shared: dict[str, Any] = {
+        "epsilon": 1e-5,
+        "dtype": dimensions.dtype,
+        "param_dtype": dimensions.param_dtype,
+        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
+        "reduction_axes": (-2, -1),
+        "feature_axes": (-2, -1),
+        "name": name,
+    }
+    return nn.RMSNorm(**shared) if kind == "rms" else nn.LayerNorm(use_bias=False, **shared)
+
+
 class FeedForward(nn.Module):
-    """W2 (ReLU(W1 x) * W3 x), the gated network of BRL-Attention (eq. 5)."""
+    """The network after the mixer, by `dimensions.ffn`:
+
+    "glu_relu"  W2 (ReLU(W1 x) * W3 x), the gated network of BRL-Attention (eq. 5);
+    "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv 2002.05202, eq. 6), TransNormer's GLU;
+    "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2).
+    """
 
     dimensions: Dimensions
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         d = self.dimensions
+        check_choice("ffn", d.ffn, get_args(FeedForwardKind))
         width = x.shape[-1]
-        gate = jax.nn.relu(dense(d, d.d_ff, ("embed", "mlp"), name="gate")(x))
-        up = dense(d, d.d_ff, ("embed", "mlp"), name="up")(x)
-        return dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale)(gate * up)
-
-
-def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], theta: float = 10000.0
-) -> Float[Array, "B T N H"]:
-    """Rotary position embedding on adjacent pairs (Su et al. 2021, arXiv 2104.09864, eq. 34).
-
-    The angle position * frequency is put together from the position's low and high part, the latter's step reduced
-    modulo 2 pi beforehand, so that angles stay accurate to 1e-3 at positions of millions in float32.
-
-    Args:
-      x: (B, T, N, H) with H even; positions: (B, T) or (1, T), not negative.
-      theta: base of the frequencies theta^(-2 i / H).
-
-    Raises:
-      ValueError: if H is odd.
-    """
-    head_dim = x.shape[-1]
-    if head_dim % 2:
-        raise ValueError(f"rotary positions need an even head_dim, got {head_dim}")
-    low = 1024
-    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    step = np.remainder(low * frequency, 2 * math.pi)
-    angle = (positions % low).astype(jnp.float32)[..., None] * jnp.asarray(frequency, jnp.float32)[None, None]
-    angle += (positions // low).astype(jnp.float32)[..., None] * jnp.asarray(step, jnp.float32)[None, None]
-    cos = jnp.cos(angle)[:, :, None, :]
-    sin = jnp.sin(angle)[:, :, None, :]
-    accumulate = accumulation_dtype(x.dtype)
-    even, odd = x[..., 0::2].astype(accumulate), x[..., 1::2].astype(accumulate)
-    cos, sin = cos.astype(accumulate), sin.astype(accumulate)
-    rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return rotated.reshape(x.shape).astype(x.dtype)
+        hidden = dense(d, d.d_ff, ("embed", "mlp"), name="up")(x)
+        if d.ffn == "relu":
+            hidden = jax.nn.relu(hidden)
+        else:
+            open_gate = jax.nn.relu if d.ffn == "glu_relu" else jax.nn.silu
+            hidden = open_gate(dense(d, d.d_ff, ("embed", "mlp"), name="gate")(x)) * hidden
+        return dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale)(hidden)
 
 
 def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
@@ -156,3 +152,16 @@ def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Fl
     d = dimensions
     axes = ("heads", "head_dim", "embed")
     return dense(d, d.d_model, axes, name="out", contract=2, scale=d.residual_scale)(attended)
+
+
+def sow_weights(
+    module: nn.Module,
+    attend: Callable[[Float[Array, "B S K H"]], Float[Array, "B T N H"]],
+    value: Float[Array, "B S K H"],
+) -> None:
+    """Sows the attention matrix (B, N, T, S) of `attend`, a function of the values, as "weights" into "maps".
+
+    Only where that collection is asked for, and never while initialising: the matrix is quadratic in the length.
+    """
+    if module.is_mutable_collection("maps") and not module.is_initializing():
+        module.sow("maps", "weights", implied_weights(attend, value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.full import full_attention
-from brl_jax.layers.common import merge_heads, project_qkv, token_positions
+from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
 from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
 
 
@@ -30,8 +31,12 @@ class FullConfig(Mechanism):
 class FullAttention(nn.Module):
     """See `brl_jax.layers.mechanism` for the call and `full_attention` for the mathematics."""
 
-    mechanism: FullConfig
+    mechanism: Mechanism
     dimensions: Dimensions
+
+    def attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **kwargs: Any) -> jax.Array:
+        """The attention function itself, for mechanisms that differ in nothing else."""
+        return full_attention(query, key, value, **kwargs)
 
     def init_cache(self, batch: int, length: int) -> dict[str, jax.Array]:
         """Room for the keys and values of `length` tokens."""
@@ -70,16 +75,17 @@ class FullAttention(nn.Module):
             d, x, token_positions(length, start) if positions is None else positions
         )
         if cache is None:
-            attended = full_attention(
+            attend = functools.partial(
+                self.attend,
                 query,
                 key,
-                value,
                 is_causal=d.is_causal,
                 key_value_seq_lengths=None if d.is_causal else lengths,
                 segment_ids=segment_ids,
                 implementation=d.implementation,
             )
-            return merge_heads(d, attended), carry, None
+            sow_weights(self, attend, value)
+            return merge_heads(d, attend(value)), carry, None
         # New tokens that don't exist are written nowhere: their slots lie past the end and are dropped.
         slots = start + jnp.arange(length, dtype=jnp.int32)
         if count is not None:
@@ -89,7 +95,7 @@ class FullAttention(nn.Module):
             "value": cache["value"].at[:, slots].set(value, mode="drop"),
             "index": start + (length if count is None else count),
         }
-        attended = full_attention(
+        attended = self.attend(
             query,
             cache["key"],
             cache["value"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention import patterns
 from brl_jax.attention.local import local_attention
-from brl_jax.layers.common import merge_heads, project_qkv, token_positions
+from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
 from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
 
 _BIDIRECTIONAL_ONLY = ("global", "bigbird")
@@ -125,17 +126,18 @@ class LocalAttention(nn.Module):
             d, x, token_positions(length, start) if positions is None else positions
         )
         if cache is None:
-            attended = local_attention(
+            attend = functools.partial(
+                local_attention,
                 query,
                 key,
-                value,
                 pattern=pattern,
                 is_causal=d.is_causal,
                 key_value_seq_lengths=None if d.is_causal else lengths,
                 segment_ids=segment_ids,
                 implementation=d.implementation,
             )
-            return merge_heads(d, attended), carry, None
+            sow_weights(self, attend, value)
+            return merge_heads(d, attend(value)), carry, None
 
         reach = cache["key"].shape[1]
         key = jnp.concatenate([cache["key"], key], axis=1)

@@ -17,7 +17,9 @@ cache   is None, or a pytree made by `layer.init_cache(batch, length)` for gener
 count   with a decoding cache: how many of the T new tokens exist, the first ones (traced; None: all). What the rest
         give is undefined, and they leave no trace in the cache.
 
-For looking inside, a layer may sow its attention weights into the collection "maps": `apply(..., mutable="maps")`.
+For looking inside, a layer may sow into the collection "maps" (`apply(..., mutable="maps")`): as "weights" the matrix
+(B, N, T, T) by which each head maps the tokens' values to its outputs (`common.sow_weights`; given without a cache
+only), and whatever else it has under other names.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Dimensions:
 
     Attributes:
       d_model, d_ff: model width and feed-forward width.
+      ffn: kind of the feed-forward network (see `FeedForward`).
       num_heads, num_kv_heads: query heads and key/value heads; the first is a multiple of the second.
       head_dim: size of a head.
       is_causal: whether outputs may depend on later tokens.
@@ -53,6 +56,7 @@ class Dimensions:
     head_dim: int
     d_ff: int
     is_causal: bool
+    ffn: str = "glu_relu"
     rope_theta: float | None = 10000.0
     norm: str = "layer"
     use_bias: bool = False
@@ -99,6 +103,7 @@ class Mechanism:
         "pre":  h = x + mix(norm(x));  out = h + ffn(norm(h))
         "ffn":  h = x + mix(x);        out = h + ffn(norm(h))
         "post": h = x + norm(mix(x));  out = h + norm(ffn(h))
+        "mixer": out = x + mix(norm(x)), for a mechanism that is its own feed-forward network
         """
         return "pre"
 

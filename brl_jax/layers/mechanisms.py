@@ -6,15 +6,34 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from brl_jax.layers.brl import BRLConfig
+from brl_jax.layers.cosformer import CosformerConfig
+from brl_jax.layers.deltanet import DeltaNetConfig
+from brl_jax.layers.diag import DiagConfig
 from brl_jax.layers.full import FullConfig
+from brl_jax.layers.gau import FlashConfig, GauConfig
+from brl_jax.layers.hopfield import HopfieldConfig
+from brl_jax.layers.linear import LinearConfig
+from brl_jax.layers.linformer import LinformerConfig
 from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Mechanism
+from brl_jax.layers.norm import NormConfig
+from brl_jax.layers.performer import PerformerConfig
 
 MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
     {
         "full": FullConfig,
         "local": LocalConfig,
         "brl": BRLConfig,
+        "diag": DiagConfig,
+        "linformer": LinformerConfig,
+        "hopfield": HopfieldConfig,
+        "linear": LinearConfig,
+        "deltanet": DeltaNetConfig,
+        "norm": NormConfig,
+        "cosformer": CosformerConfig,
+        "performer": PerformerConfig,
+        "gau": GauConfig,
+        "flash": FlashConfig,
     }
 )
 

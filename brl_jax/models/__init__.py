@@ -1,6 +1,8 @@
 """Whole networks."""
 
+from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.stack import Stack
+from brl_jax.models.transnormer import TRANSNORMER_SIZES, transnormer
 
-__all__ = ["DecoderConfig", "DecoderLM", "Stack"]
+__all__ = ["TRANSNORMER_SIZES", "DecoderConfig", "DecoderLM", "Stack", "StackConfig", "transnormer"]

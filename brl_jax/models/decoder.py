@@ -4,100 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.layers.brl import BRLConfig
-from brl_jax.layers.mechanism import Dimensions, Mechanism
+from brl_jax.layers.mechanism import Dimensions
+from brl_jax.models.config import StackConfig
 from brl_jax.models.losses import cross_entropy
-from brl_jax.models.stack import Remat, Stack
+from brl_jax.models.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(StackConfig):
     """Size and parts of a decoder language model."""
 
     vocab_size: int = 256
     """Number of tokens."""
-    num_layers: int = 4
-    """Layers."""
-    d_model: int = 256
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Query heads."""
-    num_kv_heads: int | None = None
-    """Key/value heads; None for as many as query heads."""
-    d_ff: int | None = None
-    """Width inside the gated feed-forward network; None for 4 * d_model."""
-    mechanism: Mechanism = BRLConfig()
-    """What mixes tokens."""
-    late_mechanism: Mechanism | None = None
-    """A second mechanism, for the later or for every second layer."""
-    schedule: Literal["split", "alternate"] = "split"
-    """Where the second mechanism stands: in the later half of the layers, or in every second one."""
-    rope_theta: float | None = 10000.0
-    """Base of the rotary frequencies; None for no rotary positions."""
-    norm: Literal["layer", "rms"] = "layer"
-    """LayerNorm or RMSNorm."""
-    use_bias: bool = False
-    """Biases in projections and norms."""
-    dropout: float = 0.0
-    """Rate after the embedding and after each sublayer."""
-    remat: Remat = "none"
-    """What a layer's backward pass computes again: nothing, all but matrix products, or all ("full")."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the computation; parameters are float32."""
-    implementation: Literal["xla", "pallas", "cudnn"] | None = None
-    """Of the attention functions; None picks by platform."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.d_model % self.num_heads:
-            raise ValueError(f"d_model must be a multiple of num_heads={self.num_heads}, got {self.d_model}")
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}")
-        if self.rope_theta is not None and (self.d_model // self.num_heads) % 2:
-            raise ValueError(
-                f"rotary positions need an even head_dim, got d_model / num_heads = {self.d_model // self.num_heads}"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        for mechanism in set(self.mechanisms):
-            mechanism.check(self.dimensions)
-
-    @property
-    def mechanisms(self) -> tuple[Mechanism, ...]:
-        """The mechanism of each layer."""
-        late = self.mechanism if self.late_mechanism is None else self.late_mechanism
-        if self.schedule == "alternate":
-            return tuple(late if i % 2 else self.mechanism for i in range(self.num_layers))
-        early = (self.num_layers + 1) // 2
-        return (self.mechanism,) * early + (late,) * (self.num_layers - early)
+        super().__post_init__()
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        self.make_dimensions(is_causal=True)  # refuses mechanisms that cannot serve
 
     @property
     def dimensions(self) -> Dimensions:
         """What each layer is told."""
-        return Dimensions(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            head_dim=self.d_model // self.num_heads,
-            d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
-            is_causal=True,
-            rope_theta=self.rope_theta,
-            norm=self.norm,
-            use_bias=self.use_bias,
-            dropout=self.dropout,
-            residual_scale=1.0 / (2 * self.num_layers),
-            dtype=jnp.dtype(self.dtype),
-            implementation=self.implementation,
-        )
+        return self.make_dimensions(is_causal=True)
 
 
 class DecoderLM(nn.Module):

@@ -35,7 +35,7 @@ def group_layers(mechanisms: Sequence[Mechanism]) -> list[tuple[tuple[Mechanism,
 
 
 class Block(nn.Module):
-    """A mechanism and a feed-forward network, each added to the residual stream (see `Mechanism.residual`)."""
+    """A mechanism and (mostly) a feed-forward network, each added to the residual stream (see `Mechanism.residual`)."""
 
     mechanism: Mechanism
     dimensions: Dimensions
@@ -43,16 +43,17 @@ class Block(nn.Module):
     def setup(self):
         d = self.dimensions
         self.mixer = self.mechanism.layer(d)
-        self.feed_forward = FeedForward(d)
         if self.mechanism.residual != "ffn":
             self.mixer_norm = norm(d, name="mixer_norm")
-        self.feed_forward_norm = norm(d, name="feed_forward_norm")
+        if self.mechanism.residual != "mixer":
+            self.feed_forward = FeedForward(d)
+            self.feed_forward_norm = norm(d, name="feed_forward_norm")
         self.dropout = nn.Dropout(d.dropout)
 
     def __call__(self, x, carry, cache, call, deterministic):
         residual = self.mechanism.residual
         mixed, carry, cache = self.mixer(
-            self.mixer_norm(x) if residual == "pre" else x,
+            self.mixer_norm(x) if residual in ("pre", "mixer") else x,
             carry=carry,
             cache=cache,
             deterministic=deterministic,
@@ -61,6 +62,8 @@ class Block(nn.Module):
         if residual == "post":
             mixed = self.mixer_norm(mixed)
         x = x + self.dropout(mixed, deterministic=deterministic)
+        if residual == "mixer":
+            return x, carry, cache
         if residual == "post":
             mixed = self.feed_forward_norm(self.feed_forward(x))
         else:
@@ -127,7 +130,7 @@ class Stack(nn.Module):
         return nn.scan(
             module,
             variable_axes={"params": 0, "maps": 0},
-            split_rngs={"params": True, "dropout": True},
+            split_rngs={"params": True, "dropout": True, "projection": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=repeats,
             metadata_params={nn.PARTITION_NAME: "layers"},

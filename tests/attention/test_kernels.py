@@ -6,9 +6,10 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from brl_jax import ALiBi, BlockDiagonal, alibi_slopes, compress, local_attention, propagate
+from brl_jax import ALiBi, BlockMask, alibi_slopes, compress, local_attention, propagate
 from brl_jax.attention import kernels
 from tests.laws.networks import relative_error
 
@@ -73,7 +74,9 @@ def test_what_no_kernel_serves(caplog):
     q, k, v = arrays(TOKENS, TOKENS, TOKENS)
     refused = {
         "bias must be None": {"local_window_size": 5, "bias": ALiBi(alibi_slopes(2))},
-        "pattern must be a SlidingWindow, got BlockDiagonal": {"pattern": BlockDiagonal(16)},
+        "blocks of BlockMask must hold at least 8 positions, got 4": {
+            "pattern": BlockMask.of(4, np.eye(38, dtype=bool))
+        },
     }
     for message, arguments in refused.items():
         with pytest.raises(NotImplementedError, match=message):
@@ -86,6 +89,14 @@ def test_what_no_kernel_serves(caplog):
         assert [r.message for r in caplog.records] == [
             f"local_attention runs through XLA on a TPU too: {message}"
         ]
+    for length, kernel in ((1, False), (127, False), (128, True)):
+        decode = jax.jit(
+            lambda q, k, v, length=length: local_attention(
+                q, k, v, local_window_size=9, query_offset=k.shape[1] - length
+            )
+        )
+        text = decode.trace(q[:, -length:], k, v).lower(lowering_platforms=("tpu",)).as_text()
+        assert ("tpu_custom_call" in text) == kernel
     with pytest.raises(NotImplementedError, match="float16"):
         local_attention(
             *(x.astype(jnp.float16) for x in (q, k, v)), local_window_size=5, implementation="pallas"

@@ -31,16 +31,24 @@ class Network(NamedTuple):
 
 @functools.cache
 def network(name: str, is_causal: bool) -> Network:
-    mechanism = CASES[name]
-    stack = Stack((mechanism,) * LAYERS, dimensions(is_causal))
+    mechanism, d = CASES[name], dimensions(is_causal)
+    stack = Stack((mechanism,) * LAYERS, d)
+    # Both forms have the same parameters, but for mechanisms whose carry one of them makes otherwise.
+    variables, x = _variables(name, mechanism.causal if mechanism.carrier(d) is None else is_causal)
+    return Network(mechanism, stack, variables, x, jit(lambda v, x: stack.apply(v, x)[0]))
+
+
+@functools.cache
+def _variables(name: str, is_causal: bool) -> tuple[Any, jax.Array]:
+    """Parameters and an input."""
+    stack = Stack((CASES[name],) * LAYERS, dimensions(is_causal))
     x = jax.random.normal(jax.random.key(7), (2, LENGTH, 16), jnp.float32)
     variables = nn.unbox(jit(stack.init)(jax.random.key(8), x))
     # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.
     leaves, tree = jax.tree.flatten(variables)
     keys = jax.random.split(jax.random.key(9), len(leaves))
     leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves)]
-    variables = jax.tree.unflatten(tree, leaves)
-    return Network(mechanism, stack, variables, x, jit(lambda v, x: stack.apply(v, x)[0]))
+    return jax.tree.unflatten(tree, leaves), x
 
 
 def as_float64(tree: Any) -> Any:

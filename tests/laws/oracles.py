@@ -137,6 +137,71 @@ def masked_network(make_mask):
     return network
 
 
+def diag_network(params, mechanism, d, x):
+    """Softmax or ReLU attention inside blocks; ReLU's heads are merged and normalised together."""
+    n = x.shape[0]
+    places = np.arange(n)
+    mask = (places[:, None] // mechanism.block_size == places // mechanism.block_size) & full_mask(n, d, None)
+    for p in layers(params):
+        u = norm(x, p["mixer_norm"], d.norm)
+        if mechanism.score == "softmax":
+            mixed = softmax_attention(u, p["mixer"], mask, d)
+        else:
+            q, k, v = (project(u, p["mixer"][name]) for name in ("query", "key", "value"))
+            q, k = rotary(q, places), rotary(k, places)
+            group = d.num_heads // d.num_kv_heads
+            heads = []
+            for a in range(d.num_heads):
+                scores = relu(q[:, a] @ k[:, a // group].T / math.sqrt(d.head_dim)) * mask
+                heads.append(scores @ v[:, a // group])
+            scale = {"scale": p["mixer"]["attended_norm"]["scale"].reshape(-1)}
+            merged = norm(np.concatenate(heads, -1), scale, mechanism.norm)
+            mixed = merged @ p["mixer"]["out"]["kernel"].reshape(merged.shape[-1], -1)
+        x = x + mixed
+        x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
+    return norm(x, params["final_norm"], d.norm)
+
+
+def linformer_network(params, mechanism, d, x):
+    """Softmax over projected keys: row r of head a mixes the keys by E[a, r], the values by F[a, r]."""
+    n = x.shape[0]
+    places, group = np.arange(n), d.num_heads // d.num_kv_heads
+    for p in layers(params):
+        u, own = norm(x, p["mixer_norm"], d.norm), p["mixer"]
+        q, k, v = (project(u, own[name]) for name in ("query", "key", "value"))
+        q, k = rotary(q, places), rotary(k, places)
+        heads = []
+        for a in range(d.num_heads):
+            e, f = own["key_projection"], own.get("value_projection")
+            if mechanism.sharing == "none":
+                e, f = e[a // group], f[a // group]
+            logits = q[:, a] @ (e[:, :n] @ k[:, a // group]).T / math.sqrt(d.head_dim)
+            weights = softmax(logits, np.ones(logits.shape, bool))
+            heads.append(weights @ (f[:, :n] @ v[:, a // group]))
+        x = x + np.tensordot(np.stack(heads, 1), own["out"]["kernel"], axes=2)
+        x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
+    return norm(x, params["final_norm"], d.norm)
+
+
+def hopfield_network(params, mechanism, d, x):
+    """States drawn towards the keys that their tokens see; the last step reads the values."""
+    n = x.shape[0]
+    places, group, mask = np.arange(n), d.num_heads // d.num_kv_heads, full_mask(n, d, None)
+    for p in layers(params):
+        u, own = norm(x, p["mixer_norm"], d.norm), p["mixer"]
+        q, k, v = (project(u, own[name]) for name in ("query", "key", "value"))
+        q, k = rotary(q, places), rotary(k, places)
+        heads = []
+        for a in range(d.num_heads):
+            state, keys = q[:, a], k[:, a // group]
+            for _ in range(mechanism.steps - 1):
+                state = softmax(mechanism.beta * state @ keys.T, mask) @ keys
+            heads.append(softmax(mechanism.beta * state @ keys.T, mask) @ v[:, a // group])
+        x = x + np.tensordot(np.stack(heads, 1), own["out"]["kernel"], axes=2)
+        x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
+    return norm(x, params["final_norm"], d.norm)
+
+
 def layers(params):
     """The parameters of each layer in turn."""
 
@@ -274,4 +339,7 @@ NETWORKS = {
     "full": masked_network(full_mask),
     "local": masked_network(local_mask),
     "brl": brl_network,
+    "diag": diag_network,
+    "linformer": linformer_network,
+    "hopfield": hopfield_network,
 }

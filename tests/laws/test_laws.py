@@ -11,19 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import MECHANISMS
+from brl_jax.layers import MECHANISMS, HopfieldConfig
 from brl_jax.models import Stack
 from tests.laws.cases import CASES, dimensions, named
 from tests.laws.networks import LAYERS, LENGTH, as_float64, jit, network, relative_error
-from tests.laws.oracles import NETWORKS
+from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
+from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
+
+NETWORKS = {**SOFTMAX_NETWORKS, **STATE_NETWORKS}
 
 CAUSAL = named(lambda m: m.causal)
 FORMS = [(name, True) for name in CAUSAL] + [(name, False) for name in named(lambda m: m.bidirectional)]
 FORM_IDS = [f"{name}-{'causal' if is_causal else 'bidirectional'}" for name, is_causal in FORMS]
 
 
-# One variant of each mechanism, for laws that do not hang on its details.
-FIRST = [next(name for name in CAUSAL if type(CASES[name]) is kind) for kind in MECHANISMS.values()]
+# Each case in one form, the causal one where there is one; and one variant of each mechanism, for laws that do not
+# hang on its details.
+EACH = [(name, CASES[name].causal) for name in CASES]
+FIRST = [next(form for form in EACH if type(CASES[form[0]]) is kind) for kind in MECHANISMS.values()]
 
 
 def mechanism_of(name: str) -> str:
@@ -74,7 +79,7 @@ def test_law_3_oracle(name, is_causal):
 
     half = dataclasses.replace(d, dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16 implicitly
-        rough = net.stack.clone(dimensions=half).apply(net.variables, net.x.astype(jnp.bfloat16))[0]
+        rough = jit(net.stack.clone(dimensions=half).apply)(net.variables, net.x.astype(jnp.bfloat16))[0]
     assert rough.dtype == jnp.bfloat16
     # Where rounding the operands alone moves the exact result further than that, twice as far is allowed.
     rounded = as_float64(
@@ -165,17 +170,17 @@ def test_law_4_padding(name):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", named(lambda m: m.linear_cost and m.causal))
-def test_law_6_linear(name):
+@pytest.mark.parametrize(("name", "is_causal"), [form for form in EACH if CASES[form[0]].linear_cost])
+def test_law_6_linear(name, is_causal):
     """Doubling the length at most doubles (2.2) the temporary memory of forward and backward; nothing is n x n."""
     mechanism = default_size(name)
-    d = dimensions(True, d_model=32, head_dim=8, d_ff=32)
+    d = dimensions(is_causal, d_model=32, head_dim=8, d_ff=32)
     stack = Stack((mechanism,), d)
 
     def compiled(n):
         x = jax.ShapeDtypeStruct((1, n, 32), jnp.float32)
         variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
-        return jax.jit(jax.grad(lambda v, x: stack.apply(v, x)[0].sum())).lower(variables, x).compile()
+        return jit(jax.grad(lambda v, x: stack.apply(v, x)[0].sum())).lower(variables, x).compile()
 
     short, long = compiled(2**14), compiled(2**15)
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (short, long)]
@@ -187,14 +192,15 @@ def test_law_6_linear(name):
 def default_size(name):
     """The case with windows, blocks and token counts as in use."""
     sizes = {"window": 256, "num_compressed": 64, "block_size": 512, "history_size": 512, "num_global": 16}
+    sizes |= {"num_projected": 256, "max_length": 2**15, "chunk_size": 128}
     fields = {field.name for field in dataclasses.fields(CASES[name])}
     return dataclasses.replace(CASES[name], **{k: v for k, v in sizes.items() if k in fields})
 
 
-@pytest.mark.parametrize("name", FIRST)
-def test_law_7_composes(name):
+@pytest.mark.parametrize(("name", "is_causal"), FIRST)
+def test_law_7_composes(name, is_causal):
     """vmap, checkpoint, one token (jit, grad, scan, grouped heads and ragged lengths run in all laws)."""
-    net = network(name, True)
+    net = network(name, is_causal)
     expected = net.run(net.variables, net.x)
     mapped = jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
     assert relative_error(mapped, expected) < 1e-5
@@ -207,13 +213,14 @@ def test_law_7_composes(name):
         assert relative_error(a, b) < 1e-4
     one = net.run(net.variables, net.x[:, :1])
     assert one.shape == (2, 1, 16)
-    assert relative_error(one, expected[:, :1]) < 1e-5
+    if is_causal:
+        assert relative_error(one, expected[:, :1]) < 1e-5
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_law_8_lowers_for_tpu(name):
+@pytest.mark.parametrize(("name", "is_causal"), EACH)
+def test_law_8_lowers_for_tpu(name, is_causal):
     """A host without a TPU lowers training for it (compilation: tests/laws/test_tpu.py)."""
-    net = network(name, True)
+    net = network(name, is_causal)
     step = jit(jax.grad(lambda v, x: net.stack.apply(v, x)[0].sum()))
     text = step.trace(net.variables, net.x).lower(lowering_platforms=("tpu",)).as_text()
     assert "func.func public @main" in text
@@ -227,7 +234,28 @@ def test_law_5_window_over_everything_is_full_attention():
     narrow = Stack(
         (dataclasses.replace(CASES["local-sliding"], window=LENGTH - 1),) * LAYERS, dimensions(True)
     )
-    assert relative_error(narrow.apply(full.variables, full.x)[0], full.run(full.variables, full.x)) > 1e-4
+    assert (
+        relative_error(jit(narrow.apply)(full.variables, full.x)[0], full.run(full.variables, full.x)) > 1e-4
+    )
+
+
+def test_law_5_one_diagonal_block_is_full_attention():
+    full = network("full", True)
+    wide, narrow = (
+        Stack((dataclasses.replace(CASES["diag-softmax"], block_size=size),) * LAYERS, dimensions(True))
+        for size in (LENGTH, LENGTH - 1)
+    )
+    expected = full.run(full.variables, full.x)
+    assert relative_error(jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x), expected) < 1e-5
+    assert relative_error(jit(narrow.apply)(full.variables, full.x)[0], expected) > 1e-4
+
+
+def test_law_5_one_hopfield_step_is_full_attention():
+    full = network("full", True)
+    one, two = (Stack((HopfieldConfig(steps=steps),) * LAYERS, dimensions(True)) for steps in (1, 2))
+    expected = full.run(full.variables, full.x)
+    assert relative_error(jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
+    assert relative_error(jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
 
 
 @pytest.mark.parametrize("memory", ["output", "layer"])

@@ -1,0 +1,95 @@
+"""What the layers around attention with a state of fixed size share: their call and their decoding cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brl_jax.layers.common import sow_weights, token_positions
+from brl_jax.layers.mechanism import Dimensions, check_call
+
+
+class StateLayer(nn.Module):
+    """A layer whose cache is the state of its attention function; see `brl_jax.layers.mechanism` for the call.
+
+    A mechanism gives `init_state` and `mix`.
+    """
+
+    mechanism: Any
+    dimensions: Dimensions
+
+    def init_state(self, batch: int, length: int) -> Any:
+        """The attention function's state before the first of up to `length` tokens."""
+        raise NotImplementedError
+
+    def mix(self, x: Float[Array, "B T D"], positions: Any, call: dict[str, Any]) -> tuple[Array, Any]:
+        """The layer's output and, where call["return_state"], the new state.
+
+        `call` is passed to the attention function: is_causal, key_value_seq_lengths, segment_ids, state, return_state
+        and implementation.
+        """
+        raise NotImplementedError
+
+    def sow_weights(self, function: Callable[..., Array], value: Array, call: dict[str, Any]) -> None:
+        """`common.sow_weights` of function(value, **call), linear in the values, where no state has a part."""
+        if call["state"] is None and not call["return_state"]:
+            sow_weights(self, functools.partial(function, **call), value)
+
+    def init_cache(self, batch: int, length: int) -> dict[str, Any]:
+        """The state and the number of tokens in it."""
+        return {"state": self.init_state(batch, length), "index": jnp.zeros((), jnp.int32)}
+
+    def init_memory(self, batch: int) -> None:
+        return None
+
+    def memory_from_cache(self, cache: Any) -> None:
+        return None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        carry: Any = None,
+        cache: Any = None,
+        positions: Any = None,
+        lengths: Any = None,
+        segment_ids: Any = None,
+        count: Any = None,
+        deterministic: bool = True,
+    ):
+        d = self.dimensions
+        check_call(self.mechanism, segment_ids)
+        batch, length, _ = x.shape
+        call = {"is_causal": d.is_causal, "segment_ids": segment_ids, "implementation": d.implementation}
+        if cache is None:
+            positions = token_positions(length) if positions is None else positions
+            call |= {
+                "key_value_seq_lengths": None if d.is_causal else lengths,
+                "state": None,
+                "return_state": False,
+            }
+            y, _ = self.mix(x, positions, call)
+            return y, carry, None
+        positions = token_positions(length, cache["index"]) if positions is None else positions
+        # Tokens that don't exist are padding, which leaves no trace in a state.
+        exist = None if count is None else jnp.broadcast_to(jnp.asarray(count, jnp.int32), (batch,))
+        call |= {"key_value_seq_lengths": exist, "state": cache["state"], "return_state": True}
+        y, state = self.mix(x, positions, call)
+        return y, carry, {"state": state, "index": cache["index"] + (length if count is None else count)}
+
+
+def attend(function: Any, *args: Any, **call: Any) -> tuple[Array, Any]:
+    """The result of an attention function and its new state, None where call["return_state"] is False."""
+    result = function(*args, **call)
+    return result if call["return_state"] else (result, None)
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")

@@ -1,0 +1,143 @@
+"""Sizes and parts that all networks share, and the schedule of mechanisms over their layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+
+from brl_jax.attention.checks import check_choice
+from brl_jax.layers.brl import BRLConfig
+from brl_jax.layers.common import FeedForwardKind, NormKind
+from brl_jax.layers.mechanism import Dimensions, Mechanism
+from brl_jax.layers.parallel import ParallelConfig
+from brl_jax.models.stack import Remat
+
+Schedule = Literal["split", "alternate", "parallel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackConfig:
+    """Size and parts of a stack of layers, the inside of every network."""
+
+    num_layers: int = 4
+    """Layers."""
+    d_model: int = 256
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key/value heads; None for as many as query heads."""
+    d_ff: int | None = None
+    """Width inside the feed-forward network; None for 4 * d_model."""
+    ffn: FeedForwardKind = "glu_relu"
+    """The feed-forward network: gated by a ReLU or by a swish ("swiglu"), or a plain one with a ReLU ("relu")."""
+    mechanism: Mechanism = BRLConfig()
+    """What mixes tokens."""
+    late_mechanism: Mechanism | None = None
+    """A second mechanism, for some of the layers."""
+    schedule: Schedule = "split"
+    """Where the second mechanism stands: in the later layers ("split"), in every second one ("alternate"), or in
+    every layer beside the first, their outputs joined ("parallel")."""
+    early_layers: int | None = None
+    """Layers of the first mechanism: before those of the second begin ("split"; None: half of all, rounded up), or
+    before each of the second ("alternate"; None: one)."""
+    swap_mechanisms: bool = False
+    """The two mechanisms change places."""
+    rope_theta: float | None = 10000.0
+    """Base of the rotary frequencies; None for no rotary positions."""
+    norm: NormKind = "layer"
+    """LayerNorm or RMSNorm."""
+    use_bias: bool = False
+    """Biases in projections and norms."""
+    dropout: float = 0.0
+    """Rate after the embedding and after each sublayer."""
+    remat: Remat = "none"
+    """What a layer's backward pass computes again: nothing, all but matrix products, or all ("full")."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the computation; parameters are float32."""
+    implementation: Literal["xla", "pallas", "cudnn"] | None = None
+    """Of the attention functions; None picks by platform."""
+
+    def __post_init__(self):
+        for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name, kind in (("ffn", FeedForwardKind), ("schedule", Schedule), ("norm", NormKind)):
+            check_choice(name, getattr(self, name), get_args(kind))
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model must be a multiple of num_heads={self.num_heads}, got {self.d_model}")
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}")
+        if self.rope_theta is not None and (self.d_model // self.num_heads) % 2:
+            raise ValueError(
+                f"rotary positions need an even head_dim, got d_model / num_heads = {self.d_model // self.num_heads}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.late_mechanism is None:
+            for name, alone in (("schedule", "split"), ("early_layers", None), ("swap_mechanisms", False)):
+                if getattr(self, name) != alone:
+                    raise ValueError(
+                        f"{name} must be {alone!r} without a late_mechanism, got {getattr(self, name)!r}"
+                    )
+        elif self.early_layers is not None:
+            if self.schedule == "parallel":
+                raise ValueError(
+                    f"early_layers must be None with schedule 'parallel', in which every layer has both mechanisms, "
+                    f"got {self.early_layers}"
+                )
+            ends = (0, self.num_layers) if self.schedule == "split" else (1, self.num_layers - 1)
+            if not ends[0] <= self.early_layers <= ends[1]:
+                raise ValueError(
+                    f"early_layers must be {ends[0]} to {ends[1]} with schedule {self.schedule!r} over "
+                    f"{self.num_layers} layers, got {self.early_layers}"
+                )
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """The mechanism of each layer."""
+        if self.late_mechanism is None:
+            return (self.mechanism,) * self.num_layers
+        first, second = self.mechanism, self.late_mechanism
+        if self.swap_mechanisms:
+            first, second = second, first
+        early = self.early_layers
+        if self.schedule == "parallel":
+            return (ParallelConfig(first, second),) * self.num_layers
+        if self.schedule == "alternate":
+            run = 1 if early is None else early
+            return tuple(second if i % (run + 1) == run else first for i in range(self.num_layers))
+        early = (self.num_layers + 1) // 2 if early is None else early
+        return (first,) * early + (second,) * (self.num_layers - early)
+
+    def make_dimensions(self, is_causal: bool) -> Dimensions:
+        """What each layer of a decoder (is_causal) or an encoder is told.
+
+        Raises:
+          ValueError: a mechanism cannot serve there.
+        """
+        dimensions = Dimensions(
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            head_dim=self.d_model // self.num_heads,
+            d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
+            ffn=self.ffn,
+            is_causal=is_causal,
+            rope_theta=self.rope_theta,
+            norm=self.norm,
+            use_bias=self.use_bias,
+            dropout=self.dropout,
+            residual_scale=1.0 / (2 * self.num_layers),
+            dtype=jnp.dtype(self.dtype),
+            implementation=self.implementation,
+        )
+        for mechanism in set(self.mechanisms):
+            mechanism.check(dimensions)
+        return dimensions

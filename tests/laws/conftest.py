@@ -1,0 +1,14 @@
+"""The laws of one case run in one process, which compiles its network once (`--dist loadgroup` in pyproject)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.laws.cases import CASES
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("name")
+        if name in CASES and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group(name))

@@ -1,0 +1,161 @@
+"""Networks of the mechanisms with a state of fixed size, in float64 NumPy (see `tests.laws.oracles`).
+
+Weights are written as dense (n, n) matrices and recurrences token by token: neither chunks nor states of chunks.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from brl_jax.attention.performer import performer_projection
+from tests.laws.oracles import feed_forward, full_mask, layers, norm, project, rotary
+
+
+def residual_network(mix):
+    """Pre-norm blocks around mix(normalised input (n, d), parameters, mechanism, dimensions) -> (n, d)."""
+
+    def network(params, mechanism, d, x):
+        for p in layers(params):
+            x = x + mix(norm(x, p["mixer_norm"], d.norm), p["mixer"], mechanism, d)
+            x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
+        return norm(x, params["final_norm"], d.norm)
+
+    return network
+
+
+def head_inputs(u, p, d, rotated=True):
+    """Query (n, h), key (n, h) and value (n, h) of each query head."""
+    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    if rotated:
+        q, k = rotary(q, np.arange(len(u))), rotary(k, np.arange(len(u)))
+    group = d.num_heads // d.num_kv_heads
+    return [(q[:, a], k[:, a // group], v[:, a // group]) for a in range(d.num_heads)]
+
+
+def merge(heads, p):
+    return np.tensordot(np.stack(heads, 1), p["out"]["kernel"], axes=2)
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def silu(z):
+    return z * sigmoid(z)
+
+
+def elu(z):
+    positive = np.real(z) > 0
+    return np.where(positive, z, np.exp(np.where(positive, 0, z)) - 1)
+
+
+FEATURES = {"elu+1": lambda z: elu(z) + 1, "elu": elu, "relu": lambda z: z * (np.real(z) > 0)}
+
+
+def linear_mix(u, p, m, d):
+    phi = FEATURES[m.feature_map]
+    heads = []
+    for q, k, v in head_inputs(u, p, d):
+        w = phi(q) @ phi(k).T * full_mask(len(u), d, m)
+        heads.append((w / w.sum(-1, keepdims=True) if m.normalize else w) @ v)
+    return merge(heads, p)
+
+
+def delta_mix(u, p, m, d):
+    """The recurrence S <- S + beta k (v - S^T k)^T, o = S^T q."""
+    beta = sigmoid(u @ p["beta"]["kernel"])
+    group = d.num_heads // d.num_kv_heads
+    heads = []
+    for a, (q, k, v) in enumerate(head_inputs(u, p, d, rotated=False)):
+        q, k, v = silu(q), silu(k), silu(v)
+        k = k / np.sqrt((k * k).sum(-1, keepdims=True))
+        state = np.zeros((k.shape[1], v.shape[1]), u.dtype)
+        out = []
+        for t in range(len(u)):
+            state = state + beta[t, a // group] * np.outer(k[t], v[t] - state.T @ k[t])
+            out.append(state.T @ q[t])
+        heads.append(norm(np.stack(out), {"scale": p["head_norm"]["scale"][a]}, d.norm))
+    return merge(heads, p)
+
+
+def norm_mix(u, p, m, d):
+    phi = FEATURES[m.feature_map]
+    heads = [phi(q) @ phi(k).T * full_mask(len(u), d, m) @ v for q, k, v in head_inputs(u, p, d)]
+    merged = norm(np.concatenate(heads, -1), {"scale": p["norm_scale"].reshape(-1)}, m.norm)
+    return merged @ p["out"]["kernel"].reshape(merged.shape[-1], -1)
+
+
+def cosformer_mix(u, p, m, d):
+    i = np.arange(len(u))
+    nearness = np.cos(np.pi * (i[:, None] - i) / (2 * m.max_length)) * full_mask(len(u), d, m)
+    heads = []
+    for q, k, v in head_inputs(u, p, d, rotated=False):
+        w = FEATURES["relu"](q) @ FEATURES["relu"](k).T * nearness
+        total = w.sum(-1, keepdims=True)
+        heads.append(w @ v / np.where(np.real(total) > 1e-6, total, 1e-6))
+    return merge(heads, p)
+
+
+def performer_mix(u, p, m, d):
+    # Which directions are drawn is the projection's own business; its test is in tests/attention.
+    directions = performer_projection(jax.random.key(m.seed), m.features(d.head_dim), d.head_dim)
+    directions = np.asarray(directions, np.float64)
+
+    def phi(x):
+        x = x / d.head_dim**0.25
+        return np.exp(x @ directions.T - (x * x).sum(-1, keepdims=True) / 2)
+
+    heads = []
+    for q, k, v in head_inputs(u, p, d):
+        w = phi(q) @ phi(k).T * full_mask(len(u), d, m)
+        heads.append(w / w.sum(-1, keepdims=True) @ v)
+    return merge(heads, p)
+
+
+def gated_network(attend):
+    """Gated attention units without feed-forward networks; attend(maps, v, bias(i - j), mechanism, dimensions)."""
+
+    def network(params, mechanism, d, x):
+        places = np.arange(len(x))
+        for p in layers(params):
+            u, p = norm(x, p["mixer_norm"], d.norm), p["mixer"]
+            z = silu(u @ p["shared"]["kernel"])
+            maps = [
+                rotary((z * scale + offset)[:, None], places)[:, 0]
+                for scale, offset in zip(p["scale"], p["offset"])
+            ]
+            turned = [
+                rotary(np.stack([p[f"bias_{side}"]] * len(x)), places)[:, 0] for side in ("left", "right")
+            ]
+            attended = attend(maps, silu(u @ p["value"]["kernel"]), turned[0] @ turned[1].T, mechanism, d)
+            x = x + (silu(u @ p["gate"]["kernel"]) * attended) @ p["out"]["kernel"]
+        return norm(x, params["final_norm"], d.norm)
+
+    return network
+
+
+def gau_attend(maps, v, bias, m, d):
+    mask = full_mask(len(v), d, m)
+    q, k = maps
+    return FEATURES["relu"](q @ k.T / mask.sum(-1, keepdims=True) + bias) ** 2 * mask @ v
+
+
+def flash_attend(maps, v, bias, m, d):
+    chunk = np.arange(len(v)) // m.chunk_size
+    same = chunk[:, None] == chunk
+    before = chunk[:, None] > chunk if d.is_causal else np.ones_like(same)
+    q, k, linear_q, linear_k = maps
+    inside = FEATURES["relu"](q @ k.T / m.chunk_size + bias) ** 2 * (same & full_mask(len(v), d, m))
+    return (inside + linear_q @ linear_k.T / m.chunk_size * before) @ v
+
+
+NETWORKS = {
+    "gau": gated_network(gau_attend),
+    "flash": gated_network(flash_attend),
+    "linear": residual_network(linear_mix),
+    "norm": residual_network(norm_mix),
+    "cosformer": residual_network(cosformer_mix),
+    "performer": residual_network(performer_mix),
+    "deltanet": residual_network(delta_mix),
+}

@@ -1,0 +1,74 @@
+"""The attention matrices that layers expose are those their outputs are made with."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import MECHANISMS, Dimensions
+
+# Between the matrix and the output projection these have nothing.
+PLAIN = {
+    "full": {},
+    "local": {"window": 4},
+    "diag": {"block_size": 4},
+    "linformer": {"num_projected": 3, "max_length": 16},
+    "hopfield": {},
+    "linear": {"chunk_size": 4},
+}
+LENGTH = 10
+
+
+def _layer(name, options):
+    config = MECHANISMS[name](**options)
+    dimensions = Dimensions(16, 4, 2, 4, 16, is_causal=config.causal)
+    return config.layer(dimensions)
+
+
+def _inputs(layer):
+    x = jax.random.normal(jax.random.key(0), (2, LENGTH, 16))
+    variables = layer.init(jax.random.key(1), x)
+    return x, nn.unbox(variables)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_weights_times_values_are_the_output(name):
+    layer = _layer(name, PLAIN[name])
+    x, variables = _inputs(layer)
+    assert "maps" not in variables  # quadratic: never made where nobody asked
+    (y, _, _), sown = layer.apply(variables, x, mutable="maps")
+    (weights,) = sown["maps"]["weights"]
+    assert weights.shape == (2, 4, LENGTH, LENGTH)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
+    value = np.einsum("btd,dnh->btnh", x, params["value"]["kernel"])
+    attended = np.einsum("bnts,bsnh->btnh", weights, np.repeat(value, 2, axis=2))
+    np.testing.assert_allclose(
+        np.einsum("btnh,nhd->btd", attended, params["out"]["kernel"]), y, rtol=1e-3, atol=1e-5
+    )
+    np.testing.assert_array_equal(layer.apply(variables, x)[0], y)
+
+
+@pytest.mark.parametrize("name", ["full", "local", "diag", "hopfield", "linear", "deltanet"])
+def test_no_weight_on_the_future_and_none_while_decoding(name):
+    layer = _layer(name, PLAIN.get(name, {}))
+    x, variables = _inputs(layer)
+    _, sown = layer.apply(variables, x, mutable="maps")
+    (weights,) = sown["maps"]["weights"]
+    assert bool(jnp.isfinite(weights).all())
+    np.testing.assert_array_equal(np.triu(np.asarray(weights), 1), 0)
+    assert (np.abs(np.asarray(weights)).sum(-1) > 0).all()
+    _, sown = layer.apply(variables, x, cache=layer.init_cache(2, LENGTH), mutable="maps")
+    assert not sown
+
+
+def test_a_bidirectional_matrix_sees_both_sides():
+    (weights,) = _sown_by_a_bidirectional_layer("full")
+    assert (np.asarray(weights) > 0).all()
+    np.testing.assert_allclose(weights.sum(-1), 1.0, rtol=1e-5)
+
+
+def _sown_by_a_bidirectional_layer(name):
+    layer = MECHANISMS[name]().layer(Dimensions(16, 4, 2, 4, 16, is_causal=False))
+    x, variables = _inputs(layer)
+    return layer.apply(variables, x, mutable="maps")[1]["maps"]["weights"]

@@ -1,0 +1,133 @@
+"""Schedules of mechanisms over layers: which layer gets which, and networks of several kinds."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import BRLConfig, DiagConfig, FullConfig, LocalConfig
+from brl_jax.layers.parallel import ParallelConfig
+from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
+from tests.laws.cases import dimensions
+from tests.laws.networks import jit, relative_error
+
+A, B = DiagConfig(block_size=4), FullConfig()
+BOTH = {"mechanism": A, "late_mechanism": B}
+
+
+def layers(num_layers, **options):
+    """The kinds of the layers, a for A and b for B."""
+    mechanisms = StackConfig(num_layers=num_layers, **options).mechanisms
+    return "".join(
+        {A: "a", B: "b", ParallelConfig(A, B): "p", ParallelConfig(B, A): "q"}[m] for m in mechanisms
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "options", "expected"),
+    [
+        (3, {"mechanism": A}, "aaa"),
+        (5, BOTH, "aaabb"),
+        (6, BOTH | {"early_layers": 0}, "bbbbbb"),
+        (6, BOTH | {"early_layers": 2}, "aabbbb"),
+        (6, BOTH | {"early_layers": 6}, "aaaaaa"),
+        (6, BOTH | {"early_layers": 2, "swap_mechanisms": True}, "bbaaaa"),
+        (5, BOTH | {"schedule": "alternate"}, "ababa"),
+        (4, BOTH | {"schedule": "alternate", "swap_mechanisms": True}, "baba"),
+        (6, BOTH | {"schedule": "alternate", "early_layers": 2}, "aabaab"),
+        (2, BOTH | {"schedule": "parallel"}, "pp"),
+        (2, BOTH | {"schedule": "parallel", "swap_mechanisms": True}, "qq"),
+    ],
+)
+def test_which_layer_gets_which(num_layers, options, expected):
+    assert layers(num_layers, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (BOTH | {"schedule": "altrnate"}, "schedule must be one of .*, got 'altrnate'; did you mean 'alternate'?"),
+        ({"schedule": "alternate"}, "schedule must be 'split' without a late_mechanism, got 'alternate'"),
+        ({"early_layers": 1}, "early_layers must be None without a late_mechanism, got 1"),
+        ({"swap_mechanisms": True}, "swap_mechanisms must be False without a late_mechanism, got True"),
+        (BOTH | {"early_layers": 5}, "early_layers must be 0 to 4 with schedule 'split' over 4 layers, got 5"),
+        (BOTH | {"early_layers": 0, "schedule": "alternate"}, "early_layers must be 1 to 3 .*, got 0"),
+        (BOTH | {"early_layers": 2, "schedule": "parallel"}, "early_layers must be None with schedule 'parallel'"),
+        ({"ffn": "swiglue"}, "ffn must be one of .*, got 'swiglue'; did you mean 'swiglu'?"),
+        ({"norm": "batch"}, "norm must be one of 'layer', 'rms', got 'batch'"),
+    ],
+)  # fmt: skip
+def test_schedules_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        StackConfig(**options)
+
+
+@pytest.mark.parametrize("partner", [BRLConfig(), BRLConfig(memory="layer")])
+def test_a_carry_cannot_share_a_layer(partner):
+    with pytest.raises(ValueError, match="BRLConfig cannot share a layer"):
+        DecoderConfig(mechanism=A, late_mechanism=partner, schedule="parallel")
+
+
+LOCAL = LocalConfig(window=3)
+BRL = BRLConfig(window=3, num_compressed=2, block_size=8)
+NETWORKS = {
+    "split": {"mechanism": A, "late_mechanism": LOCAL, "ffn": "swiglu"},
+    "split-brl": {"mechanism": BRL, "late_mechanism": A},
+    "alternate": {"mechanism": LOCAL, "late_mechanism": B, "schedule": "alternate", "early_layers": 2},
+    "parallel": {**BOTH, "schedule": "parallel", "ffn": "relu", "norm": "rms"},
+}
+
+# One program is enough of a network whose own segments cut what comes.
+SIZES = {"split-brl": (7, 7, 7)}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_generation_is_training(name):
+    """Prefill and steps through caches of several kinds give the logits of the whole text at once."""
+    config = DecoderConfig(num_layers=3, d_model=16, num_heads=2, d_ff=24, vocab_size=11, **NETWORKS[name])
+    model = DecoderLM(config)
+    tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 11)
+    variables = nn.unbox(jit(model.init)(jax.random.key(1), tokens))
+    run = jit(lambda params: model.apply({"params": params}, tokens)[0])
+    expected = run(variables["params"])
+    step = jit(lambda v, tokens, cache: model.apply(v, tokens, cache=cache))
+    cache, outputs, start = model.init_cache(2, 21), [], 0
+    for size in SIZES.get(name, (6, 1, 1, 6, 1, 6)):
+        logits, cache = step(variables, tokens[:, start : start + size], cache)
+        outputs.append(logits)
+        start += size
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-4)
+    # Each kind of layer counts.
+    stack = variables["params"]["stack"]
+    groups = [group for group in stack if group.startswith("layers")]
+    assert len(groups) == (1 if name == "parallel" else 2)
+    for group in groups:
+        without = stack | {group: jax.tree.map(jnp.zeros_like, stack[group])}
+        assert relative_error(run(variables["params"] | {"stack": without}), expected) > 1e-2
+
+
+def test_parallel_is_one_projection_of_both():
+    """Heads of both side by side, times one matrix of twice the height, whose halves the two layers hold."""
+    d = dimensions(True)
+    layer = ParallelConfig(A, B).layer(d)
+    x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+    params = nn.unbox(layer.init(jax.random.key(1), x))["params"]
+    heads = []
+    for name, mechanism in (("first", A), ("second", B)):
+        # With the identity for its projection a layer gives its merged heads.
+        own = {**params[name], "out": {"kernel": jnp.eye(16).reshape(4, 4, 16)}}
+        heads.append(mechanism.layer(d).apply({"params": own}, x)[0])
+    matrix = jnp.concatenate([params[name]["out"]["kernel"].reshape(16, 16) for name in ("first", "second")])
+    expected = jnp.concatenate(heads, axis=-1) @ matrix
+    assert relative_error(layer.apply({"params": params}, x)[0], expected) < 1e-5
+
+
+def test_parallel_starts_as_one_projection_would():
+    """The joint output matrix has the variance of its doubled fan-in."""
+    d = dataclasses.replace(dimensions(True), d_model=128, num_heads=4, num_kv_heads=4, head_dim=32)
+    kernel = nn.unbox(ParallelConfig(A, B).layer(d).init(jax.random.key(0), jnp.ones((1, 2, 128))))
+    deviation = float(jnp.std(kernel["params"]["first"]["out"]["kernel"]))
+    assert deviation == pytest.approx((1 / 256) ** 0.5, rel=0.05)
