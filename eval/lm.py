@@ -18,7 +18,8 @@ import flax.linen as nn
 import jax
 from etils import epath
 
-from brl_jax.models import DecoderLM
+from brl_jax.layers import mechanism_name
+from brl_jax.models import DecoderConfig, DecoderLM
 from train.checkpoint import Checkpoints
 from train.config import LmConfig, parse_options, read_json
 from train.data import load
@@ -83,6 +84,12 @@ def read_run(workdir: str, checkpoint: str) -> tuple[LmConfig, DecoderLM, Any, i
                 raise
             say(f"{error}; trying the one before it")
     raise AssertionError("unreachable: there is at least one candidate")
+
+
+def mechanism_names(config: DecoderConfig) -> str:
+    """The names of a network's mechanisms, for people: "diag+norm"."""
+    used = (config.mechanism, config.late_mechanism)
+    return "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
 """Checkpoints of a run: written in the background, checked when read, the last few and the best one kept.
 
 A checkpoint is folder/STEP with three items: `params`, `rest` (what else a step changes: optimiser, step,
-random key, carried memory) and `meta` (configuration, input position, held-out loss, digests). Damage that
-the storage format does not notice by itself is found by digests of the arrays' bits.
+random key, carried memory, moments of the gradients) and `meta` (configuration, input position, held-out
+loss, digests). Damage that the storage format does not notice by itself is found by digests of the arrays'
+bits.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def _abstract(tree: Any) -> Any:
 def _split(state: TrainState) -> dict[str, Any]:
     """The items of a state's arrays, each a pytree of plain containers."""
     rest = {"step": state.step, "opt_state": state.opt_state, "key": state.key, "memory": state.memory}
+    if state.moments is not None:
+        rest["moments"] = state.moments
     return {"params": state.params, "rest": rest}
 
 

@@ -80,6 +80,8 @@ class LoopConfig:
     """How many of the last checkpoints are kept, besides the one of the lowest held-out loss."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
+    log_gradient_std: bool = False
+    """Log the relative standard deviation over the run of the gradients' norms (train/moments.py)."""
 
     def __post_init__(self):
         if not self.workdir:
@@ -251,8 +253,14 @@ def _one_line(complaint: str) -> str:
     message = re.sub(r"^Error parsing (loop|data|model|optimizer|[A-Z]\w*): ", "", message)
     message = re.sub(r"^Error parsing (?:model\.)?((?:late_)?mechanism): ", r"\1.", message)
     message = message.removeprefix("Error parsing ")
+    message = re.sub(r"invalid choice '(.*?)' .*Expected one of \((.*?)\)\.?", _with_nearest, message)
     usage = [lines[i + 1] for i, line in enumerate(lines[:-1]) if line == "Argument helptext:"]
     return message + (f"; expected {usage[0]}" if usage else "")
+
+
+def _with_nearest(choice: re.Match[str]) -> str:
+    near = difflib.get_close_matches(choice[1], re.findall(r"'(.*?)'", choice[2]), n=1)
+    return choice[0].removesuffix(".") + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _options(config: Any) -> list[str]:

@@ -225,6 +225,7 @@ def _begin(
             key=run_key,
             rows=loop.batch // loop.accumulation,
             accumulation=loop.accumulation,
+            log_gradient_std=loop.log_gradient_std,
         )
 
     def check(meta: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14) and a small default for any
-machine."""
+"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14), TransNormer's (table 13) and a small
+default for any machine."""
 
 from __future__ import annotations
 
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.config import LmConfig, LoopConfig, ModelConfig
 from train.data import DataConfig
 from train.optimizer import OptimizerConfig
@@ -57,7 +58,35 @@ def _openwebtext(mechanism: Mechanism) -> LmConfig:
 
 
 def _brl(size: int, block: int) -> BRLConfig:
-    return BRLConfig(window=size, num_compressed=size, block_size=block, history_size=block)
+    return BRLConfig(
+        window=size, num_compressed=size, block_size=block, history_size=block, compress_scale="m1"
+    )
+
+
+def _transnormer(variant: Variant) -> LmConfig:
+    """The paper's batch is 128 rows in all; its vocabulary of 267744 words is every word of the training text."""
+    return LmConfig(
+        loop=LoopConfig(
+            steps=100_000,
+            batch=128,
+            accumulation=8,
+            length=512,
+            eval_every=2_000,
+            checkpoint_every=1_000,
+            eval_tokens=0,
+        ),
+        data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="words:max=267744"),
+        model=transnormer(variant, ModelConfig, dropout=0.1, **TRANSNORMER_SIZES["wikitext103"]),
+        optimizer=OptimizerConfig(
+            learning_rate=5e-4,
+            warmup_steps=8_000,
+            decay="inverse_sqrt",
+            beta1=0.9,
+            beta2=0.98,
+            weight_decay=0.01,
+            clip_norm=0.0,
+        ),
+    )
 
 
 PRESETS: dict[str, LmConfig] = {
@@ -69,6 +98,8 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-brl": _wikitext103(_brl(128, 512)),
     "wikitext103-brl-64": _wikitext103(_brl(64, 512)),
     "wikitext103-brl-128": _wikitext103(_brl(128, 512)),
+    "wikitext103-transnormer-t1": _transnormer("t1"),
+    "wikitext103-transnormer-t2": _transnormer("t2"),
     "openwebtext-full": _openwebtext(FullConfig()),
     "openwebtext-local": _openwebtext(LocalConfig(window=256)),
     "openwebtext-brl": _openwebtext(_brl(256, 1024)),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, UInt32
 
+from train.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
 from train.optimizer import Schedule
 
 Batch = Mapping[str, Any]
@@ -56,6 +57,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: optax's state.
       key: (2,) uint32, the run's random key; a step's own is folded out of it.
       memory: what each microbatch's rows carry, stacked: leaves (accumulation, ...).
+      moments: of the gradients so far (`train.moments`), or None where they are not logged.
     """
 
     step: Int[Array, ""]
@@ -63,6 +65,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     key: UInt32[Array, " key"]
     memory: Any
+    moments: GradientMoments | None = None
 
 
 def fresh_memory(objective: Objective, rows: int, accumulation: int) -> Any:
@@ -81,11 +84,13 @@ def init_state(
     key: Array,
     rows: int,
     accumulation: int,
+    log_gradient_std: bool = False,
 ) -> TrainState:
     """The state before the first step.
 
     Args:
       params: unboxed parameters; key: the run's typed random key; rows: rows of a microbatch.
+      log_gradient_std: whether steps keep and report the moments of the gradients.
     """
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -93,6 +98,7 @@ def init_state(
         opt_state=optimizer.init(params),
         key=jax.random.key_data(key),
         memory=fresh_memory(objective, rows, accumulation),
+        moments=fresh_moments(params) if log_gradient_std else None,
     )
 
 
@@ -109,7 +115,8 @@ def make_train_step(
     batch: "reset", a bool scalar that clears the memory, and arrays (accumulation * rows, ...). Rows [a *
     rows, (a + 1) * rows) are microbatch a, which carries its own memory; gradients are summed over the
     microbatches and divided by the weight of all targets, so that they equal those of one large batch.
-    metrics: float32 scalars "loss" (mean over the targets), "grad_norm" (before clipping), "learning_rate".
+    metrics: float32 scalars "loss" (mean over the targets), "grad_norm" (before clipping), "learning_rate", and where
+    the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far (`train.moments`).
 
     Raises:
       ValueError: when traced with a number of rows that accumulation doesn't divide.
@@ -153,11 +160,16 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
+        moments = state.moments
+        if moments is not None:
+            moments = add_gradient(moments, grads)
+            metrics |= relative_deviations(moments)
         state = state.replace(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             memory=memory,
+            moments=moments,
         )
         return state, metrics
 

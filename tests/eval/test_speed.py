@@ -1,33 +1,43 @@
 """eval.speed: what it prints and writes, that it refuses wrong results, and that it can be interrupted."""
 
+import dataclasses
 import json
+import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from brl_jax.attention.full import full_attention
-from eval import speed
+from brl_jax.layers import MECHANISMS, FullConfig
+from eval.speed import functions, layers, measure
+from eval.speed.__main__ import main
+from eval.speed.options import SpeedOptions
 from tests.attention import oracles
 from train.errors import RunError, UserError
 
 SMALL = ["--lengths", "40", "96", "--repeats", "2", "--heads", "2", "--head_dim", "8", "--window", "16"]
+FUNCTIONS = [*SMALL, "--levels", "functions"]
+TWO = ["--mechanisms", "full", "local"]
 
 
-def test_table_and_json(tmp_path, capsys):
+def test_functions_table_and_json(tmp_path, capsys):
     path = tmp_path / "speed.json"
-    speed.main([*SMALL, "--json", str(path)])
+    main([*FUNCTIONS, "--json", str(path)])
     result = json.loads(path.read_text())
     assert result["options"]["window"] == 16
     rows = {(row["length"], row["name"]): row for row in result["rows"]}
-    names = ["full", "local"] + ([speed.TORCH] if speed.has_torch(speed.SpeedOptions()) else [])
+    names = [*functions.CASES] + ([functions.TORCH] if functions.has_torch(SpeedOptions()) else [])
     assert set(rows) == {(n, name) for n in (40, 96) for name in names}
-    for row in rows.values():
-        assert row["forward_s"] > 0
-        assert row["forward_backward_s"] > 0
+    for (length, _), row in rows.items():
+        assert row["level"] == "functions"
         assert row["rounds"] == 2
-        base = rows[row["length"], names[-1] if len(names) == 3 else "full"]
-        assert row["forward_ratio"] == pytest.approx(base["forward_s"] / row["forward_s"])
+        base = rows[length, functions.TORCH if functions.TORCH in names else "full"]
+        for program in ("forward", "forward_backward"):
+            assert row[f"{program}_s"] > 0
+            assert row[f"{program}_ratio"] == pytest.approx(base[f"{program}_s"] / row[f"{program}_s"])
+            assert row[f"{program}_tokens_per_s"] == pytest.approx(length / row[f"{program}_s"])
     assert rows[96, "local"]["forward_temp_bytes"] > 0
     printed = capsys.readouterr().out
     assert "local" in printed
@@ -36,17 +46,104 @@ def test_table_and_json(tmp_path, capsys):
 
 
 def test_without_torch(capsys):
-    speed.main([*SMALL, "--torch", "False"])
+    main([*FUNCTIONS, "--torch", "False"])
     assert "torch" not in capsys.readouterr().out
+
+
+def test_every_listed_mechanism_has_a_layer_case():
+    cases = layers.cases(SpeedOptions(), 64)
+    assert [case.name for case in cases] == list(MECHANISMS)
+    assert {case.name: case.growth for case in cases}["full"] == 2
+    assert {case.name: case.growth for case in cases}["brl"] == 1
+
+
+def test_layers_table_json_and_pictures(tmp_path, capsys):
+    path, pictures = tmp_path / "speed.json", tmp_path / "pictures"
+    argv = [*SMALL, "--levels", "layers", "--mechanisms", "full", "--json", str(path)]
+    main([*argv, "--pictures", str(pictures)])
+    result = json.loads(path.read_text())
+    rows = {(row["length"], row["name"]): row for row in result["rows"]}
+    assert set(rows) == {(40, "full"), (96, "full")}
+    for row in rows.values():
+        assert row["level"] == "layers"
+        assert row["step_tokens_per_s"] == pytest.approx(1 / row["step_s"])
+        assert row["parameters"] == 4 * 16 * 16 + 3 * 16 * 64 + 3 * 16
+        assert row["forward_backward_temp_bytes"] > 0
+    kept = rows[96, "full"]["state_bytes"] - rows[40, "full"]["state_bytes"]
+    assert kept == (96 - 40) * 2 * 16 * 4  # a key and a value a token
+    growth = np.log(rows[96, "full"]["forward_s"] / rows[40, "full"]["forward_s"]) / np.log(96 / 40)
+    fitted = {entry["name"]: entry for entry in result["exponents"]}
+    assert fitted["full"]["forward_s"] == pytest.approx(growth)
+    printed = capsys.readouterr().out
+    assert "fitted exponents, n = 40 to 96" in printed
+    drawn = {picture.name for picture in pictures.iterdir()}
+    assert drawn == {
+        "scaling_curves.png",
+        "inference_heatmap.png",
+        "radar_chart.png",
+        "memory_scaling.png",
+        "combined_performance.png",
+    }
+    for picture in pictures.iterdir():
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class LeakyConfig(FullConfig):
+    """Full attention that sees the future, but not when it decodes."""
+
+    def layer(self, dimensions, **kwargs):
+        return super().layer(dataclasses.replace(dimensions, is_causal=False), **kwargs)
+
+
+def test_wrong_layer_gets_no_number(monkeypatch, capsys):
+    monkeypatch.setattr(layers, "default_config", lambda name, length: LeakyConfig())
+    with pytest.raises(RunError, match="wrong results: full at n = 40"):
+        main([*SMALL, "--levels", "layers", "--mechanisms", "full", "--lengths", "40"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "WRONG RESULT: decoding is off the forward pass" in printed
+
+
+def test_results_must_be_finite_and_of_their_shape():
+    layers.check_finite("output", jnp.ones(2), (2,))
+    with pytest.raises(measure.NoNumber, match="WRONG RESULT: output is not finite"):
+        layers.check_finite("output", jnp.asarray([1.0, jnp.nan]), (2,))
+    with pytest.raises(measure.NoNumber, match=r"WRONG RESULT: output has shape \(2,\), expected \(3,\)"):
+        layers.check_finite("output", jnp.ones(2), (3,))
+
+
+def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
+    """The smaller programs still get their numbers, and the table says why the others have none."""
+    monkeypatch.setattr(measure, "available_bytes", lambda: 700_000)
+    main([*FUNCTIONS, "--lengths", "400", "--torch", "False"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no room" in printed
+    assert "GiB of temporary memory" in printed
+    assert "WRONG" not in printed
+
+    rows = [{"length": 100, "name": "full", "note": "", "forward_s": 1.0, "forward_backward_s": 2.0}]
+    quadratic, linear = (measure.Case("full", growth, lambda: None) for growth in (2, 1))
+    measure.check_patience(quadratic, 400, rows, limit=49.0)
+    measure.check_patience(linear, 1600, rows, limit=49.0)
+    with pytest.raises(
+        measure.NoNumber, match=r"too slow: a round would take about 48 s.* n = 100; limit is 47 s"
+    ):
+        measure.check_patience(quadratic, 400, rows, limit=47.0)
+    measure.check_patience(quadratic, 50, rows, limit=0.1)
+
+
+def test_too_slow_in_a_run(capsys):
+    main([*FUNCTIONS, "--torch", "False", "--mechanisms", "full", "--limit", "1e-6"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "functions, full at n = 96: too slow: a round would take about 0 s" in printed
 
 
 def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
     """A function whose future leaks into the past is named, not timed, and the command fails."""
-    leaks = speed.Case(lambda options: full_attention, speed.CASES["full"].reference)
-    monkeypatch.setitem(speed.CASES, "full", leaks)
+    leaks = dataclasses.replace(functions.CASES["full"], function=lambda options: full_attention)
+    monkeypatch.setitem(functions.CASES, "full", leaks)
     path = tmp_path / "speed.json"
     with pytest.raises(RunError, match="wrong results: full at n = 40, full at n = 96"):
-        speed.main([*SMALL, "--torch", "False", "--json", str(path)])
+        main([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)])
     assert "WRONG RESULT" in " ".join(capsys.readouterr().out.split())
     for row in json.loads(path.read_text())["rows"]:
         assert ("forward_s" in row) == (row["name"] == "local")
@@ -54,70 +151,51 @@ def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
 
 def test_wrong_gradient_gets_no_number(monkeypatch):
     """A right output does not hide a wrong gradient."""
-    import jax
 
     def no_key_gradient(query, key, value):
         return full_attention(query, jax.lax.stop_gradient(key), value, is_causal=True)
 
-    monkeypatch.setitem(
-        speed.CASES, "full", speed.Case(lambda options: no_key_gradient, speed.CASES["full"].reference)
-    )
+    wrong = dataclasses.replace(functions.CASES["full"], function=lambda options: no_key_gradient)
+    monkeypatch.setitem(functions.CASES, "full", wrong)
     with pytest.raises(RunError, match="wrong results"):
-        speed.main([*SMALL, "--torch", "False"])
+        main([*FUNCTIONS, "--torch", "False"])
 
 
-def test_what_does_not_fit_is_skipped(monkeypatch, capsys):
-    """The smaller program still gets its number."""
-    monkeypatch.setattr(speed, "available_bytes", lambda: 700_000)
-    speed.main([*SMALL, "--lengths", "400", "--torch", "False"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "GiB of temporary memory" in printed
-    assert "WRONG" not in printed
-
-
-def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum):
     calls = []
+    handler = signal.getsignal(signal.SIGTERM)
 
     def interrupt(*args):
         calls.append(1)
         if len(calls) > 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(signum)
         return original(*args)
 
-    original = speed.verify
-    monkeypatch.setattr(speed, "verify", interrupt)
+    original = functions.verify
+    monkeypatch.setattr(functions, "verify", interrupt)
     path = tmp_path / "speed.json"
     with pytest.raises(KeyboardInterrupt):
-        speed.main([*SMALL, "--torch", "False", "--json", str(path)])
+        main([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     assert [(row["length"], row["name"]) for row in rows if row.get("forward_s")] == [
         (40, "full"),
         (40, "local"),
     ]
-    assert "local" in capsys.readouterr().out
-
-
-def test_target_lines(monkeypatch):
-    monkeypatch.setattr(speed, "has_torch", lambda options: True)
-    rows = [
-        {"length": 8192, "name": "local", "note": "", "forward_ratio": 7.04, "forward_backward_ratio": 7.9},
-        {"length": 32768, "name": "local", "note": "", "forward_ratio": None, "forward_backward_ratio": None},
+    assert [row["note"] for row in rows if row["length"] == 96] == [
+        "interrupted: not timed to the end of a round"
     ]
-    lines = speed.target_lines(rows, speed.SpeedOptions())
-    assert len(lines) == 2
-    assert "7.0 times" in lines[0]
-    assert lines[0].endswith("target 6: met")
-    assert lines[1].endswith("target 8: NOT met")
-    assert speed.target_lines(rows, speed.SpeedOptions(window=128)) == []
+    assert "local" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_reference_equals_oracle():
     """The sampled reference of the script against the tests' own."""
     rng = np.random.default_rng(0)
     arrays = tuple(rng.standard_normal((1, 90, 2, 4)).astype(np.float32) for _ in range(4))
-    options = speed.SpeedOptions(window=11)
+    options = SpeedOptions(window=11)
     rows, tail = np.union1d([3, 17], np.arange(60, 90)), 60
-    got = speed.CASES["local"].reference(options, arrays, rows, tail)
+    got = functions.CASES["local"].reference(options, arrays, rows, tail)
     visible = oracles.pairs(90, 90, oracles.sliding(10, 0))
     out, _ = oracles.softmax_attention(*arrays[:3], visible)
     d_query, d_key, d_value, _ = oracles.softmax_attention_gradients(*arrays[:3], visible, arrays[3])
@@ -130,25 +208,31 @@ def test_reference_equals_oracle():
     [
         (["--lengths", "0"], "lengths must be one or more numbers of at least 1, got"),
         (["--window", "0"], "window must be at least 1, got 0"),
+        (["--limit", "0"], "limit must be above 0, got 0"),
         (["--mechanisms", "locall"], "mechanisms must be out of full, local.*, got locall"),
+        (
+            ["--mechanisms", "brl", "--levels", "functions"],
+            "mechanisms of the level functions must be out of",
+        ),
+        (["--levels", "function"], "levels"),
+        (["--levels", "functions", "--pictures", "p"], "pictures are of layers: levels must have layers"),
         (["--dtype", "float8"], "dtype"),
         (["--lenghts", "3"], "did you mean --lengths"),
         (["--json", "/does/not/exist.json"], "--json: expected a file in a folder that can be written to"),
+        (["--pictures", "/proc/nowhere"], "--pictures: cannot write under"),
     ],
 )
 def test_bad_input(argv, message):
     with pytest.raises(UserError, match=message) as error:
-        speed.main(argv)
+        main(argv)
     assert "\n" not in str(error.value)
 
 
-def test_bfloat16_results_are_checked_too():
-    rows = []
-    from rich.progress import Progress
-
-    options = speed.SpeedOptions(lengths=(64,), heads=2, head_dim=16, window=8, dtype="bfloat16", repeats=1)
-    with Progress(disable=True) as progress:
-        speed.measure(options, 64, rows, progress)
-    assert rows
+def test_bfloat16_results_are_checked_too(tmp_path):
+    path = tmp_path / "speed.json"
+    argv = ["--lengths", "64", "--dtype", "bfloat16", "--mechanisms", "full", "--repeats", "1"]
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote 16-bit types without saying so
+        main([*SMALL, *argv, "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["level"] for row in rows} == {"functions", "layers"}
     assert all(row["note"] == "" for row in rows)
-    assert jnp.dtype(options.dtype) == jnp.bfloat16

@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, mechanism_name
 from train.config import (
     LmConfig,
     LoopConfig,
@@ -76,6 +76,16 @@ def test_a_late_mechanism():
     assert _parse("--late-mechanism none").model.late_mechanism is None
 
 
+def test_a_schedule():
+    config = _parse(
+        "--num_layers 6 --mechanism local --late_mechanism full --schedule alternate --early_layers 2 "
+        "--swap_mechanisms True --ffn swiglu"
+    )
+    assert [type(m) for m in config.model.mechanisms] == [FullConfig, FullConfig, LocalConfig] * 2
+    assert config.model.ffn == "swiglu"
+    assert from_json(LmConfig, json.loads(json.dumps(to_json(config))), "f") == config
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -102,6 +112,12 @@ def test_a_late_mechanism():
         ("--learning_rate -1", "--learning_rate must be above 0, got -1.0"),
         ("--seed -1", "--seed must be at least 0, got -1"),
         ("--eval_tokens 1", "--eval_tokens must be at least 2, or 0 for all, got 1"),
+        (
+            "--late_mechanism full --schedule altrnate",
+            r"'altrnate' for argument '--schedule'.*\); did you mean 'alternate'\?$",
+        ),
+        ("--early_layers 1", "--early_layers must be None without a late_mechanism, got 1"),
+        ("--mechanism linformer", "--mechanism: mechanism LinformerConfig has no causal form"),
         ("--dropout 1", "--dropout must be at least 0 and below 1, got 1.0"),
         ("small extra", "unexpected argument 'extra'"),
     ],
@@ -212,6 +228,7 @@ def test_every_field_of_the_loop_either_matters_or_is_free():
         "loop.batch",
         "loop.accumulation",
         "loop.length",
+        "loop.log_gradient_std",  # the moments are part of the checkpoint
     }
     assert matter >= {name for name in flatten(base) if name.startswith(("model.", "optimizer."))}
 
@@ -238,6 +255,8 @@ TABLE = {
     "wikitext103-brl": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
     "wikitext103-brl-64": (6, 8, 512, 2048, 64, 64, 512, 512, 16, 4),
     "wikitext103-brl-128": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
+    "wikitext103-transnormer-t1": (6, 8, 512, 2048, None, None, 512, None, 16, 8),
+    "wikitext103-transnormer-t2": (6, 8, 512, 2048, None, None, 512, None, 16, 8),
     "openwebtext-full": (6, 8, 512, 2048, None, None, 1024, None, 16, 5),
     "openwebtext-local": (6, 8, 512, 2048, 256, None, 1024, None, 16, 5),
     "openwebtext-brl": (6, 8, 512, 2048, 256, 256, 1024, 1024, 16, 5),
@@ -271,7 +290,28 @@ def test_presets_are_the_papers(name):
     assert ("wikitext-103" in config.data.data) == name.startswith("wikitext103")
 
 
-@pytest.mark.parametrize("name", ["small", "wikitext103-full", "wikitext103-local", "openwebtext-brl"])
+@pytest.mark.parametrize("variant", ["t1", "t2"])
+def test_transnormer_presets_are_the_papers(variant):
+    """Table 13 of the TransNormer paper."""
+    config = PRESETS[f"wikitext103-transnormer-{variant}"]
+    optimizer = config.optimizer
+    assert (config.loop.batch, config.loop.steps) == (128, 100_000)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.98, 1e-8)
+    assert (optimizer.weight_decay, optimizer.clip_norm) == (0.01, 0.0)
+    assert (optimizer.decay, optimizer.warmup_steps) == ("inverse_sqrt", 8_000)
+    assert config.data.tokenizer == "words:max=267744"
+    assert [mechanism_name(m) for m in config.model.mechanisms] == ["diag"] * 3 + ["norm"] * 3
+    assert config.model.mechanism.score == {"t1": "relu", "t2": "softmax"}[variant]
+    assert config.model.late_mechanism.feature_map == {"t1": "elu", "t2": "elu+1"}[variant]
+    assert (config.model.ffn, config.model.dropout) == ("swiglu", 0.1)
+    shorter = _parse(f"wikitext103-transnormer-{variant} --early_layers 1 --mechanism.block_size 128")
+    assert [mechanism_name(m) for m in shorter.model.mechanisms] == ["diag"] + ["norm"] * 5
+    assert shorter.model.mechanism == dataclasses.replace(config.model.mechanism, block_size=128)
+
+
+@pytest.mark.parametrize(
+    "name", ["small", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"]
+)
 def test_presets_build(name):
     build_model(PRESETS[name])
 

@@ -208,6 +208,21 @@ def test_the_loop_does_not_know_the_mechanism(text, tmp_path, capsys):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
+def test_a_schedule_is_read_back(text, tmp_path, capsys):
+    """The commands that read a run build the network that was trained, from its config.json alone."""
+    schedule = (
+        "--mechanism diag --mechanism.block_size 4 --late_mechanism full --schedule parallel --ffn swiglu"
+    )
+    train.lm.main(_argv(text, tmp_path, "--steps", "2", "--sample_tokens", "0", mechanism=schedule))
+    result = _json(capsys, "--workdir", str(tmp_path))
+    assert result["loss"] == pytest.approx(_lines(tmp_path)[-1]["val_loss"], rel=1e-6)
+    config, _, params, _ = read_run(str(tmp_path), "last")
+    assert (config.model.schedule, config.model.ffn) == ("parallel", "swiglu")
+    assert set(params["stack"]["layers_0"]["block_0"]["mixer"]) == {"first", "second"}
+    eval.generate.main(["--workdir", str(tmp_path), "--prompt", "alpha", "--tokens", "5"])
+    assert capsys.readouterr().out.startswith("alpha")
+
+
 def test_generation(run, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("gamma ")
     line = ["--workdir", str(run), "--tokens", "7", "--prompt", "alpha", "--prompt", "be"]

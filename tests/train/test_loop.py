@@ -83,6 +83,37 @@ def test_a_run_stopped_at_every_step(tmp_path, never_stopped):
     assert _lines(tmp_path) == expected
 
 
+def test_moments_of_the_gradients_go_on_too(tmp_path):
+    """Logged, checkpointed and resumed bit for bit; they change nothing else; the flag stays what it was."""
+
+    def run(folder, **kwargs):
+        changes = {"log_gradient_std": True, "steps": 6}
+        return _train(tmp_path / folder, config={"loop": {"log_gradient_std": True}}, **changes, **kwargs)
+
+    def lines(folder):
+        text = (tmp_path / folder / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    state = run("whole")
+    with pytest.raises(Stopped):
+        run("stopped", stream=ToyStream(at={1: _sigterm}))
+    resumed = run("stopped")
+    for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    names = ("step", "grad_norm", "grad_rsd", "grad_rsd_tensors")
+    logged = [[line[name] for name in names] for line in lines("whole")]
+    assert [[line[name] for name in names] for line in lines("stopped")] == logged
+    norms = [line["grad_norm"] for line in lines("whole")]
+    assert logged[-1][2] == pytest.approx(np.std(norms) / np.mean(norms), rel=1e-4)
+
+    without = _train(tmp_path / "without", steps=6)
+    for ours, theirs in zip(jax.tree.leaves(without.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert without.moments is None
+    with pytest.raises(UserError, match="log_gradient_std True -> False"):
+        _train(tmp_path / "whole", config={"loop": {"log_gradient_std": False}}, steps=7)
+
+
 @pytest.mark.parametrize("batch", [0, 2])
 def test_a_run_stopped_in_an_evaluation_makes_up_for_it(tmp_path, never_stopped, batch):
     expected, _ = never_stopped

@@ -65,23 +65,31 @@ class Corpus:
 
 @contextlib.contextmanager
 def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
-    """The split's text as `text_pieces`, with a progress bar on stderr once it takes longer than a second."""
-    started = time.monotonic()
+    """The split's text as `text_pieces`; on stderr a progress bar (a line where that is no terminal) once it takes
+    longer than a second."""
+    started, told = time.monotonic(), False
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
 
     def pieces() -> Iterator[bytes]:
+        nonlocal told
         task = progress.add_task(title, total=split.size)
         for piece in text_pieces(split.blocks()):
             yield piece
             progress.advance(task, len(piece))
-            if not progress.live.is_started and time.monotonic() - started > _QUIET_SECONDS:
-                progress.start()
+            if not told and time.monotonic() - started > _QUIET_SECONDS:
+                told = True
+                if console.is_interactive:
+                    progress.start()
+                else:
+                    console.print(title, markup=False)
 
     try:
         yield pieces()
     finally:
-        progress.stop()
+        if progress.live.is_started:  # rich ends a bar that never began with an empty line
+            progress.stop()
 
 
 def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:

@@ -1,0 +1,108 @@
+"""How much gradients varied over runs: python -m eval.gradient_std --workdir DIR [DIR ...].
+
+Reads what `train.lm --log_gradient_std True` wrote to metrics.jsonl: the relative standard deviation of the
+gradients' norms over all steps so far (TransNormer, arXiv 2210.10340, table 2; defined in train/moments.py). Prints a
+JSON object a run, with the values at its last step, and draws how they settled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+from matplotlib.figure import Figure
+
+from eval.lm import mechanism_names
+from eval.plotting import legend_outside, line_styles, picture_path, save
+from train.config import LmConfig, parse_options, read_json
+from train.errors import UserError, command
+
+_TITLES = {
+    "grad_rsd": "norm of the whole gradient",
+    "grad_rsd_tensors": "norms of the tensors' gradients, averaged",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientStdOptions:
+    """Which runs to compare."""
+
+    workdir: tuple[str, ...] = ("runs/small",)
+    """Folders of the runs, a curve each."""
+    picture: str | None = None
+    """File to draw the curves in (PNG)."""
+
+    def __post_init__(self):
+        if not self.workdir:
+            raise ValueError("workdir must be one or more folders, got none")
+
+
+def read_curves(workdir: str) -> dict[str, list[float]]:
+    """The steps of a run and the values logged at each.
+
+    Raises:
+      UserError: no run there, or it did not log them.
+    """
+    path = epath.Path(workdir) / "metrics.jsonl"
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError as error:
+        raise UserError(f"--workdir: no run there: {path} is missing") from error
+    except ValueError as error:
+        raise UserError(f"--workdir: {path} is damaged: {error}") from error
+    lines = [line for line in lines if "grad_rsd" in line]
+    if not lines:
+        raise UserError(f"--workdir: {workdir} was trained without --log_gradient_std True")
+    return {name: [line[name] for line in lines] for name in ("step", *_TITLES)}
+
+
+def draw(results: Sequence[dict[str, Any]], curves: Sequence[dict[str, list[float]]]) -> Figure:
+    """The relative standard deviation up to each step, a curve a run."""
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    styles = line_styles([result["workdir"] for result in results])
+    panels = figure.subplots(1, len(_TITLES))
+    for axes, (name, title) in zip(panels, _TITLES.items()):
+        for result, curve in zip(results, curves):
+            axes.plot(
+                curve["step"],
+                curve[name],
+                label=f"{result['mechanism']} ({Path(result['workdir']).name})",
+                markevery=max(1, len(curve["step"]) // 10),
+                markersize=5,
+                **styles[result["workdir"]],
+            )
+        axes.set(xlabel="step", ylabel="std / mean over the steps so far", title=title)
+        axes.set_ylim(bottom=0)
+        axes.grid(True, alpha=0.3)
+    legend_outside(panels[-1])
+    return figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a JSON object a run and draws the picture; see the module's text and --help."""
+    options = parse_options(
+        GradientStdOptions(),
+        argv,
+        prog="python -m eval.gradient_std",
+        about="How much gradients varied over runs.",
+    )
+    picture = picture_path(options.picture)
+    results, curves = [], []
+    for workdir in options.workdir:
+        config = read_json(LmConfig, epath.Path(workdir) / "config.json")
+        curve = read_curves(workdir)
+        last = {name: values[-1] for name, values in curve.items()}
+        results.append({"workdir": workdir, "mechanism": mechanism_names(config.model), **last})
+        curves.append(curve)
+        print(json.dumps(results[-1]), flush=True)
+    if picture is not None:
+        save(draw(results, curves), picture)
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "eval.gradient_std"))

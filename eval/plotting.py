@@ -1,0 +1,89 @@
+"""What the pictures of eval share: lines that tell many cases apart, and files written without a display."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from train.errors import UserError
+
+_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00",
+    "#56B4E9", "#8C510A", "#762A83", "#808080", "#66A61E", "#B2182B", "#00A6A6", "#E31A9C", "#5B5B00", "#9E9AF0",
+)  # fmt: skip
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*", ">", "h")
+_DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)))
+
+
+def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and dashes for each name, no two alike for over a hundred names."""
+    # 16 colours, 11 markers and 5 kinds of dashes have no common divisor.
+    return {
+        name: {
+            "color": _COLOURS[i % len(_COLOURS)],
+            "marker": _MARKERS[i % len(_MARKERS)],
+            "linestyle": _DASHES[i % len(_DASHES)],
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def legend_outside(axes: Axes, order: Callable[[str], float] | None = None) -> None:
+    """A legend to the right of the axes, where it hides nothing; sorted by `order` of the labels."""
+    entries = list(zip(*axes.get_legend_handles_labels()))
+    if order is not None:
+        entries.sort(key=lambda entry: order(entry[1]))
+    axes.legend(
+        [handle for handle, _ in entries],
+        [label for _, label in entries],
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        frameon=False,
+        handlelength=3.2,
+    )
+
+
+def plain_log_axis(axis: Axis) -> None:
+    """Ticks at 1, 2 and 5 times powers of ten, written as people write numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=30))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places near the wanted ones, in the same order, at least `gap` apart where low..high has room for that."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
+    places = [0.0] * len(wanted)
+    lowest = low
+    for i in order:
+        places[i] = lowest = max(wanted[i], lowest)
+        lowest += gap
+    highest = high
+    for i in reversed(order):
+        places[i] = highest = min(places[i], highest)
+        highest -= gap
+    return places
+
+
+def picture_path(picture: str | None) -> Path | None:
+    """The file that the option --picture names. Raises UserError where it cannot be written."""
+    if picture is None:
+        return None
+    path = Path(picture)
+    if path.suffix != ".png" or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"--picture: expected a .png file in a folder that can be written to, got {path}")
+    return path
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure as a PNG."""
+    figure.savefig(path, dpi=130)
+    return path

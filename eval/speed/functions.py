@@ -1,0 +1,198 @@
+"""Bare attention functions beside PyTorch's, each checked against a float64 reference on a sample of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brl_jax.attention.diag import diag_attention
+from brl_jax.attention.full import full_attention
+from brl_jax.attention.local import local_attention
+from brl_jax.attention.patterns import SlidingWindow
+from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
+
+if TYPE_CHECKING:
+    from eval.speed.options import SpeedOptions
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # query, key, value, cotangent: (B, n, N, H)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCase:
+    """An attention function to time.
+
+    Attributes:
+      function: from the options to f(query, key, value) -> out.
+      reference: (options, arrays, rows, tail) -> float64 out[:, rows], d_query[:, rows], d_key[:, tail:] and
+        d_value[:, tail:].
+      growth: the power of the length that its time grows with.
+    """
+
+    function: Callable[[SpeedOptions], Callable]
+    reference: Callable[[SpeedOptions, Arrays, np.ndarray, int], tuple[np.ndarray, ...]]
+    growth: int
+
+
+def softmax_reference(sees: Callable[[SpeedOptions, Any, Any], Any]) -> Callable:
+    """The reference of causal softmax attention in which query i sees key j where sees(options, i, j)."""
+
+    def reference(
+        options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+    ) -> tuple[np.ndarray, ...]:
+        query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+        scale = 1 / np.sqrt(query.shape[-1])
+        visible = sees(options, rows[:, None], np.arange(key.shape[1])[None, :])
+        scores = np.where(visible, scale * np.einsum("brnh,bsnh->bnrs", query[:, rows], key), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
+        d_scores = scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+        # No query before the tail sees a key of the tail, and all queries of the tail are among the rows.
+        last = rows >= tail
+        d_key = np.einsum("bnrs,brnh->bsnh", d_scores[:, :, last, tail:], query[:, rows[last]])
+        d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
+        out = np.einsum("bnrs,bsnh->brnh", weights, value)
+        return out, np.einsum("bnrs,bsnh->brnh", d_scores, key), d_key, d_value
+
+    return reference
+
+
+def _full(options: SpeedOptions) -> Callable:
+    return functools.partial(full_attention, is_causal=True)
+
+
+def _local(options: SpeedOptions) -> Callable:
+    pattern = SlidingWindow.of_width(options.window, is_causal=True)
+    return functools.partial(local_attention, pattern=pattern, is_causal=True)
+
+
+def _diag(options: SpeedOptions) -> Callable:
+    return functools.partial(diag_attention, is_causal=True)
+
+
+_FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
+
+CASES: dict[str, FunctionCase] = {
+    "full": FunctionCase(_full, _FULL_REFERENCE, growth=2),
+    "local": FunctionCase(
+        _local, softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window)), growth=1
+    ),
+    "diag": FunctionCase(
+        _diag, softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)), growth=1
+    ),
+}
+TORCH = "torch full"
+
+
+def has_torch(options: SpeedOptions) -> bool:
+    return options.torch and importlib.util.find_spec("torch") is not None
+
+
+def cases(options: SpeedOptions, length: int) -> list[Case]:
+    """The named functions at one length, on the same inputs, and PyTorch's full causal attention."""
+    rng = np.random.default_rng(length)
+    shape = (options.batch, length, options.heads, options.head_dim)
+
+    @functools.cache
+    def arrays() -> Arrays:
+        # Through the dtype and back, so that the reference starts from the same numbers.
+        draws = [jnp.asarray(rng.standard_normal(shape), options.dtype).astype(jnp.float32) for _ in range(4)]
+        query, key, value, d_out = map(np.asarray, draws)
+        return query, key, value, d_out
+
+    def make(candidate: Callable[[], Candidate], reference: Callable) -> Candidate:
+        tail = max(0, length - 64)
+        rows = np.union1d(np.random.default_rng(length).integers(0, length, 32), np.arange(tail, length))
+        made = candidate()
+        verify(made, reference(options, arrays(), rows, tail), rows, tail, options.dtype)
+        return made
+
+    made = []
+    for name in options.mechanisms:
+        if name in CASES:
+            case = CASES[name]
+
+            def candidate(case: FunctionCase = case) -> Candidate:
+                return jax_candidate(case.function(options), arrays(), options)
+
+            made.append(Case(name, case.growth, functools.partial(make, candidate, case.reference)))
+    if has_torch(options):
+        made.append(Case(TORCH, 2, lambda: make(lambda: torch_candidate(arrays(), options), _FULL_REFERENCE)))
+    return made
+
+
+def jax_candidate(function: Callable, arrays: Arrays, options: SpeedOptions) -> Candidate:
+    """Compiles a function, forward and with its backward pass."""
+    query, key, value, d_out = (jnp.asarray(x, options.dtype) for x in arrays)
+
+    def both(query, key, value, d_out):
+        out, pull = jax.vjp(function, query, key, value)
+        return out, *pull(d_out)
+
+    return Candidate(
+        {
+            "forward": compile_program(function, query, key, value),
+            "forward_backward": compile_program(both, query, key, value, d_out),
+        }
+    )
+
+
+def torch_candidate(arrays: Arrays, options: SpeedOptions) -> Candidate:
+    """PyTorch's full causal attention, in its own layout (B, N, n, H) and on its own threads."""
+    import torch
+
+    def load(x: np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(x.transpose(0, 2, 1, 3))).to(
+            getattr(torch, options.dtype)
+        )
+
+    query, key, value, d_out = (load(x) for x in arrays)
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    learned = [x.clone().requires_grad_() for x in (query, key, value)]
+
+    def forward():
+        with torch.no_grad():
+            return attend(query, key, value)
+
+    def both():
+        out = attend(*learned)
+        return out, *torch.autograd.grad(out, learned, d_out)
+
+    return Candidate({"forward": Program(forward, None), "forward_backward": Program(both, None)})
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A result (B, n, N, H) of either library in float32."""
+    if isinstance(x, jax.Array):
+        return np.asarray(x.astype(jnp.float32))
+    return x.detach().float().numpy().transpose(0, 2, 1, 3)
+
+
+def verify(
+    candidate: Candidate, expected: tuple[np.ndarray, ...], rows: np.ndarray, tail: int, dtype: str
+) -> None:
+    """NoNumber unless output and gradients equal the reference; both programs run, and so are warm."""
+    tolerance = {"float32": 1e-4, "bfloat16": 2e-2}[dtype]
+    alone = to_numpy(candidate.programs["forward"].run())[:, rows]
+    out, d_query, d_key, d_value = (to_numpy(x) for x in candidate.programs["forward_backward"].run())
+    results = {
+        "forward": (alone, expected[0]),
+        "output": (out[:, rows], expected[0]),
+        "query's gradient": (d_query[:, rows], expected[1]),
+        "key's gradient": (d_key[:, tail:], expected[2]),
+        "value's gradient": (d_value[:, tail:], expected[3]),
+    }
+    for what, (got, right) in results.items():
+        # Of a single token's softmax the gradient is 0, and its error is one of rounding.
+        error = float(np.linalg.norm(got - right)) / max(float(np.linalg.norm(right)), 1e-2)
+        if not error <= tolerance:
+            raise NoNumber(
+                f"WRONG RESULT: {what} is off by {error:.1e} of its norm, at most {tolerance:.0e} allowed"
+            )

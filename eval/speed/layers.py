@@ -1,0 +1,129 @@
+"""One transformer layer of each listed mechanism: forward, with its backward pass, and decoding.
+
+A layer is a stack of one block as the models use it (norms, mechanism, feed-forward network), at the mechanism's
+default configuration, so whatever is listed in MECHANISMS is measured. A mechanism without a causal form is
+measured in both directions, and does not decode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brl_jax.layers import MECHANISMS, Dimensions, Mechanism
+from brl_jax.models.stack import Stack
+from eval.speed.measure import Candidate, Case, NoNumber, compile_program
+from eval.speed.options import SpeedOptions
+
+# The last tokens of the sequence are decoded one by one in one program, as `generate` does it.
+_STEPS = 16
+
+
+def cases(options: SpeedOptions, length: int) -> list[Case]:
+    """One layer of each named mechanism at one length, on the same inputs."""
+    return [
+        Case(
+            name, 1 if MECHANISMS[name]().linear_cost else 2, functools.partial(_make, name, options, length)
+        )
+        for name in options.mechanisms
+        if name in MECHANISMS
+    ]
+
+
+def default_config(name: str, length: int) -> Mechanism:
+    """A mechanism's default configuration; one whose parameters end at a `max_length` gets room for `length`."""
+    config = MECHANISMS[name]()
+    longest: int | None = getattr(config, "max_length", None)
+    if longest is not None and longest < length:
+        config = dataclasses.replace(config, max_length=length)  # type: ignore[call-arg]
+    return config
+
+
+def _make(name: str, options: SpeedOptions, length: int) -> Candidate:
+    mechanism = default_config(name, length)
+    width = options.heads * options.head_dim
+    dimensions = Dimensions(
+        d_model=width,
+        num_heads=options.heads,
+        num_kv_heads=options.heads,
+        head_dim=options.head_dim,
+        d_ff=4 * width,
+        is_causal=mechanism.causal,
+        dtype=jnp.dtype(options.dtype),
+    )
+    mechanism.check(dimensions)
+    stack = Stack((mechanism,), dimensions)
+    rng = np.random.default_rng(length)
+    x, d_y = (
+        jnp.asarray(rng.standard_normal((options.batch, length, width)), dimensions.dtype) for _ in range(2)
+    )
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x[:, :1]))
+    params = variables.pop("params")
+    rest = {name: variables[name] for name in variables if name != "maps"}
+
+    def forward(params, rest, x):
+        return stack.apply({"params": params, **rest}, x)[0]
+
+    def forward_backward(params, rest, x, d_y):
+        y, pull = jax.vjp(lambda params, x: forward(params, rest, x), params, x)
+        return y, *pull(d_y)
+
+    programs = {
+        "forward": compile_program(forward, params, rest, x),
+        "forward_backward": compile_program(forward_backward, params, rest, x, d_y),
+    }
+    y = programs["forward"].run()
+    check_finite("output", y, x.shape)
+    for name, gradient in zip(("parameters", "input"), programs["forward_backward"].run()[1:]):
+        for leaf in jax.tree.leaves(gradient):
+            check_finite(f"gradient of the {name}", leaf, leaf.shape)
+
+    facts = {"causal": mechanism.causal, "parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
+    if mechanism.decodes:
+        steps = min(_STEPS, length)
+        before = x[:, : length - steps]
+
+        def prefill(params, rest, before):
+            cache = stack.init_cache(options.batch, length)
+            if before.shape[1] == 0:
+                return cache
+            return stack.apply({"params": params, **rest}, before, cache=cache)[1]
+
+        def decode(params, rest, tokens, cache):
+            def step(cache, token):
+                y, cache = stack.apply({"params": params, **rest}, token[:, None], cache=cache)
+                return cache, y[:, 0]
+
+            return jax.lax.scan(step, cache, jnp.moveaxis(tokens, 1, 0))
+
+        cache = compile_program(prefill, params, rest, before).run()
+        programs["step"] = compile_program(decode, params, rest, x[:, -steps:], cache, steps=steps)
+        facts["state_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        _check_equal("decoding", jnp.moveaxis(programs["step"].run()[1], 0, 1), y[:, -steps:], options.dtype)
+    return Candidate(programs, facts)
+
+
+def check_finite(what: str, got: Any, shape: tuple[int, ...]) -> None:
+    """NoNumber unless a result has the right shape and finite entries."""
+    if got.shape != shape:
+        raise NoNumber(f"WRONG RESULT: {what} has shape {got.shape}, expected {shape}")
+    if not bool(jnp.all(jnp.isfinite(got))):
+        raise NoNumber(f"WRONG RESULT: {what} is not finite")
+
+
+def _check_equal(what: str, got: Any, right: Any, dtype: str) -> None:
+    """NoNumber unless two computations of the same outputs agree."""
+    tolerance = {"float32": 1e-3, "bfloat16": 5e-2}[dtype]
+    got, right = (np.asarray(x.astype(jnp.float32)) for x in (got, right))
+    error = float(np.linalg.norm(got - right) / np.linalg.norm(right))
+    if not error <= tolerance:
+        raise NoNumber(
+            f"WRONG RESULT: {what} is off the forward pass by {error:.1e} of its norm, "
+            f"at most {tolerance:.0e} allowed"
+        )

@@ -1,0 +1,174 @@
+"""Timing: candidates in turn, round by round; the fastest counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.progress import Progress
+
+
+class NoNumber(Exception):
+    """Why a candidate gets no number at this length: a word or two for the table, a colon, and the reason."""
+
+
+@dataclasses.dataclass
+class Program:
+    """Something to run and time.
+
+    Attributes:
+      run: runs it and waits for the result.
+      temp_bytes: temporary memory of the compiled program, where it is known.
+      steps: what one run does, in steps: a time counts for one of them.
+    """
+
+    run: Callable[[], Any]
+    temp_bytes: int | None
+    steps: int = 1
+    calls: int = 1
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def warm_up(self) -> None:
+        """Decides how often a round calls it: a short program often enough for the clock."""
+        start = time.perf_counter()
+        self.run()
+        self.calls = max(1, min(50, int(0.005 / (time.perf_counter() - start))))
+
+    def measure(self) -> float:
+        """Notes the time of one step in one round; returns that of the round."""
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            self.run()
+        spent = time.perf_counter() - start
+        self.seconds.append(spent / self.calls / self.steps)
+        return spent
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A case at one length, compiled and checked: its programs by name ("forward", "forward_backward", "step").
+
+    facts: what else its row tells.
+    """
+
+    programs: dict[str, Program]
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What one row of the table measures.
+
+    Attributes:
+      name: of the row.
+      growth: the power of the length that its time grows with, at most.
+      make: compiles and checks the candidate; raises NoNumber with the reason where there is nothing to time.
+    """
+
+    name: str
+    growth: int
+    make: Callable[[], Candidate]
+
+
+def available_bytes() -> int:
+    """Memory that a program may still take: the device's own, or this machine's."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def compile_program(function: Callable, *arguments: Any, steps: int = 1) -> Program:
+    """A program that runs a function on these arguments; NoNumber where its temporary memory would not fit."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    analysis: Any = compiled.memory_analysis()
+    temp, room = analysis.temp_size_in_bytes, available_bytes()
+    if temp > 0.8 * room:
+        raise NoNumber(
+            f"no room: needs {temp / 2**30:.1f} GiB of temporary memory, {room / 2**30:.1f} GiB are there"
+        )
+    return Program(lambda: jax.block_until_ready(compiled(*arguments)), temp, steps)
+
+
+def check_patience(case: Case, length: int, earlier: Sequence[dict], limit: float) -> None:
+    """NoNumber where a round would take longer than `limit` seconds, by the longest of the `earlier` rows."""
+    own = [row for row in earlier if row["name"] == case.name and row["length"] < length and not row["note"]]
+    if not own:
+        return
+    last = max(own, key=lambda row: row["length"])
+    took = last["forward_s"] + last["forward_backward_s"]
+    expected = took * (length / last["length"]) ** case.growth
+    if expected > limit:
+        raise NoNumber(
+            f"too slow: a round would take about {expected:.0f} s, by what it took at n = {last['length']}; "
+            f"limit is {limit:g} s"
+        )
+
+
+def measure(
+    cases: Sequence[Case],
+    length: int,
+    rows: list[dict],
+    progress: Progress,
+    *,
+    label: str,
+    repeats: int,
+    patience: float,
+    limit: float,
+) -> None:
+    """Checks and times all cases at one length; appends their rows, also when interrupted.
+
+    rows: what the same cases took at other lengths. repeats, patience, limit: see `SpeedOptions`.
+    """
+    candidates: dict[str, Candidate] = {}
+    notes: dict[str, str] = {}
+    task = progress.add_task("", total=len(cases))
+    try:
+        for case in cases:
+            progress.update(task, description=f"{label}, n = {length}: checking {case.name}")
+            try:
+                check_patience(case, length, rows, limit)
+                candidate = case.make()
+                for program in candidate.programs.values():
+                    program.warm_up()
+                candidates[case.name] = candidate
+            except NoNumber as reason:
+                notes[case.name] = str(reason)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                notes[case.name] = "no room: ran out of memory"
+            progress.advance(task)
+        progress.reset(task, total=repeats * len(candidates))
+        spent = dict.fromkeys(candidates, 0.0)
+        for done in range(repeats):
+            for name, candidate in candidates.items():
+                progress.update(task, description=f"{label}, n = {length}: timing {name}")
+                if spent[name] < patience or done < 2:
+                    spent[name] += sum(program.measure() for program in candidate.programs.values())
+                progress.advance(task)
+    finally:
+        rows.extend(as_row(length, name, candidate) for name, candidate in candidates.items())
+        rows.extend({"length": length, "name": name, "note": note} for name, note in notes.items())
+        progress.remove_task(task)
+
+
+def as_row(length: int, name: str, candidate: Candidate) -> dict:
+    """A JSON-ready row; a program that an interruption kept from being timed has None for seconds."""
+    row: dict[str, Any] = {"length": length, "name": name, "note": ""}
+    for which, program in candidate.programs.items():
+        row[f"{which}_s"] = min(program.seconds, default=None)
+        row[f"{which}_temp_bytes"] = program.temp_bytes
+    if any(not program.seconds for program in candidate.programs.values()):
+        row["note"] = "interrupted: not timed to the end of a round"
+    return {**row, "rounds": min(len(p.seconds) for p in candidate.programs.values()), **candidate.facts}

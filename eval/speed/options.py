@@ -1,0 +1,70 @@
+"""The options of eval.speed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from brl_jax.layers import MECHANISMS
+from eval.speed.functions import CASES
+
+Level = Literal["functions", "layers"]
+KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedOptions:
+    """What to time. All cases are self-attention, causal wherever the mechanism has a causal form."""
+
+    lengths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
+    """Sequence lengths."""
+    levels: tuple[Level, ...] = ("functions", "layers")
+    """Bare attention functions beside PyTorch's, one transformer layer of each mechanism, or both."""
+    mechanisms: tuple[str, ...] = KNOWN
+    """Which mechanisms."""
+    window: int = 256
+    """Keys that a query of a local function sees, its own among them; layers have their own defaults."""
+    heads: int = 4
+    """Heads of query, key and value."""
+    head_dim: int = 64
+    """Features of a head; a layer's model width is heads * head_dim."""
+    batch: int = 1
+    """Sequences at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation."""
+    repeats: int = 7
+    """Rounds; the fastest counts."""
+    patience: float = 20.0
+    """Seconds after which a slow candidate sits out the remaining rounds (it runs two at least)."""
+    limit: float = 120.0
+    """A case whose round would take longer, in seconds, by what it took at a shorter length is skipped."""
+    fit_from: int = 2048
+    """Shortest length that the fitted exponents take in; all lengths where fewer than two are left."""
+    torch: bool = True
+    """Time PyTorch's scaled_dot_product_attention too, where it is installed."""
+    json: str | None = None
+    """File to write the rows and exponents to, as one JSON object."""
+    pictures: str | None = None
+    """Folder to draw five pictures of the layers in."""
+
+    def __post_init__(self):
+        for name in ("window", "heads", "head_dim", "batch", "repeats", "fit_from"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("patience", "limit"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be one or more numbers of at least 1, got {self.lengths}")
+        if not self.levels:
+            raise ValueError("levels must be functions, layers or both, got none")
+        for name in self.mechanisms:
+            if name not in KNOWN:
+                raise ValueError(f"mechanisms must be out of {', '.join(KNOWN)}, got {name}")
+        if self.levels == ("functions",) and not set(self.mechanisms) & set(CASES):
+            raise ValueError(
+                f"mechanisms of the level functions must be out of {', '.join(CASES)}, "
+                f"got {', '.join(self.mechanisms)}"
+            )
+        if self.pictures is not None and "layers" not in self.levels:
+            raise ValueError("pictures are of layers: levels must have layers among them, got functions")

@@ -1,0 +1,209 @@
+"""What eval.speed tells of its measurements: ratios, fitted exponents, tables, targets, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from eval.speed.functions import TORCH, has_torch
+from eval.speed.options import Level, SpeedOptions
+
+PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step"}
+
+
+def base_name(level: str, options: SpeedOptions) -> str:
+    """The row that the others of its level and length are compared with."""
+    return TORCH if level == "functions" and has_torch(options) else "full"
+
+
+def complete(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[dict]:
+    """The rows of a level with what follows from them: ratios to the base's time, tokens per second."""
+    bases = {row["length"]: row for row in rows if row["name"] == base_name(level, options)}
+    done = []
+    for row in rows:
+        row = {"level": level, **row}
+        for program in PROGRAMS:
+            seconds = row.get(f"{program}_s")
+            if f"{program}_s" not in row:
+                continue
+            base = bases.get(row["length"], {}).get(f"{program}_s")
+            tokens = options.batch * (1 if program == "step" else row["length"])
+            row[f"{program}_ratio"] = base / seconds if base and seconds else None
+            row[f"{program}_tokens_per_s"] = tokens / seconds if seconds else None
+        done.append(row)
+    return done
+
+
+def fitted_exponent(rows: Sequence[dict], what: str, fit_from: int) -> float | None:
+    """Slope of log(row[what]) over log(length), by least squares over lengths of at least `fit_from`.
+
+    All lengths count where that leaves fewer than two; None where there are fewer than two in all.
+    """
+    points = [(row["length"], row[what]) for row in rows if row.get(what)]
+    long = [point for point in points if point[0] >= fit_from]
+    points = long if len({n for n, _ in long}) > 1 else points
+    if len({n for n, _ in points}) < 2:
+        return None
+    lengths, values = np.log(np.asarray(points, np.float64)).T
+    return float(np.polyfit(lengths, values, 1)[0])
+
+
+def exponents(rows: Sequence[dict], fit_from: int) -> list[dict[str, Any]]:
+    """For each case of each level, the powers of the length that its times and its memory grow with."""
+    kinds = [f"{program}_{unit}" for program in PROGRAMS for unit in ("s", "temp_bytes")]
+    cases = dict.fromkeys((row["level"], row["name"]) for row in rows)
+    fitted = []
+    for level, name in cases:
+        own = [row for row in rows if (row["level"], row["name"]) == (level, name) and not row["note"]]
+        found = {kind: fitted_exponent(own, kind, fit_from) for kind in kinds}
+        fitted.append({"level": level, "name": name, **found})
+    return fitted
+
+
+def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[Table]:
+    """The rows of a level: times and ratios, then throughput and memory; each fits in 80 columns."""
+    size = f"batch {options.batch}, {options.heads} heads of {options.head_dim}, {options.dtype}"
+    what = {
+        "functions": f"causal attention functions, window {options.window}",
+        "layers": f"one transformer layer of width {options.heads * options.head_dim}",
+    }[level]
+    base = base_name(level, options)
+    programs = [name for name in PROGRAMS if any(f"{name}_s" in row for row in rows)]
+    times: dict[str, Callable[[dict], str]] = {}
+    rates: dict[str, Callable[[dict], str]] = {}
+    memory: dict[str, Callable[[dict], str]] = {}
+    for name in programs:
+        short = PROGRAMS[name]
+        times[f"{short} ms"] = functools.partial(_cell, field=f"{name}_s", unit=1e-3)
+        times[f"{short} x {base}"] = functools.partial(_cell, field=f"{name}_ratio", digits=2)
+        rates[f"{short} tokens/s"] = functools.partial(_cell, field=f"{name}_tokens_per_s")
+        memory[f"{short} temp MiB"] = functools.partial(_cell, field=f"{name}_temp_bytes", unit=2**20)
+    memory.pop("step temp MiB", None)
+    if "step" in programs:
+        memory["state MiB"] = functools.partial(_cell, field="state_bytes", unit=2**20)
+    return [
+        _table(f"{what}: {title}\n{size}, on {jax.devices()[0].device_kind}", rows, columns)
+        for title, columns in {"time": times, "throughput and memory": rates | memory}.items()
+    ]
+
+
+def _table(title: str, rows: Sequence[dict], columns: dict[str, Callable[[dict], str]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table.add_column("n", justify="right", no_wrap=True)
+    table.add_column("case", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", min_width=7)
+    last = None
+    for row in rows:
+        if row["length"] != last:
+            table.add_section()
+            last = row["length"]
+        name = row["name"] if row.get("causal", True) else f"{row['name']} *"
+        cells = [show(row) for show in columns.values()]
+        if row["note"]:
+            cells = [row["note"].partition(":")[0], *["-"] * (len(columns) - 1)]
+        table.add_row(str(row["length"]), name, *cells)
+    return table
+
+
+def _cell(row: dict, *, field: str, unit: float = 1.0, digits: int | None = None) -> str:
+    value = row.get(field)
+    if value is None:
+        return "-"
+    value /= unit
+    if digits is not None:
+        return f"{value:.{digits}f}"
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def exponent_table(fitted: Sequence[dict], options: SpeedOptions) -> Table | None:
+    """The fitted exponents; None where no case was measured at two lengths."""
+    known = [entry for entry in fitted if entry["forward_s"] is not None]
+    if not known:
+        return None
+    many = sum(n >= options.fit_from for n in set(options.lengths)) > 1
+    span = [n for n in options.lengths if n >= options.fit_from] if many else list(options.lengths)
+    table = Table(
+        title=f"growth with n: fitted exponents, n = {min(span)} to {max(span)}",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("level", no_wrap=True)
+    table.add_column("case", no_wrap=True)
+    columns = (
+        "forward_s",
+        "forward_backward_s",
+        "step_s",
+        "forward_temp_bytes",
+        "forward_backward_temp_bytes",
+    )
+    for column in ("fwd time", "fwd+bwd time", "step time", "fwd temp memory", "fwd+bwd temp memory"):
+        table.add_column(column, justify="right")
+    for entry in known:
+        values = ["-" if entry[c] is None else f"{round(entry[c], 2) + 0.0:.2f}" for c in columns]
+        table.add_row(entry["level"], entry["name"], *values)
+    return table
+
+
+# (length, which ratio, how it reads, at least): what local attention is held to, with the options' defaults.
+TARGETS = (
+    (8192, "forward_ratio", "forward", 6.0),
+    (8192, "forward_backward_ratio", "forward + backward", 8.0),
+    (32768, "forward_ratio", "forward", 20.0),
+)
+
+
+def target_lines(rows: Sequence[dict], options: SpeedOptions) -> list[str]:
+    """How local attention stands against its targets, for those lengths that were measured beside PyTorch."""
+    default = SpeedOptions()
+    same = ("window", "heads", "head_dim", "batch", "dtype")
+    if not has_torch(options) or any(getattr(options, n) != getattr(default, n) for n in same):
+        return []
+    ratios = {
+        row["length"]: row
+        for row in rows
+        if (row["level"], row["name"]) == ("functions", "local") and not row["note"]
+    }
+    lines = []
+    for length, which, words, least in TARGETS:
+        ratio = ratios.get(length, {}).get(which)
+        if ratio is not None:
+            verdict = "met" if ratio >= least else "NOT met"
+            lines.append(
+                f"n = {length}, {words}: local attention is {ratio:.1f} times as fast as PyTorch's full causal "
+                f"attention; target {least:.0f}: {verdict}"
+            )
+    return lines
+
+
+def note_lines(rows: Sequence[dict]) -> list[str]:
+    """Why some rows have no numbers, and what a star means."""
+    lines = [
+        f"{row['level']}, {row['name']} at n = {row['length']}: {row['note']}" for row in rows if row["note"]
+    ]
+    if any(not row.get("causal", True) for row in rows):
+        lines.append("* no causal form: measured in both directions")
+    return lines
+
+
+def write_json(path: Path, rows: Sequence[dict], options: SpeedOptions) -> None:
+    """Options, rows and exponents as one JSON object; written aside and then renamed."""
+    result = {
+        "options": dataclasses.asdict(options),
+        "device": jax.devices()[0].device_kind,
+        "rows": list(rows),
+        "exponents": exponents(rows, options.fit_from),
+    }
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
