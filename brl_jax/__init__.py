@@ -4,13 +4,14 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   full_attention, local_attention, compress, compress_blocks, propagate, with the patterns and biases they take;
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
   linear_attention, norm_attention, performer_attention, cosformer_attention and delta_rule, whose past is a state;
-  gau_attention, mixed_chunk_attention.
+  gau_attention, mixed_chunk_attention, bsbr_attention.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
   prompts. transnormer builds the configuration of a TransNormer; Stack is the layers alone, for encoders too.
 """
 
 from brl_jax.attention.bias import ALiBi, PositionBias, RotaryBias, T5Bias, alibi_slopes
+from brl_jax.attention.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.compress import compress
 from brl_jax.attention.compress_blocks import compress_blocks
 from brl_jax.attention.cosformer import cosformer_attention
@@ -18,7 +19,7 @@ from brl_jax.attention.delta import delta_rule
 from brl_jax.attention.diag import diag_attention, diag_attention_step, init_diag_state
 from brl_jax.attention.flash import mixed_chunk_attention
 from brl_jax.attention.full import full_attention
-from brl_jax.attention.gau import gau_attention
+from brl_jax.attention.gau import gau_attention, init_gau_state
 from brl_jax.attention.hopfield import hopfield_attention
 from brl_jax.attention.linear import linear_attention
 from brl_jax.attention.linformer import linformer_attention
@@ -42,6 +43,7 @@ from brl_jax.decoding import generate
 from brl_jax.layers import (
     MECHANISMS,
     BRLConfig,
+    BSBRConfig,
     CosformerConfig,
     DeltaNetConfig,
     DiagConfig,
@@ -63,6 +65,7 @@ __all__ = [
     "TRANSNORMER_SIZES",
     "ALiBi",
     "BRLConfig",
+    "BSBRConfig",
     "BigBird",
     "BlockDiagonal",
     "BlockMask",
@@ -94,6 +97,7 @@ __all__ = [
     "Strided",
     "T5Bias",
     "alibi_slopes",
+    "bsbr_attention",
     "compress",
     "compress_blocks",
     "cosformer_attention",
@@ -104,7 +108,9 @@ __all__ = [
     "gau_attention",
     "generate",
     "hopfield_attention",
+    "init_bsbr_state",
     "init_diag_state",
+    "init_gau_state",
     "linear_attention",
     "linformer_attention",
     "local_attention",

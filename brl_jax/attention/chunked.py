@@ -148,6 +148,67 @@ def keep(condition: Bool[Array, " ..."] | None, x: Array) -> Array:
     )
 
 
+# --- Chunks that count from the first token of all, fed in pieces ---
+
+
+class Places(NamedTuple):
+    """Where a piece of at most C tokens lies that begins anywhere in a chunk of C tokens: in that and the next chunk.
+
+    Its keys are the current chunk's C slots, then the new tokens. Places count from the current chunk's first token.
+
+    Attributes:
+      query: of the new tokens.
+      key: of the keys.
+      there: whether a key exists.
+      source: for each slot of the chunk that is current afterwards, the key that belongs there, if `left`.
+      left: whether that slot is taken.
+      total: tokens since the current chunk began, the new ones included.
+      new: how many of the new tokens exist.
+    """
+
+    query: Int[Array, "B L"]
+    key: Int[Array, "B C+L"]
+    there: Bool[Array, "B C+L"]
+    source: Int[Array, "B C"]
+    left: Bool[Array, "B C"]
+    total: Int[Array, "B"]
+    new: Int[Array, "B"]
+
+    def inside(self, chunk_size: int) -> Bool[Array, "B L C+L"]:
+        """Whether a new token sees a key of its own chunk."""
+        same = self.query[..., None] // chunk_size == self.key[:, None] // chunk_size
+        return self.there[:, None] & same & (self.key[:, None] <= self.query[..., None])
+
+    def completed(self, chunk_size: int) -> Bool[Array, "B C+L"]:
+        """Whether a key belongs to the current chunk and that chunk is complete with the new tokens."""
+        return self.there & (self.key < chunk_size) & (self.total >= chunk_size)[:, None]
+
+    def current(self, old: Float[Array, "B C K H"], new: Float[Array, "B L K H"]) -> Float[Array, "B C K H"]:
+        """What is left of the current chunk, from what its slots held and the new tokens bring."""
+        both = jnp.concatenate([old, new], axis=1)
+        return keep(self.left, jnp.take_along_axis(both, self.source[..., None, None], axis=1))
+
+
+def piece_places(
+    filled: Int[Array, "B"], length: int, exists: Bool[Array, "B L"] | None, chunk_size: int
+) -> Places:
+    """The places of `length` new tokens behind the `filled` ones of the current chunk."""
+    batch = filled.shape[0]
+    steps = jnp.arange(length, dtype=jnp.int32)[None]
+    slots = jnp.arange(chunk_size, dtype=jnp.int32)[None]
+    exists = jnp.ones((batch, length), bool) if exists is None else exists
+    count = jnp.sum(exists, axis=1, dtype=jnp.int32)
+    query = filled[:, None] + steps
+    key = jnp.concatenate([jnp.broadcast_to(slots, (batch, chunk_size)), query], axis=1)
+    there = jnp.concatenate([slots < filled[:, None], exists], axis=1)
+    total = filled + count
+    # A slot's token is an old one, or one of the new ones that follow them.
+    places = slots + jnp.where(total >= chunk_size, chunk_size, 0)[:, None]
+    source = jnp.where(places < filled[:, None], places, chunk_size + places - filled[:, None])
+    source = jnp.minimum(source, chunk_size + length - 1)
+    return Places(query, key, there, source, places < total[:, None], total, count)
+
+
 # --- Layout: heads before tokens, and the queries of a group of heads as rows of one matrix ---
 
 

@@ -21,6 +21,7 @@ from brl_jax.attention.chunked import (
     group_rows,
     heads_first,
     keep,
+    piece_places,
     scan_chunks,
     token_runs,
     ungroup_rows,
@@ -178,27 +179,18 @@ def _piece(
 ) -> tuple[MixedChunkState, Array]:
     """At most chunk_size tokens from anywhere in a chunk on: they lie in that chunk and perhaps the next one."""
     batch, length, kv_heads = piece["key"].shape[:3]
-    filled = state.length % chunk_size
-    steps = jnp.arange(length, dtype=jnp.int32)[None]
-    slots = jnp.arange(chunk_size, dtype=jnp.int32)[None]
-    exists = jnp.ones((batch, length), bool) if sight.enters is None else sight.enters
-    count = jnp.sum(exists, axis=1, dtype=jnp.int32)
-    # Places are counted from the current chunk's first token; the keys are that chunk's, then the new ones.
-    query_places = filled[:, None] + steps
-    key_places = jnp.concatenate([jnp.broadcast_to(slots, (batch, chunk_size)), query_places], axis=1)
-    there = jnp.concatenate([slots < filled[:, None], exists], axis=1)
+    places = piece_places(state.length % chunk_size, length, sight.enters, chunk_size)
     key, linear_key, value = (
         jnp.concatenate([getattr(state, name), piece[name]], axis=1)
         for name in ("key", "linear_key", "value")
     )
-    query_chunk, key_chunk = query_places // chunk_size, key_places // chunk_size
-    inside = there[:, None] & (query_chunk[..., None] == key_chunk[:, None])
-    inside = inside & (key_places[:, None] <= query_places[..., None])
-    earlier = there[:, None] & (key_chunk[:, None] < query_chunk[..., None])
+    earlier = places.key[:, None] // chunk_size < places.query[..., None] // chunk_size
+    earlier = places.there[:, None] & earlier
 
-    own_bias = call_bias(bias, query_places, key_places, each_row=True)
+    own_bias = call_bias(bias, places.query, places.key, each_row=True)
     scores = jnp.einsum("bkrf,bksf->bkrs", group_rows(piece["query"], kv_heads), heads_first(key))
-    weights = squared_relu(scores, inside, jnp.full((1, 1, 1), 1 / chunk_size), own_bias)
+    scale = jnp.full((1, 1, 1), 1 / chunk_size)
+    weights = squared_relu(scores, places.inside(chunk_size), scale, own_bias)
     linear_rows = group_rows(piece["linear_query"], kv_heads)
     linear_keys, values = heads_first(linear_key), heads_first(value)
     between = jnp.einsum("bkrf,bksf->bkrs", linear_rows, linear_keys) / chunk_size
@@ -207,18 +199,10 @@ def _piece(
     out = jnp.einsum("bkrs,bksv->bkrv", weights + between, values)
     out = out + jnp.einsum("bkrf,bkfv->bkrv", linear_rows, state.linear)
 
-    total = filled + count
-    over = (total >= chunk_size)[:, None]
-    completed = keep((there & (key_places < chunk_size) & over)[:, None], linear_keys)
+    completed = keep(places.completed(chunk_size)[:, None], linear_keys)
     linear = state.linear + jnp.einsum("bksf,bksv->bkfv", completed, values) / chunk_size
-    # What is left of the current chunk: a slot's token is an old one, or one of the new ones that follow them.
-    places = slots + jnp.where(over, chunk_size, 0)
-    source = jnp.where(places < filled[:, None], places, chunk_size + places - filled[:, None])
-    source = jnp.minimum(source, chunk_size + length - 1)
-    left = places < total[:, None]
-
-    def current(x: Array) -> Array:
-        return keep(left, jnp.take_along_axis(x, source[..., None, None], axis=1))
-
-    state = MixedChunkState(linear, current(key), current(linear_key), current(value), state.length + count)
+    current_key, current_linear_key, current_value = (
+        places.current(getattr(state, name), piece[name]) for name in ("key", "linear_key", "value")
+    )
+    state = MixedChunkState(linear, current_key, current_linear_key, current_value, state.length + places.new)
     return state, ungroup_rows(out, length).astype(piece["query"].dtype)

@@ -1,6 +1,7 @@
 """Flax Linen modules: projections, norms and positions around the attention functions, and their caches."""
 
 from brl_jax.layers.brl import BRLConfig
+from brl_jax.layers.bsbr import BSBRConfig
 from brl_jax.layers.cosformer import CosformerConfig
 from brl_jax.layers.deltanet import DeltaNetConfig
 from brl_jax.layers.diag import DiagConfig
@@ -18,6 +19,7 @@ from brl_jax.layers.performer import PerformerConfig
 __all__ = [
     "MECHANISMS",
     "BRLConfig",
+    "BSBRConfig",
     "CosformerConfig",
     "DeltaNetConfig",
     "DiagConfig",

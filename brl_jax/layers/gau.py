@@ -76,7 +76,9 @@ class FlashConfig(GauConfig):
 class GatedAttention(StateLayer):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
-    Queries and keys are affine maps of Z, channel by channel, then rotated; b is a `RotaryBias`.
+    Queries and keys are affine maps of Z, channel by channel, then rotated; b is a `RotaryBias`. They begin where
+    attention has a use: b at 1/2 for a token itself, less with distance, and weights of Z at 1 / sqrt(key_dim). Drawn
+    from N(0, 0.02^2), as in the authors' code, all weights begin below 1e-4, and squared ReLU hands on their product.
     """
 
     def init_state(self, batch: int, length: int) -> Any:
@@ -91,8 +93,8 @@ class GatedAttention(StateLayer):
         """`count` maps of Z, each (B, T, 1, key_dim)."""
         d, size = self.dimensions, self.mechanism.key_dim
         z = jax.nn.silu(dense(d, size, ("embed", "head_dim"), name="shared")(x))
-        normal, zeros = nn.initializers.normal(0.02), nn.initializers.zeros_init()
-        scale = parameter(self, "scale", normal, (count, size), (None, "head_dim")).astype(d.dtype)
+        small, zeros = nn.initializers.constant(size**-0.5), nn.initializers.zeros_init()
+        scale = parameter(self, "scale", small, (count, size), (None, "head_dim")).astype(d.dtype)
         offset = parameter(self, "offset", zeros, (count, size), (None, "head_dim")).astype(d.dtype)
         maps = [(z * scale[i][None, None] + offset[i][None, None])[:, :, None] for i in range(count)]
         return maps if d.rope_theta is None else [rotate(y, positions, d.rope_theta) for y in maps]
@@ -103,9 +105,9 @@ class GatedAttention(StateLayer):
         width = m.expansion * d.d_model
         gate = jax.nn.silu(dense(d, width, ("embed", "mlp"), name="gate")(x))
         value = jax.nn.silu(dense(d, width, ("embed", "mlp"), name="value")(x))[:, :, None]
-        normal = nn.initializers.normal(0.02)
+        half = nn.initializers.constant((2 * m.key_dim) ** -0.5)
         left, right = (
-            parameter(self, f"bias_{side}", normal, (1, m.key_dim), (None, "head_dim"))
+            parameter(self, f"bias_{side}", half, (1, m.key_dim), (None, "head_dim"))
             for side in ("left", "right")
         )
         attended, state = attend(

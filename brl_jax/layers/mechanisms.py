@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from brl_jax.layers.brl import BRLConfig
+from brl_jax.layers.bsbr import BSBRConfig
 from brl_jax.layers.cosformer import CosformerConfig
 from brl_jax.layers.deltanet import DeltaNetConfig
 from brl_jax.layers.diag import DiagConfig
@@ -34,6 +35,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "performer": PerformerConfig,
         "gau": GauConfig,
         "flash": FlashConfig,
+        "bsbr": BSBRConfig,
     }
 )
 

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from brl_jax.attention.delta import delta_rule
 from brl_jax.attention.diag import diag_attention
 from brl_jax.attention.full import full_attention
+from brl_jax.attention.linear import linear_attention
 from brl_jax.attention.local import local_attention
 from brl_jax.attention.patterns import SlidingWindow
 from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
@@ -77,6 +79,101 @@ def _diag(options: SpeedOptions) -> Callable:
     return functools.partial(diag_attention, is_causal=True)
 
 
+def _linear(options: SpeedOptions) -> Callable:
+    return functools.partial(linear_attention, is_causal=True)
+
+
+def linear_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    """The reference of causal linear attention with the features 1 + elu, by its matrix of weights."""
+    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+
+    def phi(x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+    def slope(x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, 1, np.exp(np.minimum(x, 0)))
+
+    visible = np.arange(key.shape[1])[None, :] <= rows[:, None]
+    scores = np.where(visible, np.einsum("brnh,bsnh->bnrs", phi(query[:, rows]), phi(key)), 0)
+    total = scores.sum(-1, keepdims=True)
+    weights = scores / total
+    d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
+    d_scores = np.where(visible, d_weights - (weights * d_weights).sum(-1, keepdims=True), 0) / total
+    last = rows >= tail
+    d_key = np.einsum("bnrs,brnh->bsnh", d_scores[:, :, last, tail:], phi(query[:, rows[last]]))
+    d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
+    out = np.einsum("bnrs,bsnh->brnh", weights, value)
+    d_query = np.einsum("bnrs,bsnh->brnh", d_scores, phi(key)) * slope(query[:, rows])
+    return out, d_query, d_key * slope(key[:, tail:]), d_value
+
+
+# How far a token's value replaces what the state holds for its key.
+_BETA = 0.5
+
+
+def _delta(options: SpeedOptions) -> Callable:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return delta_rule(query, key, value, jnp.full(key.shape[:3], _BETA, key.dtype))
+
+    return attend
+
+
+def _delta_scan(options: SpeedOptions) -> Callable:
+    """The delta rule token by token, as the recurrence is written; what its chunked form is compared with."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        query, key, value = (x.astype(jnp.float32).swapaxes(0, 1) for x in (query, key, value))
+        key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
+
+        def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+            q, k, v = token
+            error = v - jnp.einsum("bnfh,bnf->bnh", state, k)
+            state = state + _BETA * k[..., None] * error[..., None, :]
+            return state, jnp.einsum("bnfh,bnf->bnh", state, q)
+
+        _, batch, heads, size = key.shape
+        start = jnp.zeros((batch, heads, size, value.shape[-1]))
+        return jax.lax.scan(step, start, (query, key, value))[1].swapaxes(0, 1).astype(options.dtype)
+
+    return attend
+
+
+def delta_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient."""
+    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+    size = np.linalg.norm(key, axis=-1, keepdims=True)
+    key = key / size
+    length = key.shape[1]
+    state = np.zeros((*key.shape[::2], key.shape[3], value.shape[3]))
+    out, d_query, before = np.zeros_like(value), np.zeros_like(query), {}
+    sampled = set(rows.tolist())
+    for t in range(length):
+        if t >= tail:
+            before[t] = state
+        error = value[:, t] - np.einsum("bnfh,bnf->bnh", state, key[:, t])
+        state = state + _BETA * key[:, t, :, :, None] * error[:, :, None]
+        if t in sampled:
+            out[:, t] = np.einsum("bnfh,bnf->bnh", state, query[:, t])
+            d_query[:, t] = np.einsum("bnfh,bnh->bnf", state, d_out[:, t])
+    d_state = np.zeros_like(state)
+    d_key, d_value = np.zeros_like(key), np.zeros_like(value)
+    for t in reversed(range(tail, length)):
+        k, held = key[:, t], before[t]
+        d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
+        error = value[:, t] - np.einsum("bnfh,bnf->bnh", held, k)
+        d_error = _BETA * np.einsum("bnfh,bnf->bnh", d_state, k)
+        d_unit = _BETA * np.einsum("bnfh,bnh->bnf", d_state, error)
+        d_unit = d_unit - np.einsum("bnfh,bnh->bnf", held, d_error)
+        d_key[:, t] = (d_unit - k * (k * d_unit).sum(-1, keepdims=True)) / size[:, t]
+        d_value[:, t] = d_error
+        d_state = d_state - k[..., None] * d_error[:, :, None]
+    return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]
+
+
 _FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
 
 CASES: dict[str, FunctionCase] = {
@@ -87,6 +184,9 @@ CASES: dict[str, FunctionCase] = {
     "diag": FunctionCase(
         _diag, softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)), growth=1
     ),
+    "linear": FunctionCase(_linear, linear_reference, growth=1),
+    "deltanet": FunctionCase(_delta, delta_reference, growth=1),
+    "deltanet_scan": FunctionCase(_delta_scan, delta_reference, growth=1),
 }
 TORCH = "torch full"
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 import brl_jax
 from brl_jax.attention.bias import RotaryBias
+from brl_jax.attention.bsbr import init_bsbr_state
 from brl_jax.attention.cosformer import init_cosformer_state
 from brl_jax.attention.delta import init_delta_state
 from brl_jax.attention.flash import init_mixed_chunk_state
@@ -69,6 +70,16 @@ def _mixed_chunk(query, key, value, **options):
     return brl_jax.mixed_chunk_attention(query, key, query[..., ::-1], -key, value, **options)
 
 
+def _bsbr(query, key, value, return_state=False, state=None, **options):
+    options = {"chunk_size": 32, "strength": 1 / 32} | options
+    if return_state and state is None:
+        state = init_bsbr_state(
+            key.shape[0], 2048, query.shape[2], *key.shape[2:], chunk_size=32, dtype=key.dtype
+        )
+    options |= {"state": state, "return_state": return_state}
+    return brl_jax.bsbr_attention(query, key, value, query[..., ::-1], -key, is_causal=True, **options)
+
+
 CASES = {
     "linear": Case(_linear, lambda b, k, h: init_linear_state(b, k, h, h)),
     "norm": Case(_norm, lambda b, k, h: init_linear_state(b, k, h, h, normalize=False)),
@@ -77,6 +88,12 @@ CASES = {
     "gau": Case(_gau, lambda b, k, h: init_gau_state(b, 2048, k, h, h), packs=False, linear=False),
     "mixed_chunk": Case(
         _mixed_chunk, lambda b, k, h: init_mixed_chunk_state(b, k, h, h, chunk_size=32), packs=False
+    ),
+    "bsbr": Case(
+        _bsbr,
+        lambda b, k, h: init_bsbr_state(b, 2048, 2 * k, k, h, chunk_size=32),
+        packs=False,
+        linear=False,
     ),
     "delta": Case(_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
 }
@@ -189,7 +206,7 @@ def test_bad_input(name):
     wrong = {
         "chunk_size must be an int of at least 1, got 0": {"chunk_size": 0},
         f"state must be a {type(state).__name__}": {"state": other},
-        r"state\.\w+ must be .*shape \(2, 2": {"state": case.init(3, 2, 8)},
+        r"state\.\w+ must be .*shape \(2, ": {"state": case.init(3, 2, 8)},
         r"key_value_seq_lengths must be ints of shape \(2,\)": {
             "key_value_seq_lengths": jnp.ones(3, jnp.int32)
         },

@@ -67,19 +67,27 @@ def test_ratios_and_tokens_per_second():
     assert row["step_tokens_per_s"] == pytest.approx(1e5 / 4)
 
 
-def test_target_lines(monkeypatch):
-    monkeypatch.setattr(report, "has_torch", lambda options: True)
-    shared = {"level": "functions", "name": "local", "note": ""}
+def test_target_lines():
+    def row(length, name, forward, both, level="functions"):
+        times = {"forward_s": forward, "forward_backward_s": both}
+        return {"level": level, "name": name, "note": "", "length": length, **times}
+
     rows = [
-        {**shared, "length": 8192, "forward_ratio": 7.04, "forward_backward_ratio": 7.9},
-        {**shared, "length": 8192, "level": "layers", "forward_ratio": 1.0, "forward_backward_ratio": 1.0},
-        {**shared, "length": 32768, "forward_ratio": None, "forward_backward_ratio": None},
+        row(8192, "local", 1.0, 2.0),
+        row(8192, report.TORCH, 7.04, 15.8),
+        row(8192, "local", 9.0, 9.0, level="layers"),
+        row(32768, "local", None, None),
+        row(4096, "deltanet", 1.0, 2.0),
+        row(4096, "linear", 0.5, 0.5),
     ]
     lines = report.target_lines(rows, SpeedOptions())
-    assert len(lines) == 2
-    assert "7.0 times" in lines[0]
-    assert lines[0].endswith("target 6: met")
-    assert lines[1].endswith("target 8: NOT met")
+    assert [line.rpartition("target ")[2] for line in lines] == [
+        "6.00: met",
+        "8.00: NOT met",
+        "0.33: met",
+        "0.33: NOT met",
+    ]
+    assert "local is 7.04 times as fast as torch full" in lines[0]
     assert report.target_lines(rows, SpeedOptions(window=128)) == []
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from brl_jax.layers import (
     MECHANISMS,
     BRLConfig,
+    BSBRConfig,
     CosformerConfig,
     DeltaNetConfig,
     DiagConfig,
@@ -79,6 +80,7 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
     "cosformer": {"": CosformerConfig(max_length=48, chunk_size=8)},
     "gau": {"": GauConfig(key_dim=8, chunk_size=8)},
     "flash": {"": FlashConfig(key_dim=8, chunk_size=8)},
+    "bsbr": {"": BSBRConfig(chunk_size=6), "compressed": BSBRConfig(chunk_size=8, compressed=5)},
     "performer": {"": PerformerConfig(num_features=6, chunk_size=8)},
 }
 

@@ -150,7 +150,41 @@ def flash_attend(maps, v, bias, m, d):
     return (inside + linear_q @ linear_k.T / m.chunk_size * before) @ v
 
 
+def bsbr_mix(u, p, m, d):
+    """Token by token: its chunk's softmax, then the products of the chunks that its own retrieves from."""
+    n, c = len(u), m.chunk_size
+    starts = range(0, n, c)
+    ends = [min(s + c, n) for s in starts]
+    retrieval_q, retrieval_k = project(u, p["retrieval_query"]), project(u, p["retrieval_key"])
+    group = d.num_heads // d.num_kv_heads
+    heads = []
+    for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
+        r, h = retrieval_q[:, a], retrieval_k[:, a // group]
+        products = [k[s:e].T @ v[s:e] for s, e in zip(starts, ends)]
+        if m.compressed is not None:
+            kept = [np.tensordot(f, p["compress"], axes=2) for f in products]
+            products = [np.tensordot(f, p["expand"], axes=1) for f in kept]
+        out = np.zeros_like(v)
+        for i, s in enumerate(starts):
+            others = range(i) if d.is_causal else [j for j in range(len(ends)) if j != i]
+            read = 0
+            if others:
+                logits = np.array([r[s] @ h[ends[j] - 1] for j in others]) / np.sqrt(d.head_dim)
+                weights = np.exp(logits - np.real(logits).max())
+                read = sum(w * products[j] for w, j in zip(weights / weights.sum(), others))
+            for t in range(s, ends[i]):
+                e = t + 1 if d.is_causal else ends[i]
+                logits = k[s:e] @ q[t] / np.sqrt(d.head_dim)
+                weights = np.exp(logits - np.real(logits).max())
+                out[t] = weights / weights.sum() @ v[s:e]
+                if others:
+                    out[t] = out[t] + p["strength"][a] * (q[t] @ read) / np.sqrt(d.head_dim)
+        heads.append(out)
+    return merge(heads, p)
+
+
 NETWORKS = {
+    "bsbr": residual_network(bsbr_mix),
     "gau": gated_network(gau_attend),
     "flash": gated_network(flash_attend),
     "linear": residual_network(linear_mix),
