@@ -11,7 +11,7 @@ import flax.linen as nn
 from brl_jax.attention.bsbr import BsbrState, bsbr_attention, init_bsbr_state
 from brl_jax.layers.common import dense, merge_heads, parameter, project_qkv
 from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.state import StateLayer, attend, check_chunk_size
+from brl_jax.layers.state import StateLayer, check_chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +66,7 @@ class BSBRAttention(StateLayer):
             chunk_size=m.chunk_size,
         )
         call = {name: argument for name, argument in call.items() if name != "segment_ids"}
-        self.sow_weights(function, value, call)
-        attended, state = attend(function, value, **call)
+        attended, state = self.attend(function, value, call)
         return merge_heads(d, attended), state
 
     def compression(self, numbers: int) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import flax.linen as nn
 from brl_jax.attention.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.layers.common import merge_heads, project_qkv
 from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.state import StateLayer, attend, check_chunk_size
+from brl_jax.layers.state import StateLayer, check_chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +55,8 @@ class CosformerAttention(StateLayer):
     def mix(self, x, positions, call):
         m = self.mechanism
         query, key, value = project_qkv(dataclasses.replace(self.dimensions, rope_theta=None), x, positions)
-        attended, state = attend(
-            cosformer_attention,
-            query,
-            key,
-            value,
-            max_length=m.max_length,
-            chunk_size=m.chunk_size,
-            **call,
+        function = functools.partial(
+            cosformer_attention, query, key, max_length=m.max_length, chunk_size=m.chunk_size
         )
+        attended, state = self.attend(function, value, call)
         return merge_heads(self.dimensions, attended), state

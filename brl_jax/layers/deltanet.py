@@ -12,7 +12,7 @@ import jax
 from brl_jax.attention.delta import DeltaState, delta_rule, init_delta_state
 from brl_jax.layers.common import dense, head_norm, merge_heads, project_qkv
 from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.state import StateLayer, attend, check_chunk_size
+from brl_jax.layers.state import StateLayer, check_chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,5 @@ class DeltaNet(StateLayer):
         beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
         call = {name: argument for name, argument in call.items() if name != "is_causal"}
         function = functools.partial(delta_rule, query, key, beta=beta, chunk_size=self.mechanism.chunk_size)
-        self.sow_weights(function, value, call)
-        attended, state = attend(function, value, **call)
+        attended, state = self.attend(function, value, call)
         return merge_heads(d, head_norm(d, name="head_norm")(attended)), state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ from brl_jax.attention.gau import gau_attention, init_gau_state
 from brl_jax.attention.rotary import rotate
 from brl_jax.layers.common import dense, parameter
 from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.state import StateLayer, attend, check_chunk_size
+from brl_jax.layers.state import StateLayer, check_chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +111,9 @@ class GatedAttention(StateLayer):
             parameter(self, f"bias_{side}", half, (1, m.key_dim), (None, "head_dim"))
             for side in ("left", "right")
         )
-        attended, state = attend(
-            function, *maps, value, bias=RotaryBias(left, right), chunk_size=m.chunk_size, **call
-        )
+        bias = RotaryBias(left, right)
+        function = functools.partial(function, *maps, bias=bias, chunk_size=m.chunk_size)
+        attended, state = self.attend(function, value, call)
         out = dense(d, d.d_model, ("mlp", "embed"), name="out", scale=d.residual_scale)
         return out(gate * attended[:, :, 0]), state
 

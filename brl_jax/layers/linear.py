@@ -12,7 +12,7 @@ from brl_jax.attention.checks import check_choice
 from brl_jax.attention.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.layers.common import merge_heads, project_qkv
 from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.state import StateLayer, attend, check_chunk_size
+from brl_jax.layers.state import StateLayer, check_chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,5 @@ class LinearAttention(StateLayer):
             feature_map=m.feature_map,
             chunk_size=m.chunk_size,
         )
-        self.sow_weights(function, value, call)
-        attended, state = attend(function, value, **call)
+        attended, state = self.attend(function, value, call)
         return merge_heads(self.dimensions, attended), state

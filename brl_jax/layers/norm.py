@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, get_args
 
 import flax.linen as nn
 
 from brl_jax.attention.checks import check_choice
-from brl_jax.attention.linear import FeatureMap, LinearState, init_linear_state
+from brl_jax.attention.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.attention.norm import Norm, norm_attention
 from brl_jax.layers.common import merge_heads, parameter, project_qkv
 from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.state import StateLayer, attend, check_chunk_size
+from brl_jax.layers.state import StateLayer, check_chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +57,11 @@ class NormAttention(StateLayer):
         scale = parameter(
             self, "norm_scale", nn.initializers.ones_init(), (d.num_heads, d.head_dim), ("heads", "head_dim")
         )
-        attended, state = attend(
-            norm_attention,
-            query,
-            key,
+        options = {"feature_map": m.feature_map, "chunk_size": m.chunk_size}
+        attended, state = self.attend(
+            functools.partial(norm_attention, query, key, norm=m.norm, norm_scale=scale, **options),
             value,
-            feature_map=m.feature_map,
-            norm=m.norm,
-            norm_scale=scale,
-            chunk_size=m.chunk_size,
-            **call,
+            call,
+            weigh=functools.partial(linear_attention, query, key, normalize=False, **options),
         )
         return merge_heads(d, attended), state

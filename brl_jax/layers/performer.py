@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from brl_jax.attention.performer import (
 )
 from brl_jax.layers.common import merge_heads, project_qkv
 from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.state import StateLayer, attend, check_chunk_size
+from brl_jax.layers.state import StateLayer, check_chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,8 @@ class PerformerAttention(StateLayer):
             # Drawn while tracing: a constant of the program, not work of each of its runs.
             with jax.ensure_compile_time_eval():
                 projection = performer_projection(jax.random.key(m.seed), num_features, d.head_dim)
-        attended, state = attend(
-            performer_attention,
-            query,
-            key,
-            value,
-            projection=projection,
-            chunk_size=m.chunk_size,
-            **call,
+        function = functools.partial(
+            performer_attention, query, key, projection=projection, chunk_size=m.chunk_size
         )
+        attended, state = self.attend(function, value, call)
         return merge_heads(d, attended), state

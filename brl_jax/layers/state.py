@@ -35,10 +35,22 @@ class StateLayer(nn.Module):
         """
         raise NotImplementedError
 
-    def sow_weights(self, function: Callable[..., Array], value: Array, call: dict[str, Any]) -> None:
-        """`common.sow_weights` of function(value, **call), linear in the values, where no state has a part."""
+    def attend(
+        self,
+        function: Callable[..., Any],
+        value: Array,
+        call: dict[str, Any],
+        weigh: Callable[..., Any] | None = None,
+    ) -> tuple[Array, Any]:
+        """function(value, **call) and its new state, None where call["return_state"] is False.
+
+        Sows the matrix of `weigh`, or of `function` itself, which must be linear in the values; a state has no part
+        in it.
+        """
         if call["state"] is None and not call["return_state"]:
-            sow_weights(self, functools.partial(function, **call), value)
+            sow_weights(self, functools.partial(weigh or function, **call), value)
+        result = function(value, **call)
+        return result if call["return_state"] else (result, None)
 
     def init_cache(self, batch: int, length: int) -> dict[str, Any]:
         """The state and the number of tokens in it."""
@@ -82,12 +94,6 @@ class StateLayer(nn.Module):
         call |= {"key_value_seq_lengths": exist, "state": cache["state"], "return_state": True}
         y, state = self.mix(x, positions, call)
         return y, carry, {"state": state, "index": cache["index"] + (length if count is None else count)}
-
-
-def attend(function: Any, *args: Any, **call: Any) -> tuple[Array, Any]:
-    """The result of an attention function and its new state, None where call["return_state"] is False."""
-    result = function(*args, **call)
-    return result if call["return_state"] else (result, None)
 
 
 def check_chunk_size(chunk_size: int) -> None:

@@ -164,7 +164,7 @@ def bsbr_mix(u, p, m, d):
         if m.compressed is not None:
             kept = [np.tensordot(f, p["compress"], axes=2) for f in products]
             products = [np.tensordot(f, p["expand"], axes=1) for f in kept]
-        out = np.zeros_like(v)
+        out = []
         for i, s in enumerate(starts):
             others = range(i) if d.is_causal else [j for j in range(len(ends)) if j != i]
             read = 0
@@ -176,10 +176,9 @@ def bsbr_mix(u, p, m, d):
                 e = t + 1 if d.is_causal else ends[i]
                 logits = k[s:e] @ q[t] / np.sqrt(d.head_dim)
                 weights = np.exp(logits - np.real(logits).max())
-                out[t] = weights / weights.sum() @ v[s:e]
-                if others:
-                    out[t] = out[t] + p["strength"][a] * (q[t] @ read) / np.sqrt(d.head_dim)
-        heads.append(out)
+                far = p["strength"][a] * (q[t] @ read) / np.sqrt(d.head_dim) if others else 0
+                out.append(weights / weights.sum() @ v[s:e] + far)
+        heads.append(np.stack(out))
     return merge(heads, p)
 
 

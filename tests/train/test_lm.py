@@ -27,8 +27,8 @@ from train.data import load
 from train.errors import command
 from train.presets import PRESETS
 
-# The processes that are started compile on their own.
-pytestmark = pytest.mark.usefixtures("compile_once")
+# One process for all: the runs and what they compile are shared. Those that are started compile on their own.
+pytestmark = [pytest.mark.usefixtures("compile_once"), pytest.mark.xdist_group("train.lm")]
 
 ROOT = Path(__file__).parents[2]
 TINY = (
