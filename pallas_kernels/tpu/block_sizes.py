@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.tpu.window_plan import WindowPlan
+from pallas_kernels.tpu.window_sums import held_rows
 
 MIB = 1 << 20
 
@@ -98,9 +99,7 @@ def window_bytes(plan: WindowPlan, width: int, itemsize: int, *, backward: bool,
     keys = 2 * (plan.block + plan.halo * len(plan.sides[1:]))
     blocks = (5 if backward else 2) * plan.block + keys
     statistics = 2 * 8 * 4 * plan.block
-    scratch = (
-        ((2 if group > 1 else 1) * plan.block + plan.after * plan.tile) * width * 4 * 2 if backward else 0
-    )
+    scratch = 2 * held_rows(plan, group) * width * 4 if backward else 0
     scores = (6 if backward else 4) * len(plan.distances()) * plan.tile**2 * 4
     return 2 * blocks * row + statistics + scratch + scores
 
