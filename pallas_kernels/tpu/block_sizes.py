@@ -148,10 +148,10 @@ def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int)
 
 def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple[int, int]:
     """(tile, block): queries in one product and in a grid step, halved until they fit in what every kernel
-    is granted."""
-    tile, block, most = 256 if keys <= 256 else 128, 1024, GRANTED_MIB * MIB * 3 // 4
+    is granted and the end of the sequence leaves less than an eighth of the work empty."""
+    tile, block, most = 256 if keys <= 256 else 128, 4096, GRANTED_MIB * MIB * 3 // 4
     while block > tile and (
-        block // 2 >= length or propagate_bytes(block, tile, keys, width, itemsize) > most
+        8 * (-length % block) > length or propagate_bytes(block, tile, keys, width, itemsize) > most
     ):
         block //= 2
     return tile, block
