@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+from jaxtyping import Array
+
 from pallas_kernels.tpu.window_plan import WindowPlan
 from pallas_kernels.tpu.window_sums import held_rows
 
@@ -49,10 +52,18 @@ def chip_name(device_kind: str) -> str | None:
     return names.get(device_kind)
 
 
-def check_chip(chip: str | None) -> None:
-    """Raises ValueError for a chip that the tables do not hold; None stands for any chip."""
+def resolve_chip(chip: str | None, x: Array) -> str | None:
+    """The chip asked for, else that of the mesh that x lies on or of the mesh in use; None where nothing says it.
+
+    Raises:
+      ValueError: for a chip that the tables do not hold.
+    """
     if chip is not None and chip not in VMEM_MIB:
         raise ValueError(f"chip must be None or one of {sorted(VMEM_MIB)}, got {chip!r}")
+    for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()):
+        if chip is None and mesh.abstract_device is not None:
+            chip = chip_name(mesh.abstract_device.device_kind)
+    return chip
 
 
 def vmem_limit(kernel: str, needed: int, chip: str | None, advice: str) -> int | None:
