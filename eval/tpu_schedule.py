@@ -62,6 +62,8 @@ class ScheduleOptions:
     """Heads of query, key and value."""
     head_dim: int = 128
     """Features of a head."""
+    any_chip: bool = False
+    """Our block sizes that fit every chip, as without a mesh, instead of the chip's own."""
     splash_blocks: tuple[int, ...] = (128, 256, 512, 1024)
     """Splash attention is compiled at every pair of these; empty leaves it out."""
 
@@ -87,7 +89,7 @@ class Case:
     splash_blocks: tuple[int, int] | None = None
 
 
-def _window(options: ScheduleOptions, chip: str, shape, *, window: int, backward: bool):
+def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, backward: bool):
     full = (1, options.length, options.heads, options.head_dim)
     attend = functools.partial(tpu.window_attention, left=window - 1, right=0, chip=chip)
 
@@ -102,7 +104,9 @@ def _window(options: ScheduleOptions, chip: str, shape, *, window: int, backward
     return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
 
 
-def _splash(options: ScheduleOptions, chip: str, shape, *, window: int, blocks: tuple[int, int], mode: str):
+def _splash(
+    options: ScheduleOptions, chip: str | None, shape, *, window: int, blocks: tuple[int, int], mode: str
+):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -136,7 +140,7 @@ def _splash(options: ScheduleOptions, chip: str, shape, *, window: int, blocks: 
 
 
 def _compressed(
-    options: ScheduleOptions, chip: str, shape, *, kind: str, tokens: int, backward: bool, pallas: bool
+    options: ScheduleOptions, chip: str | None, shape, *, kind: str, tokens: int, backward: bool, pallas: bool
 ):
     long = (1, options.length, options.heads, options.head_dim)
     short = (1, tokens, options.heads, options.head_dim)
@@ -280,7 +284,7 @@ def measure(
         jnp.bfloat16,
         sharding=jax.sharding.SingleDeviceSharding(device),
     )
-    function, arguments = case.build(options, chip, shape)
+    function, arguments = case.build(options, None if options.any_chip else chip, shape)
     traced = jax.jit(function).trace(*arguments)
     calls = list(pallas_calls(traced.jaxpr.jaxpr))
     text = traced.lower().compile().as_text()
