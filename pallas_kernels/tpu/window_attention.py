@@ -89,7 +89,12 @@ def window_fits(
     right: int,
     chip: str | None = None,
 ) -> bool:
-    """Whether `window_attention` has block sizes for a window; wider ones are for `block_attention`."""
+    """Whether `window_attention` has block sizes for a window; wider ones are for `block_attention`.
+
+    Raises:
+      ValueError, NotImplementedError: on arrays that neither takes.
+    """
+    inputs.check_attention(query, key, key)
     layout = heads.layout_of(query.shape[2], key.shape[2], query.shape[3])
     last, chip = query.shape[1] - 1, block_sizes.resolve_chip(chip, query)
     return _table(query, layout, min(left, last), min(right, last), chip) is not None

@@ -103,6 +103,10 @@ def test_what_no_kernel_serves(caplog):
         local_attention(
             *(x.astype(jnp.float16) for x in (q, k, v)), local_window_size=5, implementation="pallas"
         )
+    wide = [jnp.tile(x, 9) for x in (q, k, v)]
+    with pytest.raises(NotImplementedError, match="a head_dim up to 256, got 288"):
+        local_attention(*wide, local_window_size=5, implementation="pallas")
+    local_attention(*wide, local_window_size=5)
     with pytest.raises(ValueError, match="implementation must be"):
         propagate(q, k[:, :5], v[:, :5], strength=1.0, implementation="magic")
 
