@@ -3,8 +3,9 @@
 The package libtpu compiles for real TPU chips on a CPU host and writes down the final instruction bundles of
 every kernel (about one cycle each). A kernel's cost is its bundles in one grid step times the grid steps. The
 table sets sliding-window attention beside JAX's splash attention at its best block sizes, and compress and
-propagate beside the same thing in jax.numpy, for which the compiler's own estimate of cycles is given. It
-counts issue slots only: a kernel that waits for memory is slower than this says, so the bytes that the block
+propagate beside the same thing in jax.numpy, whose cost is that of its fusions and copies: the bundles in one
+pass of an instruction's outer loop times the passes (`iteration_bounds`), what lies in deeper loops counted once.
+It counts issue slots only: a kernel that waits for memory is slower than this says, so the bytes that the block
 specs fetch are counted as well.
 
 Splash attention is charged only for the pairs of blocks in which something is visible, though its fused
@@ -61,6 +62,8 @@ class ScheduleOptions:
     """Heads of query, key and value."""
     head_dim: int = 128
     """Features of a head."""
+    any_chip: bool = False
+    """Our block sizes that fit every chip, as without a mesh, instead of the chip's own."""
     splash_blocks: tuple[int, ...] = (128, 256, 512, 1024)
     """Splash attention is compiled at every pair of these; empty leaves it out."""
 
@@ -86,7 +89,7 @@ class Case:
     splash_blocks: tuple[int, int] | None = None
 
 
-def _window(options: ScheduleOptions, chip: str, shape, *, window: int, backward: bool):
+def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, backward: bool):
     full = (1, options.length, options.heads, options.head_dim)
     attend = functools.partial(tpu.window_attention, left=window - 1, right=0, chip=chip)
 
@@ -101,7 +104,9 @@ def _window(options: ScheduleOptions, chip: str, shape, *, window: int, backward
     return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
 
 
-def _splash(options: ScheduleOptions, chip: str, shape, *, window: int, blocks: tuple[int, int], mode: str):
+def _splash(
+    options: ScheduleOptions, chip: str | None, shape, *, window: int, blocks: tuple[int, int], mode: str
+):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -135,7 +140,7 @@ def _splash(options: ScheduleOptions, chip: str, shape, *, window: int, blocks: 
 
 
 def _compressed(
-    options: ScheduleOptions, chip: str, shape, *, kind: str, tokens: int, backward: bool, pallas: bool
+    options: ScheduleOptions, chip: str | None, shape, *, kind: str, tokens: int, backward: bool, pallas: bool
 ):
     long = (1, options.length, options.heads, options.head_dim)
     short = (1, tokens, options.heads, options.head_dim)
@@ -237,6 +242,32 @@ def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
     return found
 
 
+def loops(text: str, found: collections.Counter[str]) -> list[tuple[str, int, int]]:
+    """(name, bundles, passes) of the loops that a compiled program without kernels of its own consists of.
+
+    Instructions that do the same share one schedule, under the name of the first; what has no schedule is no loop.
+    """
+    entry = text[text.index("\nENTRY ") :]
+    if " while(" in entry:
+        raise RunError("a program that loops over its instructions has no static cost")
+    listed: list[tuple[str, tuple]] = []
+    schedules: dict[tuple, int] = {}
+    for name, what, config in re.findall(r"%([\w.-]+) = (.+?)\(%.*?(\{.*)", entry):
+        bounds = re.search(r'"iteration_bounds":\[([^\]]*)\]', config)
+        if bounds is None:
+            continue
+        cycles = re.findall(r'"estimated_cycles":"(\d+)"', config)
+        passes = math.prod(int(size) for size in re.findall(r"\d+", bounds[1]))
+        listed.append((name, (what, passes, *cycles)))
+        if name in found:
+            schedules.setdefault(listed[-1][1], found[name])
+    return [
+        (name, found[name] if name in found else schedules[like], like[1])
+        for name, like in listed
+        if name in found or like in schedules
+    ]
+
+
 def visible_blocks(length: int, window: int, rows: int, columns: int) -> int:
     """Pairs of blocks of a causal window in which some query sees some key."""
     first = np.arange(0, length, rows)
@@ -247,23 +278,18 @@ def visible_blocks(length: int, window: int, rows: int, columns: int) -> int:
 def measure(
     case: Case, options: ScheduleOptions, chip: str, device, folder: Path, seen: set[str]
 ) -> dict[str, Any]:
-    """Compiles one case: its cost in bundles (or estimated cycles), and the bytes that its kernels fetch."""
+    """Compiles one case: its cost in bundles, and the bytes that its kernels fetch."""
     shape = jax.ShapeDtypeStruct(
         (1, options.length, options.heads * options.head_dim),
         jnp.bfloat16,
         sharding=jax.sharding.SingleDeviceSharding(device),
     )
-    function, arguments = case.build(options, chip, shape)
+    function, arguments = case.build(options, None if options.any_chip else chip, shape)
     traced = jax.jit(function).trace(*arguments)
     calls = list(pallas_calls(traced.jaxpr.jaxpr))
     text = traced.lower().compile().as_text()
-    if not calls:
-        return {
-            "cost": sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', text)),
-            "detail": "estimate",
-        }
     found = bundles(folder, seen)
-    fetched, kernels = 0, []
+    fetched, kernels = 0, [] if calls else loops(text, found)
     for call in calls:
         name = call.params["name"] if "name" in call.params else call.params["name_and_src_info"].name
         steps = math.prod(call.params["grid_mapping"].grid)
@@ -289,8 +315,8 @@ def best_other(rows: list[dict[str, Any]]) -> tuple[int, str] | None:
     others = [row for row in rows if row["label"] != "ours" and row["cost"]]
     best: dict[str, tuple[int, str]] = {}
     for row in others:
-        if "kernels" not in row:
-            return row["cost"], f"{row['label']} ({row['detail']})"
+        if not row["label"].startswith("splash"):
+            return row["cost"], f"{row['label']}, {len(row['kernels'])} loops"
         blocks, mode = row["label"].removeprefix("splash ").rsplit(" ", 1)
         for name, bundle, steps in row["kernels"]:
             role = next(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
-from brl_jax.attention.kernels import dispatch
+from brl_jax.attention.kernels import bias_obstacle, dispatch
 from brl_jax.attention.scores import (
     Score,
     accumulation_dtype,
@@ -118,8 +118,7 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scal
             interpret=interpret,
         )  # fmt: skip
 
-    given = {"bias": bias, "mask": mask}
-    obstacle = next((f"{name} must be None" for name, array in given.items() if array is not None), None)
+    obstacle = bias_obstacle(bias) if mask is None else "mask must be None, got an array"
     xla = functools.partial(_compress, scale=scale, score=score)
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
     return dispatch("compress", implementation, obstacle, kernel, xla, *operands)

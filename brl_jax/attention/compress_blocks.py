@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import require
 from brl_jax.attention.compress import compress, per_head
-from brl_jax.attention.kernels import dispatch
+from brl_jax.attention.kernels import bias_obstacle, dispatch
 from brl_jax.attention.scores import Score
 
 
@@ -93,10 +93,9 @@ def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, imp
             **static,
         )
 
-    obstacle = None if bias is None else "bias must be None"
     xla = functools.partial(_compress_windows, **static)
     operands = (query, key, contrast_key, value, gamma, bias, lengths)
-    return dispatch("compress_blocks", implementation, obstacle, kernel, xla, *operands)
+    return dispatch("compress_blocks", implementation, bias_obstacle(bias), kernel, xla, *operands)
 
 
 def _compress_windows(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import require
 
 _LOG = logging.getLogger("brl_jax")
@@ -55,9 +56,16 @@ def dispatch(
         except (ValueError, NotImplementedError) as error:
             obstacle = str(error)
     if obstacle is not None:
-        _say_once(f"{name} runs through XLA on a TPU too: {obstacle}")
+        _say_once(f"{name} runs through XLA, at linear cost, on a TPU too: {obstacle}")
         return xla(*operands)
     return lax.platform_dependent(*operands, tpu=run, default=xla)
+
+
+def bias_obstacle(bias: Any) -> str | None:
+    """Why the kernels, which add no bias, cannot serve a call with this one; None if there is none."""
+    if bias is None:
+        return None
+    return f"bias must be None, got {type(bias).__name__ if isinstance(bias, PositionBias) else 'an array'}"
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from brl_jax.attention.arguments import (
 )
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
-from brl_jax.attention.kernels import dispatch
+from brl_jax.attention.kernels import bias_obstacle, dispatch
 from brl_jax.attention.local_core import attend
 from brl_jax.attention.local_steps import Inputs, Spec
 from brl_jax.attention.patterns import Pattern, SlidingWindow
@@ -82,7 +82,9 @@ def local_attention(
       implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
         sliding window with nothing to its right and half precision; "pallas" is the TPU kernels (interpreted
         elsewhere), which take every pattern and offset, without a bias. A call of fewer than 128 queries on more
-        keys, such as a decoding step, goes to the kernels only when they are asked for.
+        keys, such as a decoding step, goes to the kernels only when they are asked for. With None, a call that
+        they do not serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the same O(n w), and the log
+        says so and why, once.
 
     Returns:
       (B, T, N, H) in query's dtype. The softmax is computed in float32.
@@ -136,7 +138,7 @@ def _kernel_obstacle(
     """Why the TPU kernels cannot, or without being asked should not, serve a call; None if they do."""
     granule = spec.pattern.granule
     if bias is not None:
-        return "bias must be None"
+        return bias_obstacle(bias)
     if granule is not None and granule < _MIN_GRANULE:
         name = type(spec.pattern).__name__
         return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {granule}"

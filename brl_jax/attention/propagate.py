@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
-from brl_jax.attention.kernels import dispatch
+from brl_jax.attention.kernels import bias_obstacle, dispatch
 from brl_jax.attention.scores import Score, accumulation_dtype, attention_weights, check_score
 
 # On a CPU, queries are taken this many at a time, so that their weights stay in cache.
@@ -96,8 +96,9 @@ def _choose(query, key, value, strength, bias, *, scale, score, implementation):
             query, key, value, strength=strength, scale=scale, score=score, interpret=interpret
         )
 
-    obstacle = None if bias is None else "bias must be None"
-    return dispatch("propagate", implementation, obstacle, kernel, xla, query, key, value, strength, bias)
+    return dispatch(
+        "propagate", implementation, bias_obstacle(bias), kernel, xla, query, key, value, strength, bias
+    )
 
 
 def propagate_weights(

@@ -100,7 +100,7 @@ def block_attention(
       NotImplementedError: on another dtype or a wider head.
     """
     inputs.check_attention(query, key, value)
-    block_sizes.check_chip(chip)
+    chip = block_sizes.resolve_chip(chip, query)
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if size < 128 or size % 128:
             raise ValueError(f"{name} must be a positive multiple of 128, got {size}")

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+from jaxtyping import Array
+
 from pallas_kernels.tpu.window_plan import WindowPlan
+from pallas_kernels.tpu.window_sums import held_rows
 
 MIB = 1 << 20
 
@@ -48,10 +52,18 @@ def chip_name(device_kind: str) -> str | None:
     return names.get(device_kind)
 
 
-def check_chip(chip: str | None) -> None:
-    """Raises ValueError for a chip that the tables do not hold; None stands for any chip."""
+def resolve_chip(chip: str | None, x: Array) -> str | None:
+    """The chip asked for, else that of the mesh that x lies on or of the mesh in use; None where nothing says it.
+
+    Raises:
+      ValueError: for a chip that the tables do not hold.
+    """
     if chip is not None and chip not in VMEM_MIB:
         raise ValueError(f"chip must be None or one of {sorted(VMEM_MIB)}, got {chip!r}")
+    for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()):
+        if chip is None and mesh.abstract_device is not None:
+            chip = chip_name(mesh.abstract_device.device_kind)
+    return chip
 
 
 def vmem_limit(kernel: str, needed: int, chip: str | None, advice: str) -> int | None:
@@ -98,9 +110,7 @@ def window_bytes(plan: WindowPlan, width: int, itemsize: int, *, backward: bool,
     keys = 2 * (plan.block + plan.halo * len(plan.sides[1:]))
     blocks = (5 if backward else 2) * plan.block + keys
     statistics = 2 * 8 * 4 * plan.block
-    scratch = (
-        ((2 if group > 1 else 1) * plan.block + plan.after * plan.tile) * width * 4 * 2 if backward else 0
-    )
+    scratch = 2 * held_rows(plan, group) * width * 4 if backward else 0
     scores = (6 if backward else 4) * len(plan.distances()) * plan.tile**2 * 4
     return 2 * blocks * row + statistics + scratch + scores
 
@@ -149,10 +159,10 @@ def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int)
 
 def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple[int, int]:
     """(tile, block): queries in one product and in a grid step, halved until they fit in what every kernel
-    is granted."""
-    tile, block, most = 256 if keys <= 256 else 128, 1024, GRANTED_MIB * MIB * 3 // 4
+    is granted and the end of the sequence leaves less than an eighth of the work empty."""
+    tile, block, most = 256 if keys <= 256 else 128, 4096, GRANTED_MIB * MIB * 3 // 4
     while block > tile and (
-        block // 2 >= length or propagate_bytes(block, tile, keys, width, itemsize) > most
+        8 * (-length % block) > length or propagate_bytes(block, tile, keys, width, itemsize) > most
     ):
         block //= 2
     return tile, block

@@ -114,7 +114,7 @@ def _run(query, key, contrast_key, value, gamma, scale, score, bounds, chip, int
         if x is not None and (x.shape != expected or x.dtype != query.dtype):
             raise ValueError(f"{name} must be {query.dtype} of shape {expected}, got {x.dtype} of {x.shape}")
     scores.check_score(score)
-    block_sizes.check_chip(chip)
+    chip = block_sizes.resolve_chip(chip, query)
     if (contrast_key is None) != (gamma is None):
         raise ValueError("contrast_key and gamma belong together: give both or neither")
     if gamma is not None and gamma.shape != (heads_count,):
@@ -190,7 +190,8 @@ def compress(
       scale: multiplies the scores; 1 / (M sqrt(H)) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
       key_lengths: (B,) ints, how many tokens exist; what lies beyond is never read into a result.
-      chip: "v4", "v5e", "v5p", "v6e" or "7x"; None picks sizes that fit every chip.
+      chip: "v4", "v5e", "v5p", "v6e" or "7x"; None takes that of the mesh which query lies
+        on, or which is in use, and without one sizes that fit every chip.
       block: tokens in a grid step, a multiple of 128, instead of the table's.
       splits: parts of the sequence; by default 1 where the heads of a batch fill two cores, else 2.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.

@@ -197,7 +197,8 @@ def propagate(
       strength: (N,), one factor a head.
       scale: multiplies the scores; 1 / sqrt(H) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
-      chip: "v4", "v5e", "v5p", "v6e" or "7x"; None picks sizes that fit every chip.
+      chip: "v4", "v5e", "v5p", "v6e" or "7x"; None takes that of the mesh which query lies
+        on, or which is in use, and without one sizes that fit every chip.
       block: queries in a grid step, a multiple of 128, instead of the table's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
@@ -211,7 +212,7 @@ def propagate(
     """
     inputs.check_attention(query, key, value)
     scores.check_score(score)
-    block_sizes.check_chip(chip)
+    chip = block_sizes.resolve_chip(chip, query)
     _, length, count, head_dim = query.shape
     keys = key.shape[1]
     if key.shape[2] != count:

@@ -89,9 +89,14 @@ def window_fits(
     right: int,
     chip: str | None = None,
 ) -> bool:
-    """Whether `window_attention` has block sizes for a window; wider ones are for `block_attention`."""
+    """Whether `window_attention` has block sizes for a window; wider ones are for `block_attention`.
+
+    Raises:
+      ValueError, NotImplementedError: on arrays that neither takes.
+    """
+    inputs.check_attention(query, key, key)
     layout = heads.layout_of(query.shape[2], key.shape[2], query.shape[3])
-    last = query.shape[1] - 1
+    last, chip = query.shape[1] - 1, block_sizes.resolve_chip(chip, query)
     return _table(query, layout, min(left, last), min(right, last), chip) is not None
 
 
@@ -130,7 +135,8 @@ def window_attention(
       query_lengths, key_lengths: (B,) ints, how many tokens exist; what lies beyond is never read into a
         result.
       return_log_sum_exp: also return the natural log of each row's sum of exponentials.
-      chip: "v4", "v5e", "v5p", "v6e" or "7x" picks its block sizes; None picks sizes that fit every chip.
+      chip: "v4", "v5e", "v5p", "v6e" or "7x" picks its block sizes; None takes that of the mesh which query lies
+        on, or which is in use, and without one sizes that fit every chip.
       blocks: sizes to use instead of the table's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
@@ -145,7 +151,7 @@ def window_attention(
       NotImplementedError: on another dtype or a wider head.
     """
     inputs.check_attention(query, key, value)
-    block_sizes.check_chip(chip)
+    chip = block_sizes.resolve_chip(chip, query)
     if query.shape[1] != key.shape[1]:
         raise ValueError(f"key must be as long as query ({query.shape[1]} tokens), got {key.shape[1]}")
     for name, side in (("left", left), ("right", right)):

@@ -2,8 +2,7 @@
 
 A step recomputes the weights of its queries over their whole window, so that the sum over keys that the
 softmax's derivative needs is at hand, and nothing of the forward pass is read again but its statistics. Keys
-near a block's end are also seen by the next block's queries: their gradients wait in VMEM and are written
-one step late.
+near a block's ends are also seen by a neighbouring block's queries: `window_sums` adds up what they get.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from pallas_kernels.tpu.window_forward import (
     segment_specs,
 )
 from pallas_kernels.tpu.window_plan import WindowPlan
+from pallas_kernels.tpu.window_sums import EarlySums, GroupedSums, LateSums, held_rows
 
 
 def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segments: bool, shifted: bool):
@@ -36,26 +36,14 @@ def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segm
     if segments:
         query_segments = next(named)
         key_segments = {side: next(named) for side in plan.sides}
-    grad_query, grad_key, grad_value, late_key, late_value = named
-    size, last = plan.tile, plan.blocks
-    step, member = pl.program_id(2), pl.program_id(3)
-    grouped = layout.group > 1
-    lates = ((late_value, grad_value), (late_key, grad_key))
+    grad_query, grad_key, grad_value, held_key, held_value = named
+    size = plan.tile
+    kind = GroupedSums if layout.group > 1 else LateSums if plan.late else EarlySums
+    key_sums = kind(plan, layout.group, ((held_value, grad_value), (held_key, grad_key)))
+    key_sums.open()
 
-    if grouped:
-        # The scratch rows are block step - 1, block step and what lies after it; every member of a group
-        # adds to them.
-        kept = plan.block + plan.after * size
-
-        @pl.when(member == 0)
-        def _():
-            for held, _ in lates:
-                held[:kept] = jnp.where(step > 0, held[plan.block :], 0.0)
-                held[kept:] = jnp.zeros_like(held[kept:])
-
-    @pl.when(step < last)
-    def _():
-        shared = WindowTiles(plan, layout, step)
+    def meet():
+        shared = WindowTiles(plan, layout, plan.backward_block(key_sums.step))
         columns: dict[int, Array] = {}
         parts: dict[int, list[Array]] = {}
         meets: dict[int, list[tuple[Array, Array, Array, Array]]] = {}
@@ -122,31 +110,15 @@ def _backward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segm
             weights, grads, changes, queries = (
                 jnp.concatenate(x, axis=a) for x, a in zip(zip(*met), (1, 0, 1, 0))
             )
-            sums = heads.dot(weights, grads, NN), heads.dot(changes, queries, NN) * scale
-            place = slice(plan.block + tile * size, plan.block + (tile + 1) * size)
-            for (held, out), new in zip(lates, sums):
-                if grouped:
-                    held[place] += new
-                elif tile < 0:
-                    out[0, place] = (held[place] + new).astype(out.dtype)
-                elif tile < plan.after:
-                    held[tile * size : (tile + 1) * size] = new + jnp.where(step > 0, held[place], 0.0)
-                else:
-                    held[tile * size : (tile + 1) * size] = new
+            key_sums.add(tile, (heads.dot(weights, grads, NN), heads.dot(changes, queries, NN) * scale))
 
-        if not grouped:
-            # The scratch rows are block step - 1 and what lies after it. Nothing is added any more to its
-            # first rows; what step 0 reads here was never written, and step 1 writes the same block again.
-            whole = plan.block - plan.before * size
-            if whole:
-                for held, out in lates:
-                    out[0, :whole] = held[:whole].astype(out.dtype)
         heads.pipelined(plan.tiles * layout.packed, score, differentiate, read_out)
 
-    @pl.when((step == last) if not grouped else (member == layout.group - 1))
-    def _():
-        for held, out in lates:
-            out[0] = held[: plan.block].astype(out.dtype)
+    if plan.late:
+        pl.when(key_sums.step < plan.blocks)(meet)
+    else:
+        meet()
+    key_sums.close()
 
 
 def backward(
@@ -168,36 +140,36 @@ def backward(
     log-sum-exp."""
     batch, _length, lanes = query.shape
     tiles = lanes // layout.width
-    last = plan.blocks - 1
 
-    def rows_of(b, t, i, r):
-        # The last step only flushes dk and dv: it stays on the block of dq that the step before it left.
-        member = jnp.where(i > last, layout.group - 1, r)
-        return b, jnp.minimum(i, last), t * layout.group + member
+    def head_of(t, i, r):
+        # A step more than there are blocks only writes dk and dv: it stays on the block of dq before it.
+        return t * layout.group + (jnp.where(i == plan.blocks, layout.group - 1, r) if plan.late else r)
 
-    def stats_of(b, t, i, r):
-        return b, t * layout.group + r, 0, jnp.minimum(i, last)
+    def by_statistic(rows):
+        return pl.BlockSpec(
+            (1, 1, rows, plan.block),
+            lambda b, t, i, r: (b, head_of(t, i, r), 0, plan.backward_block(i)),
+        )
 
-    by_query = pl.BlockSpec((1, plan.block, layout.width), rows_of)
-    by_statistic = pl.BlockSpec((1, 1, 2 * layout.packed, plan.block), stats_of)
-    by_shift = pl.BlockSpec((1, 1, layout.packed, plan.block), stats_of)
-    by_key = pl.BlockSpec((1, plan.block, layout.width), lambda b, t, i, r: (b, jnp.maximum(i - 1, 0), t))
-    specs = [by_query, *key_specs(plan, layout.width), *key_specs(plan, layout.width), by_query, by_statistic]
+    by_query = pl.BlockSpec(
+        (1, plan.block, layout.width), lambda b, t, i, r: (b, plan.backward_block(i), head_of(t, i, r))
+    )
+    by_key = pl.BlockSpec((1, plan.block, layout.width), lambda b, t, i, r: (b, plan.written_block(i), t))
+    by_keys = key_specs(plan, layout.width, plan.backward_block)
+    specs = [by_query, *by_keys, *by_keys, by_query, by_statistic(2 * layout.packed)]
     sides = len(plan.sides)
     operands = [query, *[key] * sides, *[value] * sides, grad, statistics]
     if shift is not None:
-        specs.append(by_shift)
+        specs.append(by_statistic(layout.packed))
         operands.append(shift)
     if segments is not None:
         query_segments, key_segments = segments
         specs += [
-            pl.BlockSpec((1, 1, plan.block), lambda b, t, i, r: (b, 0, jnp.minimum(i, last))),
-            *segment_specs(plan),
+            pl.BlockSpec((1, 1, plan.block), lambda b, t, i, r: (b, 0, plan.backward_block(i))),
+            *segment_specs(plan, plan.backward_block),
         ]
         operands += [query_segments, *[key_segments] * sides]
-    held = pltpu.VMEM(
-        ((2 if layout.group > 1 else 1) * plan.block + plan.after * plan.tile, layout.width), jnp.float32
-    )
+    held = pltpu.VMEM((held_rows(plan, layout.group), layout.width), jnp.float32)
     pairs = plan.blocks * plan.tiles * len(plan.distances()) * plan.tile**2 * batch * tiles * layout.packed
     return pl.pallas_call(
         functools.partial(
@@ -208,7 +180,7 @@ def backward(
             segments=segments is not None,
             shifted=shift is not None,
         ),
-        grid=(batch, tiles // layout.group, plan.blocks + 1, layout.group),
+        grid=(batch, tiles // layout.group, plan.backward_steps, layout.group),
         in_specs=specs,
         out_specs=[by_query, by_key, by_key],
         out_shape=[heads.result(x.shape, x.dtype, query) for x in (query, key, value)],

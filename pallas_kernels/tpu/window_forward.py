@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -152,35 +153,41 @@ def _forward_kernel(*refs, plan: WindowPlan, layout: Layout, scale: float, segme
     heads.pipelined(plan.tiles * layout.packed, score, normalise, read_out)
 
 
-def key_specs(plan: WindowPlan, width: int) -> list[pl.BlockSpec]:
-    """The blocks of `plan.sides` out of an array laid out (batch, length, tiles * width)."""
+def key_specs(plan: WindowPlan, width: int, block_of: Callable) -> list[pl.BlockSpec]:
+    """The blocks of `plan.sides` around block_of(step), out of an array laid out (batch, length, tiles * width)."""
 
     def spec(side):
         return pl.BlockSpec(
             (1, plan.halo if side else plan.block, width),
-            lambda b, t, i, r: (b, _key_block(plan, side, i), t),
+            lambda b, t, i, r: (b, _key_block(plan, side, block_of(i)), t),
         )
 
     return [spec(side) for side in plan.sides]
 
 
-def segment_specs(plan: WindowPlan) -> list[pl.BlockSpec]:
+def segment_specs(plan: WindowPlan, block_of: Callable) -> list[pl.BlockSpec]:
     """As `key_specs`, for ids laid out (batch, 1, length)."""
 
     def spec(side):
         return pl.BlockSpec(
-            (1, 1, plan.halo if side else plan.block), lambda b, t, i, r: (b, 0, _key_block(plan, side, i))
+            (1, 1, plan.halo if side else plan.block),
+            lambda b, t, i, r: (b, 0, _key_block(plan, side, block_of(i))),
         )
 
     return [spec(side) for side in plan.sides]
 
 
-def _key_block(plan: WindowPlan, side: int, step):
-    """Which block, of the size that a side has, a step reads; at the sequence's ends one that exists."""
+def _key_block(plan: WindowPlan, side: int, block):
+    """Which block of keys, of the size that a side has, lies beside a block; at the sequence's ends one that exists."""
     if side == 0:
-        return jnp.minimum(step, plan.blocks - 1)
+        return block
     ratio, last = plan.block // plan.halo, -(-plan.length // plan.halo) - 1
-    return jnp.clip(step * ratio - 1 if side < 0 else (step + 1) * ratio, 0, last)
+    return jnp.clip(block * ratio - 1 if side < 0 else (block + 1) * ratio, 0, last)
+
+
+def _in_order(step):
+    """The forward pass takes the blocks as they come."""
+    return step
 
 
 def forward(
@@ -205,14 +212,17 @@ def forward(
     tiles = lanes // layout.width
     specs = [
         pl.BlockSpec((1, plan.block, layout.width), lambda b, t, i, r: (b, i, t * layout.group + r)),
-        *key_specs(plan, layout.width),
-        *key_specs(plan, layout.width),
+        *key_specs(plan, layout.width, _in_order),
+        *key_specs(plan, layout.width, _in_order),
     ]
     sides = len(plan.sides)
     operands = [query, *[key] * sides, *[value] * sides]
     if segments is not None:
         query_segments, key_segments = segments
-        specs += [pl.BlockSpec((1, 1, plan.block), lambda b, t, i, r: (b, 0, i)), *segment_specs(plan)]
+        specs += [
+            pl.BlockSpec((1, 1, plan.block), lambda b, t, i, r: (b, 0, i)),
+            *segment_specs(plan, _in_order),
+        ]
         operands += [query_segments, *[key_segments] * sides]
     pairs = plan.blocks * plan.tiles * len(plan.distances()) * plan.tile**2 * batch * tiles * layout.packed
     return pl.pallas_call(

@@ -74,6 +74,27 @@ class WindowPlan:
         return self.tiles * len(self.distances())
 
     @property
+    def late(self) -> bool:
+        """Whether dk and dv of a block wait for the queries of the next step.
+
+        Where no query sees a key after it, the backward pass takes the blocks from the last to the first, and a block
+        of keys has met all later queries when its own come. Otherwise it takes them in order, and one step more.
+        """
+        return self.right > 0
+
+    @property
+    def backward_steps(self) -> int:
+        return self.blocks + self.late
+
+    def backward_block(self, step):
+        """The block of queries that a step of the backward pass takes; the step more stays on the last one."""
+        return jnp.minimum(step, self.blocks - 1) if self.late else self.blocks - 1 - step
+
+    def written_block(self, step):
+        """The block of keys whose dk and dv a step of the backward pass writes."""
+        return jnp.maximum(step - 1, 0) if self.late else self.blocks - 1 - step
+
+    @property
     def ragged(self) -> bool:
         return self.length % self.block != 0
 

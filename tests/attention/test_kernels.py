@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import ALiBi, BlockMask, alibi_slopes, compress, local_attention, propagate
+from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes, compress, local_attention, propagate
 from brl_jax.attention import kernels
 from tests.laws.networks import relative_error
 
@@ -73,7 +75,7 @@ def test_what_no_kernel_serves(caplog):
     """Forced, it is an error that names the argument; left to itself, XLA serves it and the log says so once."""
     q, k, v = arrays(TOKENS, TOKENS, TOKENS)
     refused = {
-        "bias must be None": {"local_window_size": 5, "bias": ALiBi(alibi_slopes(2))},
+        "bias must be None, got ALiBi": {"local_window_size": 5, "bias": ALiBi(alibi_slopes(2))},
         "blocks of BlockMask must hold at least 8 positions, got 4": {
             "pattern": BlockMask.of(4, np.eye(38, dtype=bool))
         },
@@ -87,7 +89,7 @@ def test_what_no_kernel_serves(caplog):
             for length in (100, 101):
                 local_attention(*(x[:, :length] for x in (q, k, v)), **arguments)
         assert [r.message for r in caplog.records] == [
-            f"local_attention runs through XLA on a TPU too: {message}"
+            f"local_attention runs through XLA, at linear cost, on a TPU too: {message}"
         ]
     for length, kernel in ((1, False), (127, False), (128, True)):
         decode = jax.jit(
@@ -101,8 +103,31 @@ def test_what_no_kernel_serves(caplog):
         local_attention(
             *(x.astype(jnp.float16) for x in (q, k, v)), local_window_size=5, implementation="pallas"
         )
+    wide = [jnp.tile(x, 9) for x in (q, k, v)]
+    with pytest.raises(NotImplementedError, match="a head_dim up to 256, got 288"):
+        local_attention(*wide, local_window_size=5, implementation="pallas")
+    local_attention(*wide, local_window_size=5)
     with pytest.raises(ValueError, match="implementation must be"):
         propagate(q, k[:, :5], v[:, :5], strength=1.0, implementation="magic")
+
+
+@pytest.mark.parametrize("bias", [ALiBi(alibi_slopes(2)), T5Bias(jnp.zeros((32, 2)))])
+def test_biases_are_linear_on_a_tpu(bias):
+    """No array of forward and backward grows faster than the length."""
+
+    def largest(length):
+        x = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
+
+        def loss(q, k, v, bias):
+            return local_attention(q, k, v, local_window_size=(63, 0), is_causal=True, bias=bias).sum()
+
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(x, x, x, bias)
+        text = lowered.lower(lowering_platforms=("tpu",)).as_text()
+        return max(
+            math.prod(map(int, sizes.split("x")[:-1])) for sizes in re.findall(r"tensor<([\dx]+)", text)
+        )
+
+    assert largest(1 << 14) <= 2.1 * largest(1 << 13)
 
 
 @pytest.mark.parametrize("length", [1, 29, 128, 129, 300])

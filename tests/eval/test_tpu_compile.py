@@ -18,10 +18,26 @@ def test_prints_a_row_for_each_kernel_and_names_what_fails(capsys, monkeypatch):
     for what in ("window 128", "blocks, window 128", "compress 64", "propagate 64", "compress_blocks 64"):
         assert f"v5e 128 n=2048 {what}: " in table
     assert "fails" not in table
+    assert "for 2" in table
 
     monkeypatch.setattr(tpu_compile, "cases", lambda *_: [("broken", jnp.linalg.eig, [(1, 4, 1, 4)])])
-    with pytest.raises(RunError, match=r"2 do not compile, the first: v5e, head dim 128, n = 1024, broken: "):
+    with pytest.raises(
+        RunError, match="2 failures, the first: v5e, head dim 128, n = 1024, broken does not compile: "
+    ):
         tpu_compile.main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words", "faster"),
+    [
+        ([3, 30, 480], "10.0 for 16, 16.0 for 16", False),
+        ([1, 16, 300], "16.0 for 16, 18.8 for 16", True),
+        ([0, 0, 1], "0 after 0, 1 after 0", True),
+        ([5, None, 500], "", False),
+    ],
+)
+def test_growth_beyond_the_length_is_told(sizes, words, faster):
+    assert tpu_compile.growth([1, 16, 256], sizes) == (words, faster)
 
 
 @pytest.mark.parametrize(

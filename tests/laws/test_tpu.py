@@ -41,7 +41,11 @@ for name in sys.argv[2:]:
     step = jax.jit(jax.grad(lambda v, x: stack.apply(v, x)[0].astype(jnp.float32).sum()))
     compiled = step.lower(jax.tree.map(place, variables), x).compile()
     sizes[name] = compiled.memory_analysis().temp_size_in_bytes
-    assert ("tpu_custom_call" in compiled.as_text()) == name.startswith(("local", "brl")), name
+    text = compiled.as_text()
+    assert ("tpu_custom_call" in text) == name.startswith(("local", "brl")), name
+    kernels = ("window_attention", "compress", "propagate") if name.startswith("brl") else ()
+    missing = [k + p for k in kernels for p in ("_forward", "_backward") if k + p not in text]
+    assert not missing, (name, missing)
 print(json.dumps(sizes))
 """
 

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -167,13 +168,33 @@ def test_lists_longer_than_scalar_memory(monkeypatch):
     attend("v5e", 4096, 2, 2, 64, f)
 
 
-def test_shard_map():
-    """Each kernel inside shard_map, with its checks of what varies over the mesh."""
+def mesh_of(chip):
     from jax.experimental import topologies
 
-    device("v5e")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES["v5e"]).devices
-    mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
+    device(chip)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
+    return jax.sharding.Mesh(np.asarray(devices), ("data",))
+
+
+def test_sizes_are_those_of_the_chips_that_the_arrays_lie_on():
+    """Also through `local_attention`; without a mesh they are those that fit every chip."""
+
+    def grid(sharding):
+        x = jax.ShapeDtypeStruct((4, 1 << 14, 2, 128), jnp.bfloat16, sharding=sharding)
+        f = functools.partial(local_attention, local_window_size=(511, 0))
+        return re.findall(r"grid=\((\d+(?:, \d+)*)\)", str(jax.jit(f).trace(x, x, x).jaxpr))
+
+    assert grid(None) == ["4, 2, 16, 1"]
+    for chip, want in (("v5e", "4, 2, 16, 1"), ("v6e", "4, 2, 8, 1")):
+        mesh = mesh_of(chip)
+        assert grid(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))) == [want]
+        with jax.set_mesh(mesh):
+            assert grid(None) == [want]
+
+
+def test_shard_map():
+    """Each kernel inside shard_map, with its checks of what varies over the mesh."""
+    mesh = mesh_of("v5e")
     spec = jax.sharding.PartitionSpec("data")
     ones = jnp.ones((2,), jnp.float32)
     long, short = (

@@ -1,8 +1,10 @@
 """Tokens of mixed scale, logits up to 1e4: every kernel's outputs and gradients, forward and backward.
 
-In float32 an error of the logits' last bit is an error of 1e-3 in a weight where the logits are 1e4. So a result may be
-off by 1e-5 of its norm, or by what rounding the exact logits once to float32 costs, times the square root of the 128
-terms that each logit sums.
+In float32 numbers near 1e4 lie 2^-10 apart, so that a logit rounded to the nearest is off by up to 5e-4, its weight by
+as large a part of itself, and no kernel whose logits are float32 can promise 1e-5 for any inputs: in one case here the
+reference itself moves by more when its exact logits are rounded once. Hence two checks. Where the inputs' bits are so
+few that no logit is rounded, results are within 1e-6. Elsewhere they are off by at most 1e-5, or what one rounding of
+the exact logits costs times the square root of the 128 terms that a logit sums, each of which is rounded.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import pytest
 
 from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
+from tests.pallas_kernels.tpu.inputs import arrays, exact_arrays, quick_jit
 
 LENGTH, WINDOW, FEW, HEAD_DIM = 256, 127, 32, 128
 AT = np.arange(LENGTH)
@@ -76,22 +78,49 @@ def histories(q, k, v, g, scale, **options):
     return lambda q, k, v: f(q, k, None, v, gamma=None), (q, k, v, g), total
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("scale", [HEAD_DIM**-0.5, 0.5])
-@pytest.mark.parametrize("kernel", [window, blocks, few_to_many, contrast, histories])
-def test_matches_reference(kernel, scale, dtype):
-    q, k, v, g = arrays(7, dtype, *[(1, LENGTH, 1, HEAD_DIM)] * 4, spread=3.3)
-    assert np.abs(np.einsum("btnh,bsnh->bts", oracle.to64(q), oracle.to64(k)) * scale).max() > 1e3
-    f, given, want = kernel(q, k, v, g, scale)
-    _, _, shaken = kernel(q, k, v, g, scale, see=oracle.rounded)
+KERNELS = [window, blocks, few_to_many, contrast, histories]
+SCALES = [HEAD_DIM**-0.5, 0.5]
+SHAPES = [(1, LENGTH, 1, HEAD_DIM)] * 4
 
+
+def largest_logit(q, k, scale):
+    return np.abs(np.einsum("btnh,bsnh->bts", oracle.to64(q), oracle.to64(k)) * scale).max()
+
+
+def run(f, given):
     @quick_jit
-    def run(given):
+    def both(given):
         out, pull = jax.vjp(f, *given[:-1])
         return out, *pull(given[-1])
 
-    for got, right, other in zip(run(given), want, shaken, strict=True):
-        least = float(np.linalg.norm(other - right) / np.linalg.norm(right))
-        tolerance = max(1e-5, ROUNDING * least) if dtype == jnp.float32 else 1e-2
+    return both(given)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_exact_logits(kernel, scale):
+    q, k, v, g = exact_arrays(7, *SHAPES, spread=3.3)
+    assert largest_logit(q, k, scale) > (1e4 if scale == 0.5 else 2e3)
+    f, given, want = kernel(q, k, v, g, scale)
+    for got, right in zip(run(f, given), want, strict=True):
+        assert oracle.distance(got, right) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rounded_logits(kernel, scale, dtype):
+    q, k, v, g = arrays(7, dtype, *SHAPES, spread=3.3)
+    assert largest_logit(q, k, scale) > 1e3
+    f, given, want = kernel(q, k, v, g, scale)
+    _, _, shaken = kernel(q, k, v, g, scale, see=oracle.rounded)
+    for got, right, other in zip(run(f, given), want, shaken, strict=True):
+        tolerance = max(1e-5, ROUNDING * oracle.distance(other, right)) if dtype == jnp.float32 else 1e-2
         assert tolerance <= 1e-2
         assert oracle.distance(got, right) < tolerance
+
+
+def test_one_rounding_of_the_logits_may_cost_more_than_1e5():
+    inputs = (*arrays(7, jnp.float32, *SHAPES, spread=3.3), 0.5)
+    (_, _, want), (_, _, shaken) = few_to_many(*inputs), few_to_many(*inputs, see=oracle.rounded)
+    assert max(oracle.distance(x, y) for x, y in zip(shaken, want)) > 1e-5

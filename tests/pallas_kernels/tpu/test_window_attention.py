@@ -176,15 +176,20 @@ def test_poisoned_memory_and_any_order(case, hostile):
     check(case, jnp.float32, interpret=hostile)
 
 
-def test_order_is_declared_where_it_matters(monkeypatch):
+@pytest.mark.parametrize(
+    ("right_side", "error", "words"),
+    [(64, jax.errors.JaxRuntimeError, "Revisited block"), (0, AssertionError, None)],
+)
+def test_order_is_declared_where_it_matters(right_side, error, words, monkeypatch):
     """The check above can fail: a backward pass that declares its sweep free of order is caught."""
     right = pltpu.CompilerParams
     monkeypatch.setattr(
         pltpu, "CompilerParams", lambda **kw: right(**kw | {"dimension_semantics": ("parallel",) * 4})
     )
+    case = (1, 700, 1, 1, 128, 127, right_side)
     try:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="Revisited block"):
-            check((1, 700, 1, 1, 128, 127, 0), jnp.float32, interpret=pltpu.InterpretParams(random_seed=1))
+        with pytest.raises(error, match=words):
+            check(case, jnp.float32, interpret=pltpu.InterpretParams(random_seed=1))
     finally:
         pltpu.reset_tpu_interpret_mode_state()
 
