@@ -14,6 +14,7 @@ import pytest
 from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes, compress, local_attention, propagate
 from brl_jax.attention import kernels
 from tests.laws.networks import relative_error
+from tests.pallas_kernels.tpu.inputs import quick_jit
 
 
 def arrays(*shapes):
@@ -58,6 +59,26 @@ def test_forced_kernel_equals_xla(name):
         for i, xs_ in (("pallas", operands), ("xla", operands))
     ]
     for a, b in zip(*grads):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forced_kernel_under_transformations(name):
+    """Gradients under vmap, and through scan and remat, are those of XLA."""
+    call, shapes = CALLS[name]
+    operands = arrays(*((2, *shape) for shape in shapes))
+
+    def grads(implementation):
+        def loss(*xs):
+            return jnp.sum(call(implementation, *xs) ** 2)
+
+        def scanned(*xs):
+            return jax.lax.scan(lambda s, x: (s + jax.checkpoint(loss)(*x), None), 0.0, xs)[0]
+
+        both = quick_jit(lambda *xs: (jax.vmap(jax.grad(loss))(*xs), jax.grad(scanned)(*xs)))
+        return both(*operands)
+
+    for a, b in zip(grads("pallas"), grads("xla")):
         assert relative_error(a, b) < 1e-5
 
 

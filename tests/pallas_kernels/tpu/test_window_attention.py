@@ -171,7 +171,15 @@ def test_composes():
                 np.testing.assert_allclose(np.asarray(x[i]), np.asarray(y), atol=1e-6)
 
 
-@pytest.mark.parametrize("case", [(2, 257, 2, 1, 128, 64, 64), (1, 300, 4, 2, 64, 140, 0)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, 257, 2, 1, 128, 64, 64),
+        (1, 520, 4, 2, 64, 140, 0),
+        (1, 300, 2, 1, 128, 140, 0),
+        (1, 300, 1, 1, 128, 90, 20),
+    ],
+)
 def test_poisoned_memory_and_any_order(case, hostile):
     check(case, jnp.float32, interpret=hostile)
 
