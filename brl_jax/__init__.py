@@ -7,7 +7,8 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   gau_attention, mixed_chunk_attention, bsbr_attention.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
-  prompts. transnormer builds the configuration of a TransNormer; Stack is the layers alone, for encoders too.
+  prompts. Classifier and PairClassifier (with an EncoderConfig) are encoders that classify sequences and pairs.
+  transnormer builds the configuration of a TransNormer; Stack is the layers alone.
 """
 
 from brl_jax.attention.bias import ALiBi, PositionBias, RotaryBias, T5Bias, alibi_slopes
@@ -58,7 +59,18 @@ from brl_jax.layers import (
     NormConfig,
     PerformerConfig,
 )
-from brl_jax.models import TRANSNORMER_SIZES, DecoderConfig, DecoderLM, Stack, StackConfig, transnormer
+from brl_jax.models import (
+    TRANSNORMER_SIZES,
+    Classifier,
+    DecoderConfig,
+    DecoderLM,
+    Encoder,
+    EncoderConfig,
+    PairClassifier,
+    Stack,
+    StackConfig,
+    transnormer,
+)
 
 __all__ = [
     "MECHANISMS",
@@ -70,12 +82,15 @@ __all__ = [
     "BlockDiagonal",
     "BlockMask",
     "Bucketed",
+    "Classifier",
     "CosformerConfig",
     "DecoderConfig",
     "DecoderLM",
     "DeltaNetConfig",
     "DiagConfig",
     "Dilated",
+    "Encoder",
+    "EncoderConfig",
     "Fixed",
     "FlashConfig",
     "FullConfig",
@@ -87,6 +102,7 @@ __all__ = [
     "LocalConfig",
     "Mechanism",
     "NormConfig",
+    "PairClassifier",
     "Pattern",
     "PerformerConfig",
     "PositionBias",

@@ -17,8 +17,8 @@ from typing import Any
 from etils import epath
 from matplotlib.figure import Figure
 
-from eval.lm import mechanism_names
 from eval.plotting import legend_outside, line_styles, picture_path, save
+from eval.runs import mechanism_names
 from train.config import LmConfig, parse_options, read_json
 from train.errors import UserError, command
 

@@ -33,8 +33,9 @@ from matplotlib.figure import Figure
 
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
-from eval.lm import mechanism_names, read_run
+from eval.lm import read_run
 from eval.plotting import legend_outside, line_styles, picture_path, save
+from eval.runs import mechanism_names
 from train.config import parse_options
 from train.data import load
 from train.errors import UserError, command

@@ -2,7 +2,7 @@
 
 A checkpoint is folder/STEP with three items: `params`, `rest` (what else a step changes: optimiser, step,
 random key, carried memory, moments of the gradients) and `meta` (configuration, input position, held-out
-loss, digests). Damage that the storage format does not notice by itself is found by digests of the arrays'
+score, digests). Damage that the storage format does not notice by itself is found by digests of the arrays'
 bits.
 """
 
@@ -89,7 +89,7 @@ class Checkpoints:
 
     Args:
       folder: where; made when the first checkpoint is written.
-      keep: how many of the last to keep, besides the one of the lowest val_loss.
+      keep: how many of the last to keep, besides the one of the lowest score.
       say: takes a line about what is skipped.
 
     Raises:
@@ -103,10 +103,10 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._good: int | None = None
         self._writing: int | None = None
-        self._losses: dict[int, float] = {}
+        self._scores: dict[int, float] = {}
 
     def save(
-        self, step: int, state: TrainState, meta: Mapping[str, Any], *, val_loss: float | None = None
+        self, step: int, state: TrainState, meta: Mapping[str, Any], *, score: float | None = None
     ) -> None:
         """Starts to write a checkpoint; returns once the state may be changed or donated.
 
@@ -114,22 +114,22 @@ class Checkpoints:
 
         Args:
           meta: what to keep beside the arrays, as JSON.
-          val_loss: the held-out loss at this step, if it was measured.
+          score: of the held-out data at this step, the lower the better, if it was measured.
 
         Raises:
           RunError: this checkpoint or the one before cannot be written; names the last good one.
         """
         items = _split(state)
-        meta = {**meta, "val_loss": val_loss, "digests": {name: digest(tree) for name, tree in items.items()}}
+        meta = {**meta, "score": score, "digests": {name: digest(tree) for name, tree in items.items()}}
         try:
             manager = self._open_for_writing()
             manager.wait_until_finished()
             self._good, self._writing = self._writing or self._good, step
             if step in manager.all_steps():
                 manager.delete(step)
-                self._losses.pop(step, None)
-            if val_loss is not None:
-                self._losses[step] = val_loss
+                self._scores.pop(step, None)
+            if score is not None:
+                self._scores[step] = score
             manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -167,7 +167,7 @@ class Checkpoints:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            self._losses = self._read_losses()
+            self._scores = self._read_scores()
             self._manager = ocp.CheckpointManager(
                 self.folder.resolve(),
                 options=ocp.CheckpointManagerOptions(preservation_policy=self, cleanup_tmp_directories=True),
@@ -177,7 +177,7 @@ class Checkpoints:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Which checkpoints (ascending, with their `step`) stay: the manager asks after each one it has
         written."""
-        best = min(self._losses, key=lambda step: self._losses[step], default=None)
+        best = min(self._scores, key=lambda step: self._scores[step], default=None)
         last = {checkpoint.step for checkpoint in checkpoints[-self._keep :]}
         return [checkpoint.step in last or checkpoint.step == best for checkpoint in checkpoints]
 
@@ -196,18 +196,18 @@ class Checkpoints:
             return []
         return sorted(path.name for path in self.folder.iterdir() if "checkpoint-tmp" in path.name)
 
-    def _read_losses(self) -> dict[int, float]:
-        """The held-out losses measured at the checkpoints, by step."""
-        losses = {}
+    def _read_scores(self) -> dict[int, float]:
+        """The scores measured at the checkpoints, by step."""
+        scores = {}
         for step in self.steps():
-            with contextlib.suppress(OSError, KeyError):  # damaged: no loss to compare
-                losses[step] = self._read(step, meta=ocp.args.JsonRestore())["meta"]["val_loss"]
-        return {step: loss for step, loss in losses.items() if loss is not None}
+            with contextlib.suppress(OSError, KeyError):  # damaged: no score to compare
+                scores[step] = self._read(step, meta=ocp.args.JsonRestore())["meta"]["score"]
+        return {step: score for step, score in scores.items() if score is not None}
 
     def best_step(self) -> int | None:
-        """The checkpoint of the lowest held-out loss, or None where none was measured."""
-        losses = self._read_losses()
-        return min(losses, key=lambda step: losses[step], default=None)
+        """The checkpoint of the lowest score, or None where none was measured."""
+        scores = self._read_scores()
+        return min(scores, key=lambda step: scores[step], default=None)
 
     def restore(self, like: TrainState, check: Callable[[dict[str, Any]], None]) -> Restored | None:
         """The newest whole checkpoint, or None where there is no checkpoint at all.

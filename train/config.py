@@ -24,12 +24,13 @@ import tyro
 from etils import epath
 
 from brl_jax.layers import MECHANISMS, Mechanism, mechanism_name
-from brl_jax.models import DecoderConfig
+from brl_jax.models import DecoderConfig, StackConfig
 from train.data import DataConfig
 from train.errors import UserError
 from train.optimizer import OptimizerConfig
 
 T = TypeVar("T")
+M = TypeVar("M", bound=StackConfig)
 Flat = tyro.conf.arg(name="")
 
 # Command-line options that take a mechanism's name, and the model's field each stands for.
@@ -44,11 +45,15 @@ _FREE = frozenset(
         "eval_every",
         "eval_tokens",
         "full_eval",
+        "patience",
         "checkpoint_every",
         "keep_checkpoints",
         "tensorboard",
     )
-) | {"data.cache_dir", "sample_prompt", "sample_tokens"}
+) | {"data.cache_dir", "data.processes", "data.test_examples", "sample_prompt", "sample_tokens"}
+
+# Fields that the data decide: no options of the command line.
+_DECIDED = frozenset(("vocab_size", "num_classes", "max_length", "task"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +68,18 @@ class LoopConfig:
     seed: int = 0
     """Seed of the parameters, the dropout and the order of the text."""
     batch: int = 16
-    """Rows of a step; each goes on where it stopped the step before."""
+    """Rows of a step."""
     accumulation: int = 1
     """Microbatches that a step's rows are cut in; their gradients are summed."""
-    length: int = 512
-    """Tokens of a row in one step."""
     eval_every: int = 250
     """Steps from one evaluation to the next; one more comes at the end."""
-    eval_tokens: int = 100_000
-    """Held-out tokens that an evaluation reads; 0: all."""
-    full_eval: bool = True
-    """The evaluation at the end reads all held-out tokens."""
+    patience: int = 0
+    """Evaluations in a row that are no better than the best before them after which the run ends; 0: it never
+    does."""
     checkpoint_every: int = 250
     """Steps from one checkpoint to the next; an evaluation and the end come with one too."""
     keep_checkpoints: int = 2
-    """How many of the last checkpoints are kept, besides the one of the lowest held-out loss."""
+    """How many of the last checkpoints are kept, besides the one that did best on held-out data."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
     log_gradient_std: bool = False
@@ -90,22 +92,40 @@ class LoopConfig:
             "steps",
             "batch",
             "accumulation",
-            "length",
             "eval_every",
             "checkpoint_every",
             "keep_checkpoints",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seed", "eval_tokens"):
+        for name in ("seed", "patience"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if self.eval_tokens == 1:
-            raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
         if self.batch % self.accumulation:
             raise ValueError(
                 f"batch must be a multiple of accumulation={self.accumulation}, got {self.batch}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class LmLoopConfig(LoopConfig):
+    """The loop over a text, whose rows go on where they stopped the step before."""
+
+    length: int = 512
+    """Tokens of a row in one step."""
+    eval_tokens: int = 100_000
+    """Held-out tokens that an evaluation reads; 0: all."""
+    full_eval: bool = True
+    """The evaluation at the end reads all held-out tokens."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.length < 1:
+            raise ValueError(f"length must be at least 1, got {self.length}")
+        if self.eval_tokens < 0:
+            raise ValueError(f"eval_tokens must be at least 0, got {self.eval_tokens}")
+        if self.eval_tokens == 1:
+            raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +140,7 @@ class ModelConfig(DecoderConfig):
 class LmConfig:
     """A decoder trained to predict the next token of a text."""
 
-    loop: Annotated[LoopConfig, Flat]
+    loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[DataConfig, Flat]
     model: Annotated[ModelConfig, Flat]
     optimizer: Annotated[OptimizerConfig, Flat]
@@ -209,7 +229,7 @@ def _named(message: str, options: Sequence[str]) -> str:
     return f"--{message}" if message.split(" ", 1)[0] in options else message
 
 
-def _swap_mechanism(model: ModelConfig, field: str, rest: list[str]) -> ModelConfig:
+def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     """Takes `--field NAME` out of `rest`; the field's dataclass becomes that mechanism's, at its defaults."""
     spellings = (f"--{field}", f"--{field.replace('_', '-')}")
     at = next((i for i, word in enumerate(rest) if word.split("=")[0] in spellings), None)
@@ -268,7 +288,7 @@ def _options(config: Any) -> list[str]:
     paths = [_option(path) for path in flatten(to_json(config))]
     return [
         *_MECHANISM_FIELDS,
-        *(path for path in paths if path != "vocab_size" and not path.endswith(".name")),
+        *(path for path in paths if path not in _DECIDED and not path.endswith(".name")),
     ]
 
 

@@ -97,6 +97,7 @@ def main(argv: Sequence[str]) -> None:
     )
     prompt = _sample_prompt(config, tokenizer, corpora["valid"])
     model = build_model(config)
+    held_out = held_out_stream(corpora["valid"], config, config.loop.eval_tokens)
     stream = TokenStreams(
         corpora["train"], batch=config.loop.batch, length=config.loop.length, seed=config.loop.seed
     )
@@ -107,8 +108,8 @@ def main(argv: Sequence[str]) -> None:
             config.optimizer,
             config=to_json(config),
             stream=stream,
-            held_out=held_out_stream(corpora["valid"], config, config.loop.eval_tokens),
-            full_held_out=held_out_stream(corpora["valid"], config, 0),
+            held_out=held_out,
+            full_held_out=held_out_stream(corpora["valid"], config, 0) if config.loop.full_eval else held_out,
         )
     finally:
         stream.close()

@@ -9,6 +9,7 @@ have.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -27,7 +28,17 @@ from train.config import LoopConfig, differences, write_json
 from train.errors import RunError, Stopped, UserError, one_line
 from train.metrics import MetricsLog, Reporter, say
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
-from train.step import Batch, Objective, TrainState, init_state, make_eval_step, make_train_step, num_rows
+from train.step import (
+    Batch,
+    Objective,
+    TrainState,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    means,
+    num_rows,
+    num_tokens,
+)
 
 
 class Stream(Protocol):
@@ -40,10 +51,10 @@ class Stream(Protocol):
 
 
 class HeldOut(Protocol):
-    """One pass over held-out data; `num_bytes` is what its targets stand for in the original text."""
+    """One pass over held-out data; `num_bytes` is what its targets stand for in a text (None: they are no text)."""
 
-    num_bytes: int
-
+    @property
+    def num_bytes(self) -> int | None: ...
     def __iter__(self) -> Iterator[Batch]: ...
 
 
@@ -80,9 +91,9 @@ def evaluate(
     params: Any,
     held_out: Iterable[Batch],
     interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[float, float] | None:
-    """Summed loss (nats) over held-out data, memory carried from batch to batch, and the weight of its
-    targets.
+) -> dict[str, float] | None:
+    """Sums over held-out data, memory carried from batch to batch: "loss" (nats), "weight" and the objective's
+    averages.
 
     Args:
       eval_step: jitted `make_eval_step(objective)`.
@@ -91,21 +102,39 @@ def evaluate(
       interrupted: asked before each batch; where it is true the result is None.
     """
     memory = None
-    sums: list[tuple[Any, Any]] = []
+    sums: list[dict[str, Any]] = []
     for i, batch in enumerate(held_out):
         if interrupted():
             return None
         if i == 0:
             memory = objective.init_memory(num_rows(batch))
-        total, weight, memory = eval_step(params, memory, batch)
-        sums.append((total, weight))
+        added, memory = eval_step(params, memory, batch)
+        sums.append(added)
     # Summed as Python floats, in double precision: a long text has more tokens than float32 counts.
-    return sum(float(total) for total, _ in sums), sum(float(weight) for _, weight in sums)
+    return {name: sum(float(added[name]) for added in sums) for name in sums[0]}
 
 
-def held_out_metrics(total: float, weight: float, num_bytes: int) -> dict[str, float]:
-    """val_loss, nats per target, and val_bits_per_byte of the original text, which compares tokenizers."""
-    return {"val_loss": total / weight, "val_bits_per_byte": total / math.log(2) / num_bytes}
+def held_out_metrics(sums: Mapping[str, float], num_bytes: int | None) -> dict[str, float]:
+    """val_loss, nats per target, the averages as val_NAME, and of a text val_bits_per_byte, which compares
+    tokenizers."""
+    metrics = {f"val_{name}": value for name, value in means(sums).items()}
+    if num_bytes is not None:
+        metrics["val_bits_per_byte"] = sums["loss"] / math.log(2) / num_bytes
+    return metrics
+
+
+@dataclasses.dataclass
+class _Best:
+    """The best held-out score so far, and the evaluations since."""
+
+    score: float | None = None
+    misses: int = 0
+
+    def add(self, score: float) -> None:
+        if self.score is None or score < self.score:
+            self.score, self.misses = score, 0
+        else:
+            self.misses += 1
 
 
 def train(
@@ -148,9 +177,11 @@ def train(
     # A step's line is written when its evaluation is done; a run stopped before that left the line in the
     # checkpoint.
     line: dict[str, Any] | None = None
+    best = _Best()
     if meta is not None:
         stream.set_state(meta["position"])
         line = meta["unfinished"]
+        best = _Best(**meta.get("best", {}))
         say(f"going on from step {step} of {loop.steps}")
     try:
         write_json(config, epath.Path(loop.workdir) / "config.json")
@@ -162,12 +193,16 @@ def train(
 
     with contextlib.closing(checkpoints), contextlib.closing(log), Signals() as signals:
         with Reporter(loop.steps, step) as reporter:
-            reader = _MetricsReader(loop.batch * loop.length, checkpoints)
+            reader = _MetricsReader(checkpoints)
             while line is not None or step < loop.steps:
+                if line is None and loop.patience and best.misses >= loop.patience:
+                    say(f"step {step}: no better for {best.misses} evaluations; the run ends here")
+                    break
                 if line is None:
-                    state, metrics = train_step(state, next(stream))
+                    batch = next(stream)
+                    state, metrics = train_step(state, batch)
                     step += 1
-                    finished = reader.exchange(step, metrics)
+                    finished = reader.exchange(step, metrics, num_tokens(batch))
                     if finished is not None:
                         log.write(finished)
                         reporter.step(finished)
@@ -179,10 +214,13 @@ def train(
                 whole = True
                 if evaluating:
                     reporter.busy("evaluating")
-                    data = full_held_out if step == loop.steps and loop.full_eval else held_out
+                    data = full_held_out if step == loop.steps else held_out
                     sums = evaluate(eval_step, objective, state.params, data, lambda: bool(signals.received))
                     whole = sums is not None
-                    line |= held_out_metrics(*sums, data.num_bytes) if sums is not None else {}
+                    line |= held_out_metrics(sums, data.num_bytes) if sums is not None else {}
+                score = _score(objective, line)
+                if score is not None:
+                    best.add(score)
                 if whole:
                     log.write(line)
                     reporter.step(line)
@@ -191,8 +229,9 @@ def train(
                     "config": config,
                     "position": stream.get_state(),
                     "unfinished": None if whole else line,
+                    "best": dataclasses.asdict(best),
                 }
-                checkpoints.save(step, state, meta, val_loss=line.get("val_loss"))
+                checkpoints.save(step, state, meta, score=score)
                 line = None
                 reader.restart_clock()
                 if signals.received:
@@ -205,6 +244,12 @@ def train(
                 signals.received,
             )
     return state
+
+
+def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
+    """What checkpoints are compared by, the lower the better; None where nothing was measured."""
+    value = line.get(f"val_{objective.best}")
+    return value if value is None or objective.best == "loss" else -value
 
 
 def _begin(
@@ -245,36 +290,35 @@ class _MetricsReader:
     """Reads a step's metrics when the next step is under way, and tells when they are no longer finite.
 
     Args:
-      tokens: tokens of a step; checkpoints: names the last good one.
+      checkpoints: names the last good one.
     """
 
-    def __init__(self, tokens: int, checkpoints: Checkpoints):
-        self._tokens = tokens
+    def __init__(self, checkpoints: Checkpoints):
         self._checkpoints = checkpoints
-        self._waiting: tuple[int, Mapping[str, Any]] | None = None
+        self._waiting: tuple[int, Mapping[str, Any], int] | None = None
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leaves the time since the last reading out of tokens_per_second."""
         self._clock = time.perf_counter()
 
-    def exchange(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Takes the metrics of a step just started; returns those of the one before, unless they were
-        read."""
+    def exchange(self, step: int, metrics: Mapping[str, Any], tokens: int) -> dict[str, Any] | None:
+        """Takes the metrics of a step just started, of so many tokens; returns those of the one before, unless they
+        were read."""
         line = None if self._waiting is None else self.read()
-        self._waiting = step, metrics
+        self._waiting = step, metrics, tokens
         return line
 
     def read(self) -> dict[str, Any]:
         """Waits for the metrics taken last. Raises RunError where the loss or the gradient isn't finite."""
         assert self._waiting is not None
-        (step, metrics), self._waiting = self._waiting, None
+        (step, metrics, tokens), self._waiting = self._waiting, None
         line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
         for name in ("loss", "grad_norm"):
             if not math.isfinite(line[name]):
                 self._checkpoints.wait()
                 raise RunError(f"step {step}: {name} is {line[name]}; {self._checkpoints.last_good}")
         now = time.perf_counter()
-        line["tokens_per_second"] = self._tokens / (now - self._clock)
+        line["tokens_per_second"] = tokens / (now - self._clock)
         self._clock = now
         return line

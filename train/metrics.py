@@ -122,6 +122,7 @@ class Reporter:
         note = f"loss {line['loss']:.4f}  {_thousands(rate)} tokens/s"
         if "val_loss" in line:
             note += f"  held-out loss {line['val_loss']:.4f}"
+            note += f", accuracy {line['val_accuracy']:.1%}" if "val_accuracy" in line else ""
         now = time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
-from train.config import LmConfig, LoopConfig, ModelConfig
+from train.config import LmConfig, LmLoopConfig, ModelConfig
 from train.data import DataConfig
 from train.optimizer import OptimizerConfig
 
@@ -13,7 +13,7 @@ from train.optimizer import OptimizerConfig
 def _small() -> LmConfig:
     """Two CPU cores, under five minutes: the standard library's sources as bytes."""
     return LmConfig(
-        loop=LoopConfig(
+        loop=LmLoopConfig(
             steps=500, batch=8, length=512, eval_every=125, checkpoint_every=125, eval_tokens=65_536
         ),
         data=DataConfig(),
@@ -31,7 +31,7 @@ def _small() -> LmConfig:
 def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumulation: int) -> LmConfig:
     """Six layers of width 512. The papers give neither steps nor warm-up: those are ours."""
     return LmConfig(
-        loop=LoopConfig(
+        loop=LmLoopConfig(
             steps=100_000,
             batch=batch,
             accumulation=accumulation,
@@ -66,7 +66,7 @@ def _brl(size: int, block: int) -> BRLConfig:
 def _transnormer(variant: Variant) -> LmConfig:
     """The paper's batch is 128 rows in all; its vocabulary of 267744 words is every word of the training text."""
     return LmConfig(
-        loop=LoopConfig(
+        loop=LmLoopConfig(
             steps=100_000,
             batch=128,
             accumulation=8,

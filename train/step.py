@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
 from train.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
 from train.optimizer import Schedule
@@ -23,14 +23,13 @@ Batch = Mapping[str, Any]
 
 
 class Loss(Protocol):
-    """(params, memory, batch, key) -> loss summed over the batch's targets, their weight, the new memory.
+    """(params, memory, batch, key) -> loss summed over the batch's targets, their weight, the new memory; and,
+    where the objective has `averages`, a mapping from their names to sums over the targets.
 
     key is None in evaluation: no dropout.
     """
 
-    def __call__(
-        self, params: Any, memory: Any, batch: Batch, key: Array | None
-    ) -> tuple[Float[Array, ""], Float[Array, ""], Any]: ...
+    def __call__(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[Any, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +40,21 @@ class Objective:
       init: key -> parameters, boxed with their logical axis names.
       loss: see `Loss`.
       init_memory: number of rows -> the memory with nothing in it, a pytree or None.
+      averages: what is reported beside the loss, averaged over the targets too ("accuracy").
+      best: what says which of two checkpoints did better on held-out data: the lower "loss", or the higher of one of
+        the averages.
     """
 
     init: Callable[[Array], Any]
     loss: Loss
     init_memory: Callable[[int], Any]
+    averages: tuple[str, ...] = ()
+    best: str = "loss"
+
+    def sums(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[dict[str, Array], Any]:
+        """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""
+        total, weight, memory, *averages = self.loss(params, memory, batch, key)
+        return {"loss": total, "weight": weight, **(averages[0] if averages else {})}, memory
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -107,6 +116,16 @@ def num_rows(batch: Batch) -> int:
     return next(value.shape[0] for name, value in batch.items() if name != "reset")
 
 
+def num_tokens(batch: Batch) -> int:
+    """Tokens of a batch, those included that only fill it up."""
+    return next(value.size for name, value in batch.items() if name != "reset")
+
+
+def means(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Sums over targets (see `Objective.sums`) divided by the targets' weight."""
+    return {name: total / sums["weight"] for name, total in sums.items() if name != "weight"}
+
+
 def make_train_step(
     objective: Objective, optimizer: optax.GradientTransformation, schedule: Schedule, accumulation: int
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
@@ -115,8 +134,9 @@ def make_train_step(
     batch: "reset", a bool scalar that clears the memory, and arrays (accumulation * rows, ...). Rows [a *
     rows, (a + 1) * rows) are microbatch a, which carries its own memory; gradients are summed over the
     microbatches and divided by the weight of all targets, so that they equal those of one large batch.
-    metrics: float32 scalars "loss" (mean over the targets), "grad_norm" (before clipping), "learning_rate", and where
-    the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far (`train.moments`).
+    metrics: float32 scalars "loss" and the objective's averages (means over the targets), "grad_norm" (before
+    clipping), "learning_rate", and where the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far
+    (`train.moments`).
 
     Raises:
       ValueError: when traced with a number of rows that accumulation doesn't divide.
@@ -139,24 +159,25 @@ def make_train_step(
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
         def loss(params, memory, batch, key):
-            total, weight, memory = objective.loss(params, memory, batch, key)
-            return total, (weight, memory)
+            sums, memory = objective.sums(params, memory, batch, key)
+            return sums["loss"], (sums, memory)
 
-        def microbatch(sums, xs):
+        def microbatch(total, xs):
             index, batch, memory = xs
             key = jax.random.fold_in(step_key, index)
-            (total, (weight, memory)), grads = jax.value_and_grad(loss, has_aux=True)(
+            (_, (sums, memory)), grads = jax.value_and_grad(loss, has_aux=True)(
                 state.params, memory, batch, key
             )
-            return jax.tree.map(jnp.add, sums, (total, weight, grads)), memory
+            return jax.tree.map(jnp.add, total, (sums, grads)), memory
 
-        zeros = (jnp.float32(0.0), jnp.float32(0.0), jax.tree.map(jnp.zeros_like, state.params))
+        names = ("loss", "weight", *objective.averages)
+        zeros = (dict.fromkeys(names, jnp.float32(0.0)), jax.tree.map(jnp.zeros_like, state.params))
         indices = jnp.arange(accumulation, dtype=jnp.int32)
-        (total, weight, grads), memory = jax.lax.scan(microbatch, zeros, (indices, micro, memory))
-        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+        (sums, grads), memory = jax.lax.scan(microbatch, zeros, (indices, micro, memory))
+        grads = jax.tree.map(lambda g: g / sums["weight"].astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
-            "loss": total / weight,
+            **means(sums),
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
@@ -176,13 +197,11 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(
-    objective: Objective,
-) -> Callable[[Any, Any, Batch], tuple[Float[Array, ""], Float[Array, ""], Any]]:
-    """(params, memory, batch) -> (loss summed over the targets, their weight, memory), without dropout."""
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], tuple[dict[str, Array], Any]]:
+    """(params, memory, batch) -> (sums over the targets, memory), see `Objective.sums`; without dropout."""
 
     def eval_step(params, memory, batch: Batch):
         arrays = {name: value for name, value in batch.items() if name != "reset"}
-        return objective.loss(params, memory, arrays, None)
+        return objective.sums(params, memory, arrays, None)
 
     return eval_step

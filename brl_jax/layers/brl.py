@@ -41,7 +41,7 @@ class BRLConfig(Mechanism):
     dilation: int = 2
     """Step between the keys of the pattern "dilated"."""
     num_compressed: int = 64
-    """Compressed tokens [m], 1 to 256."""
+    """Compressed tokens [m], 1 to 256; 0 leaves the local attention alone."""
     compressed_dim: int | None = None
     """Their width [d_ct]; None for the model's."""
     block_size: int = 512
@@ -81,8 +81,8 @@ class BRLConfig(Mechanism):
         for name in ("window", "dilation", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 1 <= self.num_compressed <= 256:
-            raise ValueError(f"num_compressed must be 1 to 256, got {self.num_compressed}")
+        if not 0 <= self.num_compressed <= 256:
+            raise ValueError(f"num_compressed must be 0 to 256, got {self.num_compressed}")
         if self.history_size is not None and self.history_size < 1:
             raise ValueError(f"history_size must be at least 1 or None, got {self.history_size}")
         if not 0.0 <= self.beta <= 1.0:
@@ -100,7 +100,11 @@ class BRLConfig(Mechanism):
 
     @property
     def segment(self) -> int | None:
-        return self.block_size if self.memory == "output" else None
+        return self.block_size if self.memory == "output" and self.num_compressed else None
+
+    @property
+    def packs(self) -> bool:
+        return not self.num_compressed and self.local.packs
 
     @property
     def local(self) -> LocalConfig:
@@ -127,10 +131,12 @@ class BRLConfig(Mechanism):
             )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        if not self.num_compressed:
+            return self.local.layer(dimensions, **kwargs)
         return BRLAttention(self, dimensions, **kwargs)
 
-    def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return BRLCarrier(self, dimensions, **kwargs)
+    def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module | None:
+        return BRLCarrier(self, dimensions, **kwargs) if self.num_compressed else None
 
 
 def _is_decoding(cache: Any) -> bool:

@@ -2,7 +2,19 @@
 
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
+from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
 from brl_jax.models.stack import Stack
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, transnormer
 
-__all__ = ["TRANSNORMER_SIZES", "DecoderConfig", "DecoderLM", "Stack", "StackConfig", "transnormer"]
+__all__ = [
+    "TRANSNORMER_SIZES",
+    "Classifier",
+    "DecoderConfig",
+    "DecoderLM",
+    "Encoder",
+    "EncoderConfig",
+    "PairClassifier",
+    "Stack",
+    "StackConfig",
+    "transnormer",
+]

@@ -36,7 +36,7 @@ def _equal(left, right):
 def _write(folder, steps, keep=5, losses=None):
     checkpoints = Checkpoints(folder, keep=keep)
     for step in steps:
-        checkpoints.save(step, _state(step), {"config": {}, "at": step}, val_loss=(losses or {}).get(step))
+        checkpoints.save(step, _state(step), {"config": {}, "at": step}, score=(losses or {}).get(step))
     checkpoints.wait()
     checkpoints.close()
 
@@ -67,7 +67,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path):
 def test_a_step_saved_again_is_replaced(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     checkpoints.save(4, _state(1), {"config": {}})
-    checkpoints.save(4, _state(2), {"config": {}}, val_loss=1.0)
+    checkpoints.save(4, _state(2), {"config": {}}, score=1.0)
     checkpoints.wait()
     checkpoints.close()
     _equal(_restore(tmp_path).state, _state(2))

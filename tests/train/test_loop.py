@@ -217,7 +217,7 @@ def test_tensorboard_events(tmp_path):
 
 def test_evaluation_carries_the_memory(tmp_path):
     params = nn.unbox(OBJECTIVE.init(jax.random.key(0)))
-    total, weight = evaluate(jax.jit(make_eval_step(OBJECTIVE)), OBJECTIVE, params, ToyHeldOut())
+    sums = evaluate(jax.jit(make_eval_step(OBJECTIVE)), OBJECTIVE, params, ToyHeldOut())
     past, expected = np.zeros(2, np.int32), 0.0
     for i in range(3):
         batch = batch_of(1000 + i, 2)
@@ -226,9 +226,8 @@ def test_evaluation_carries_the_memory(tmp_path):
         chosen = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
         expected += (np.log(np.exp(logits).sum(-1)) - chosen).sum()
         past = batch["tokens"][:, -1]
-    assert total == pytest.approx(expected, rel=1e-5)
-    assert weight == 18.0
-    metrics = held_out_metrics(total, weight, 9)
+    assert sums == {"loss": pytest.approx(expected, rel=1e-5), "weight": 18.0}
+    metrics = held_out_metrics(sums, 9)
     assert metrics["val_loss"] == pytest.approx(expected / 18)
     assert metrics["val_bits_per_byte"] == pytest.approx(expected / math.log(2) / 9)
 

@@ -113,7 +113,7 @@ def test_evaluation_has_no_dropout_and_carries_memory():
     expected = (
         np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     )
-    total, weight, new = step(params, memory, batch)
-    np.testing.assert_allclose(total, expected.sum(), rtol=1e-5)
-    assert float(weight) == 12.0
+    sums, new = step(params, memory, batch)
+    np.testing.assert_allclose(sums["loss"], expected.sum(), rtol=1e-5)
+    assert float(sums["weight"]) == 12.0
     np.testing.assert_array_equal(new, batch["tokens"][:, -1])

@@ -85,7 +85,6 @@ def loop_config(workdir, **changes):
         "steps": 12,
         "batch": 4,
         "accumulation": 2,
-        "length": 3,
         "eval_every": 4,
         "checkpoint_every": 3,
     }

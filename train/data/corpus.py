@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from train.data.files import beside
+from train.data.files import beside, npy_header
 from train.data.sources import Split
 from train.data.tokenizers import Tokenizer, text_pieces
 from train.errors import UserError
@@ -92,15 +91,6 @@ def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
             progress.stop()
 
 
-def _npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Header of a .npy file; its length is the same whatever shape[0]."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    )
-    return file.getvalue()
-
-
 def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     """The tokens of `split` in folder/name.npy, made where they are not there yet.
 
@@ -145,8 +135,8 @@ def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
             open(extra_file, "wb") as extras,
             reading(f"tokens of {name}", split) as pieces,
         ):
-            tokens.write(_npy_header(tokenizer.dtype, (0,)))
-            extras.write(_npy_header(int64, (0, 2)))
+            tokens.write(npy_header(tokenizer.dtype, (0,)))
+            extras.write(npy_header(int64, (0, 2)))
             for ids, extra in tokenizer.encode_corpus(pieces):
                 ids.tofile(tokens)
                 digest.update(ids.tobytes())
@@ -154,9 +144,9 @@ def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
                 count += len(ids)
                 extra_count += len(extra)
             tokens.seek(0)
-            tokens.write(_npy_header(tokenizer.dtype, (count,)))
+            tokens.write(npy_header(tokenizer.dtype, (count,)))
             extras.seek(0)
-            extras.write(_npy_header(int64, (extra_count, 2)))
+            extras.write(npy_header(int64, (extra_count, 2)))
         if not count:
             raise UserError(f"--data: the {name} text is empty")
         summary_file.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")

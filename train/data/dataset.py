@@ -64,7 +64,7 @@ def load(
     """
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
-    cache = _cache(config, run)
+    cache = cache_folder(config.cache_dir, run)
     asked = {"data": config.data, "tokenizer": config.tokenizer, "holdout": config.holdout}
     manifest = _read_manifest(run)
     tokenizer: Tokenizer | None = None
@@ -101,9 +101,10 @@ def load(
     return tokenizer, opened
 
 
-def _cache(config: DataConfig, run: epath.Path) -> Path:
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
+def cache_folder(cache_dir: str | None, run: epath.Path) -> Path:
+    """The local folder for what a run makes of its data: the one asked for, or in the run's own where that is local."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
     if "://" in os.fspath(run):
         return Path.home() / ".cache" / "brl-jax"
     return Path(run) / "data"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import uuid
 
+import numpy as np
 from etils import epath
 
 
@@ -21,3 +23,12 @@ def write_whole(path: epath.Path, text: str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """Header of a .npy file; its length is the same whatever shape[0]."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+    return file.getvalue()

@@ -311,12 +311,15 @@ def _split_rows(
     return {s: Split(functools.partial(blocks, *bounds[s]), None) for s in SPLITS if s in bounds}
 
 
-def _open_tfds(rest: str, holdout: float) -> Source:
-    option = f"--data tfds:{rest}"
-    # A version (pg19:0.1.1) is the data set's; a word after the colon is a field.
-    match = re.fullmatch(r"(?P<name>.+?)(?::(?P<field>[A-Za-z_]\w*))?", rest)
-    assert match is not None
-    name, field = match["name"], match["field"]
+def open_tfds(option: str, name: str) -> Mapping[str, Any]:
+    """The splits of a data set of TensorFlow Datasets, rows by number.
+
+    Args:
+      option: begins the errors.
+
+    Raises:
+      UserError: it is not known, not prepared here and cannot be, or has no splits.
+    """
     try:
         import tensorflow_datasets as tfds
 
@@ -332,6 +335,18 @@ def _open_tfds(rest: str, holdout: float) -> Source:
         raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
     if not sources:
         raise UserError(f"{option}: the data set has no splits")
+    return sources
+
+
+def _open_tfds(rest: str, holdout: float) -> Source:
+    option = f"--data tfds:{rest}"
+    # A version (pg19:0.1.1) is the data set's; a word after the colon is a field.
+    match = re.fullmatch(r"(?P<name>.+?)(?::(?P<field>[A-Za-z_]\w*))?", rest)
+    assert match is not None
+    name, field = match["name"], match["field"]
+    sources = open_tfds(option, name)
+    import tensorflow_datasets as tfds
+
     features = next(iter(sources.values())).dataset_info.features
     texts = sorted(n for n, f in features.items() if isinstance(f, tfds.features.Text))
     key = _text_field(option, texts, field)

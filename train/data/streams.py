@@ -13,10 +13,11 @@ from train.data.corpus import Corpus
 from train.errors import UserError
 
 # One thread reads ahead: batches come in order, and the state says which was handed out last, not read last.
-_READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
-def _rows_of_process(batch: int, process_index: int, process_count: int) -> slice:
+def rows_of_process(batch: int, process_index: int, process_count: int) -> slice:
+    """The rows of a batch that belong to one process of many. Raises UserError where they can't share it evenly."""
     if batch < 1 or batch % process_count:
         raise UserError(
             f"--batch: expected a positive multiple of the {process_count} processes, got {batch}"
@@ -69,7 +70,7 @@ class TokenStreams(grain.DatasetIterator):
         _check_length(length)
         if seed < 0:
             raise UserError(f"--seed: expected 0 or more, got {seed}")
-        rows = _rows_of_process(batch, process_index, process_count)
+        rows = rows_of_process(batch, process_index, process_count)
         size = len(corpus.tokens)
         if size < batch * length + 1:
             raise UserError(
@@ -85,7 +86,7 @@ class TokenStreams(grain.DatasetIterator):
             return {"tokens": window[:, :-1], "targets": window[:, 1:], "reset": np.bool_(step == 0)}
 
         dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
-        self._inner = iter(dataset.to_iter_dataset(_READ_AHEAD))
+        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
         super().__init__(self._inner)
         self._identity = {
             "batch": batch,
@@ -160,7 +161,7 @@ class EvalStream:
         process_count: int = 1,
     ):
         _check_length(length)
-        rows = _rows_of_process(batch, process_index, process_count)
+        rows = rows_of_process(batch, process_index, process_count)
         tokens: Int[np.ndarray, " N"] = corpus.tokens[:limit]
         if (limit is not None and limit < 2) or len(tokens) < 2:
             raise UserError(f"--data: evaluation takes at least 2 tokens, got {len(tokens)}")
@@ -184,7 +185,7 @@ class EvalStream:
                 "reset": np.bool_(step == 0),
             }
 
-        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(_READ_AHEAD)
+        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
 
     def __len__(self) -> int:
         """Batches of the pass."""

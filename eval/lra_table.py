@@ -1,0 +1,110 @@
+"""The papers' tables of the Long Range Arena with runs of ours in them, as markdown and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from eval.lra_figures import PAPERS
+from eval.plotting import line_styles
+from train.data.lra import TASKS
+
+Row = dict[str, str]
+
+
+def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[float, float, int]]]:
+    """By model and task: accuracy and standard error in percent, and the number of seeds averaged.
+
+    Runs that differ in their seed alone are averaged; another size or other data make a row by the run's folder. The
+    error of an average is that of its runs' test answers, or the seeds' own spread where that is larger.
+    """
+    grouped: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for result in results:
+        same = grouped.setdefault(result["model"], {}).setdefault(result["task"], [])
+        if any(not _differ_in_seed(result, other) for other in same):
+            name = f"{result['model']} ({result['workdir']})"
+            same = grouped.setdefault(name, {}).setdefault(result["task"], [])
+        same.append(result)
+    return {model: {task: _average(runs) for task, runs in tasks.items()} for model, tasks in grouped.items()}
+
+
+def _differ_in_seed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    alike = all(one[name] == other[name] for name in ("data", "parameters", "examples"))
+    return alike and one["seed"] != other["seed"]
+
+
+def _average(runs: Sequence[Mapping[str, Any]]) -> tuple[float, float, int]:
+    accuracies = [100 * run["accuracy"] for run in runs]
+    answers = 100 * math.sqrt(sum(run["standard_error"] ** 2 for run in runs)) / len(runs)
+    spread = float(np.std(accuracies, ddof=1)) / math.sqrt(len(runs)) if len(runs) > 1 else 0.0
+    return float(np.mean(accuracies)), max(answers, spread), len(runs)
+
+
+def markdown(results: Sequence[Mapping[str, Any]]) -> str:
+    """A table of the runs with their chance levels, then the papers' tables."""
+    ours = summarise(results)
+    tasks = [task for task in TASKS if any(task in row for row in ours.values())]
+    chance = {task: max(100 * r["chance"] for r in results if r["task"] == task) for task in tasks}
+    rows = [
+        {"model": model, **{task: _cell(*row[task]) for task in tasks if task in row}}
+        for model, row in ours.items()
+    ]
+    rows.append({"model": "chance (the most frequent class)", **{t: f"{chance[t]:.2f}" for t in tasks}})
+    parts = ["Accuracy on the test split, percent ± standard error.", "", *_table(tasks, rows)]
+    data = sorted({f"{r['task']}: {r['data']}, {r['examples']} test examples" for r in results})
+    parts += ["", *(f"- {line}" for line in data)]
+    for paper, figures in PAPERS.items():
+        rows = [
+            {"model": model, **{t: f"{row[t]:.2f}" for t in TASKS if t in row}}
+            for model, row in figures.items()
+        ]
+        parts += ["", f"{paper}:", "", *_table(list(TASKS), rows)]
+    return "\n".join(parts)
+
+
+def _cell(accuracy: float, error: float, seeds: int) -> str:
+    return f"{accuracy:.2f} ± {error:.2f}" + (f" ({seeds} seeds)" if seeds > 1 else "")
+
+
+def _table(tasks: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    lines = [f"| model | {' | '.join(tasks)} |", "|---|" + "---|" * len(tasks)]
+    return lines + [
+        f"| {row['model']} | {' | '.join(row.get(task, '-') for task in tasks)} |" for row in rows
+    ]
+
+
+def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
+    """A panel a task: our accuracies with their standard errors, the papers' as open marks, chance as a line."""
+    ours = summarise(results)
+    tasks = [task for task in TASKS if any(task in row for row in ours.values())]
+    figure = Figure(
+        figsize=(4.2 * min(3, len(tasks)), 3.8 * math.ceil(len(tasks) / 3) + 1.2), layout="constrained"
+    )
+    panels = np.atleast_1d(figure.subplots(math.ceil(len(tasks) / 3), min(3, len(tasks)))).reshape(-1)
+    papers = ("Transformer (our-imp)", "BRL-Former (m = 256)", "TransNormer T2")
+    figures = {model: row for table in PAPERS.values() for model, row in table.items()}
+    names = list(ours) + [f"paper: {model}" for model in papers]
+    styles = line_styles(names)
+    for panel, task in zip(panels, tasks):
+        for x, (model, row) in enumerate(ours.items()):
+            if task in row:
+                accuracy, error, _ = row[task]
+                style = {**styles[model], "linestyle": "none"}
+                panel.errorbar(x, accuracy, yerr=error, label=model, capsize=4, **style)
+        for x, model in enumerate(papers, len(ours)):
+            if task in figures[model]:
+                style = {**styles[f"paper: {model}"], "linestyle": "none", "fillstyle": "none"}
+                panel.plot(x, figures[model][task], label=f"paper: {model}", **style)
+        chance = max(100 * r["chance"] for r in results if r["task"] == task)
+        panel.axhline(chance, color="#999999", linestyle=":", label="chance")
+        panel.set(title=task, ylabel="accuracy, %", xticks=[])
+        panel.grid(True, axis="y", alpha=0.3)
+    for panel in panels[len(tasks) :]:
+        panel.set_axis_off()
+    entries = {text: handle for panel in panels for handle, text in zip(*panel.get_legend_handles_labels())}
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=3, frameon=False)
+    return figure

@@ -1,0 +1,179 @@
+"""Encoders that classify: padding changes nothing, poolings and positions do what they say, pairs see both."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
+from brl_jax.models import Classifier, EncoderConfig, PairClassifier, transnormer
+from brl_jax.models.encoder import sinusoidal_positions
+from tests.laws.cases import CASES
+from tests.laws.networks import jit, relative_error
+
+SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 24, "vocab_size": 11, "max_length": 16}
+# One case of each listed mechanism; max_length of Linformer and cosFormer are enough for a token in front.
+BIDIRECTIONAL = {
+    name: next(m for case, m in CASES.items() if case == name or case.startswith(f"{name}-"))
+    for name in MECHANISMS
+}
+BIDIRECTIONAL = {name: m for name, m in BIDIRECTIONAL.items() if m.bidirectional}
+TOKENS = jax.random.randint(jax.random.key(0), (2, 14), 0, 11)
+LENGTHS = jnp.array([9, 14])
+
+
+def make(config, kind=Classifier, tokens=TOKENS):
+    """A model's parameters, drawn here (which spares compiling its own drawing of them), and its compiled call."""
+    model = kind(config)
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens))
+    rng = np.random.default_rng(1)
+
+    def draw(leaf):
+        value = rng.normal(size=leaf.shape) * 0.3 + (len(leaf.shape) <= 2)
+        return jnp.asarray(value, leaf.dtype)
+
+    variables = jax.tree.map(draw, shapes)
+    return variables, jit(lambda v, tokens, lengths: model.apply(v, tokens, lengths=lengths))
+
+
+def check_padding(config):
+    variables, run = make(config)
+    padded = run(variables, TOKENS, LENGTHS)
+    # Other tokens there, one of them (NaN) outside the vocabulary: the very same bits.
+    other = TOKENS.at[0, 9:].set(jnp.array([3, 1, 4, 1, 99]))
+    np.testing.assert_array_equal(run(variables, other, LENGTHS), padded)
+    alone = run(variables, TOKENS[:1, :9], LENGTHS[:1])
+    tolerance = 1e-5 if config.dtype == "float32" else 2e-2
+    assert relative_error(padded[0], alone[0]) < tolerance
+    # Where the tokens exist they count.
+    assert relative_error(run(variables, other, jnp.array([12, 14]))[0], padded[0]) > 1e-4
+
+
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_padding_never_changes_an_answer(name):
+    check_padding(EncoderConfig(mechanism=BIDIRECTIONAL[name], **SIZE))
+
+
+def test_padding_never_changes_an_answer_of_transnormer():
+    check_padding(transnormer("t2", EncoderConfig, block_size=4, **(SIZE | {"num_layers": 2})))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pooling": "max", "inputs": "scale", "positions": "learned"},
+        {"pooling": "cls", "positions": "sinusoidal"},
+        {"pooling": "cls", "positions": "learned", "dtype": "bfloat16"},
+    ],
+    ids=lambda changes: "-".join(changes.values()),
+)
+def test_padding_never_changes_an_answer_of_other_parts(changes):
+    with jax.numpy_dtype_promotion("standard"):  # flax's norms promote bfloat16 themselves
+        check_padding(EncoderConfig(mechanism=LocalConfig(window=28), **SIZE, **changes))
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal"])
+def test_order_counts_by_the_positions_alone(positions):
+    config = EncoderConfig(mechanism=FullConfig(), positions=positions, **SIZE)
+    variables, run = make(config)
+    there, back = (run(variables, tokens, LENGTHS[1:]) for tokens in (TOKENS[:1], TOKENS[:1, ::-1]))
+    assert relative_error(there, back) > 1e-3
+    if positions == "rope":
+        variables, run = make(dataclasses.replace(config, rope_theta=None))
+        there, back = (run(variables, tokens, LENGTHS[1:]) for tokens in (TOKENS[:1], TOKENS[:1, ::-1]))
+        assert relative_error(there, back) < 1e-5
+
+
+def test_sinusoidal_positions_are_the_formula():
+    expected = np.zeros((5, 7))
+    for t in range(5):
+        for i in range(7):
+            angle = t / 10000 ** (2 * (i // 2) / 7)
+            expected[t, i] = np.cos(angle) if i % 2 else np.sin(angle)
+    np.testing.assert_allclose(sinusoidal_positions(5, 7), expected, atol=1e-6)
+
+
+def test_a_pair_is_two_texts_through_one_encoder():
+    config = EncoderConfig(mechanism=LocalConfig(window=4), num_classes=3, **SIZE)
+    tokens, lengths = TOKENS.reshape(1, 2, 14), LENGTHS.reshape(1, 2)
+    variables, run = make(config, PairClassifier, tokens)
+    logits = run(variables, tokens, lengths)
+    assert logits.shape == (1, 3)
+    encoder = Classifier(config)
+    encode = jit(
+        lambda v, tokens, n: encoder.apply(v, tokens, lengths=n, method=lambda m, *a, **k: m.encoder(*a, **k))
+    )
+    a, b = (encode(variables, tokens[0], lengths[0])[i : i + 1] for i in range(2))
+    head = jax.tree.map(np.asarray, variables["params"]["head"])
+    features = np.concatenate([a, b, a * b, a - b], axis=-1)
+    hidden = np.maximum(features @ head["hidden"]["kernel"] + head["hidden"]["bias"], 0)
+    np.testing.assert_allclose(
+        logits, hidden @ head["out"]["kernel"] + head["out"]["bias"], rtol=1e-4, atol=1e-5
+    )
+    garbage = tokens.at[0, 0, 9:].set(7)
+    np.testing.assert_array_equal(run(variables, garbage, lengths), logits)
+
+
+def test_dropout_and_types():
+    config = EncoderConfig(mechanism=LocalConfig(window=4), dropout=0.5, dtype="bfloat16", **SIZE)
+    model = Classifier(config)
+    with jax.numpy_dtype_promotion("standard"):
+        variables, run = make(config)
+        whole = run(variables, TOKENS, LENGTHS)
+        rngs = {"dropout": jax.random.key(2)}
+        dropped = jit(lambda v: model.apply(v, TOKENS, lengths=LENGTHS, deterministic=False, rngs=rngs))(
+            variables
+        )
+    assert whole.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
+    assert relative_error(dropped, whole) > 1e-2
+
+
+def test_without_compressed_tokens_brl_is_local_attention():
+    names = ("num_compressed", "window", "pattern")
+    brl = BRLConfig(**dict(zip(names, (0, 4, "dilated"))))
+    outputs = [
+        run(variables, TOKENS, LENGTHS)
+        for variables, run in (
+            make(EncoderConfig(mechanism=mechanism, **SIZE))
+            for mechanism in (brl, LocalConfig(window=4, pattern="dilated"))
+        )
+    ]
+    np.testing.assert_array_equal(*outputs)
+    assert brl.segment is None
+    with pytest.raises(ValueError, match="num_compressed must be 0 to 256, got -1"):
+        BRLConfig(num_compressed=-1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pooling": "sum"}, "pooling must be one of 'mean', 'max', 'cls', got 'sum'"),
+        (
+            {"positions": "relative"},
+            "positions must be one of 'rope', 'learned', 'sinusoidal', got 'relative'",
+        ),
+        ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"d_model": 12}, "rotary positions need an even head_dim"),
+    ],
+)
+def test_bad_configurations(changes, message):
+    with pytest.raises(ValueError, match=message):
+        EncoderConfig(**(SIZE | changes))
+
+
+def test_bad_calls():
+    model = Classifier(EncoderConfig(mechanism=LocalConfig(), **SIZE))
+    for tokens, message in (
+        (jnp.zeros((1, 17), jnp.int32), "tokens must be at most max_length=16 a row, got 17"),
+        (jnp.zeros((1, 4)), "tokens must be integers, got float32"),
+        (jnp.zeros(4, jnp.int32), r"tokens must have shape \(batch, length\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(model.init, jax.random.key(0), tokens)
+    with pytest.raises(ValueError, match=r"tokens must have shape \(batch, 2, length\), got \(1, 4\)"):
+        jax.eval_shape(PairClassifier(model.config).init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))

@@ -1,0 +1,104 @@
+"""Batches: every example once a pass, padded to the bucket of its length, the same for any number of processes."""
+
+import numpy as np
+import pytest
+
+from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
+from train.data.lra.examples import Examples
+from train.errors import UserError
+
+BUCKETS = (4, 8, 16)
+
+
+def examples(count=23, parts=1, longest=16, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, (count, parts)).astype(np.int32)
+    tokens = rng.integers(1, 256, lengths.sum()).astype(np.uint8)
+    labels = np.arange(count, dtype=np.int32)  # tells which example a row is
+    return Examples(tokens, lengths, labels, truncated=0, digest=f"{count}-{parts}-{seed}")
+
+
+def check_rows(batch, data):
+    """Each row that counts is its example, followed by zeros."""
+    for tokens, lengths, target, weight in zip(
+        *(batch[n] for n in ("tokens", "lengths", "targets", "weights"))
+    ):
+        if weight:
+            for row, length, sequence in zip(np.atleast_2d(tokens), np.atleast_1d(lengths), data[target]):
+                assert length == len(sequence)
+                np.testing.assert_array_equal(row[:length], sequence)
+                assert not row[length:].any()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_pass_has_every_example_once_but_a_remainder(parts):
+    data = examples(parts=parts)
+    stream = TrainBatches(data, batch=4, buckets=BUCKETS, seed=3)
+    assert stream.steps_per_pass == 5
+    passes = [[next(stream) for _ in range(5)] for _ in range(2)]
+    orders = [np.concatenate([batch["targets"] for batch in batches]) for batches in passes]
+    for batches, order in zip(passes, orders):
+        assert len(set(order.tolist())) == 20
+        widths = []
+        for batch in batches:
+            check_rows(batch, data)
+            width = batch["tokens"].shape[-1]
+            widths.append(width)
+            # No longer than its longest row needs.
+            assert width == min(b for b in BUCKETS if b >= batch["lengths"].max())
+            assert batch["tokens"].shape[:-1] == ((4, 2) if parts == 2 else (4,))
+        assert len(set(widths)) > 1
+    assert orders[0].tolist() != orders[1].tolist()
+    stream.close()
+
+
+def test_a_stream_goes_on_where_it_stood():
+    data = examples()
+    stream, again = (TrainBatches(data, batch=4, buckets=BUCKETS, seed=1) for _ in range(2))
+    batches = [next(stream) for _ in range(8)]
+    again.set_state(stream.get_state() | {"step": 3})
+    for batch in batches[3:]:
+        for name, value in next(again).items():
+            np.testing.assert_array_equal(value, batch[name])
+    other = TrainBatches(data, batch=4, buckets=BUCKETS, seed=2)
+    with pytest.raises(UserError, match="the saved input position is of seed 1, now it is 2"):
+        other.set_state(stream.get_state())
+    assert any(np.any(next(other)["targets"] != batch["targets"]) for batch in batches)
+    for opened in (stream, again, other):
+        opened.close()
+
+
+@pytest.mark.parametrize("kind", [TrainBatches, EvalBatches])
+def test_processes_share_the_rows(kind):
+    data = examples()
+    whole = kind(data, batch=4, buckets=BUCKETS)
+    shares = [kind(data, batch=4, buckets=BUCKETS, process_index=i, process_count=2) for i in range(2)]
+    for batch, *parts in [row for row, _ in zip(zip(whole, *shares), range(7))]:
+        for name in ("tokens", "lengths", "targets", "weights"):
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), batch[name])
+    with pytest.raises(UserError, match="--batch: expected a positive multiple of the 2 processes, got 3"):
+        kind(data, batch=3, buckets=BUCKETS, process_count=2)
+
+
+def test_evaluation_has_every_example_once():
+    data = examples()
+    stream = EvalBatches(data, batch=4, buckets=BUCKETS)
+    for _ in range(2):
+        batches = list(stream)
+        assert len(batches) == len(stream)
+        seen = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
+        assert sorted(seen) == list(range(23))
+        for batch in batches:
+            check_rows(batch, data)
+            assert batch["lengths"].min() >= 1
+    limited = EvalBatches(data, batch=4, buckets=BUCKETS, limit=6)
+    assert sum(batch["weights"].sum() for batch in limited) == 6
+
+
+def test_buckets():
+    assert default_buckets(2000) == (250, 500, 1000, 2000)
+    assert default_buckets(3) == (1, 2, 3)
+    with pytest.raises(UserError, match="--buckets: the longest must hold 16 tokens, got 8"):
+        TrainBatches(examples(), batch=4, buckets=(4, 8))
+    with pytest.raises(UserError, match="--batch: expected at most the 3 training examples, got 4"):
+        TrainBatches(examples(3), batch=4, buckets=BUCKETS)

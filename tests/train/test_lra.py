@@ -1,0 +1,251 @@
+"""The Long Range Arena's commands as a user runs them, on tiny sets: training, resuming, stopping early, measuring."""
+
+import dataclasses
+import json
+import math
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import eval.lra
+import train.lra
+from eval.lra_figures import PAPERS
+from eval.lra_table import markdown
+from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
+from train.config import parse, to_json
+from train.data.lra import TrainBatches
+from train.errors import Stopped, UserError
+from train.loop import train as train_loop
+from train.lra import build_model
+from train.lra_presets import PRESETS
+from train.step import Objective
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+TINY = (
+    "--listops.min_tokens 4 --listops.max_tokens 17 --listops.max_depth 3 --listops.max_args 4 --length 16 "
+    "--buckets 16 --train_examples 200 --valid_examples 40 --test_examples 60 --processes 1 --num_layers 1 "
+    "--d_model 16 --num_heads 2 --d_ff 16 --batch 8 --dropout 0.2 --warmup_steps 2 --tensorboard False"
+)
+LOCAL = "--mechanism local --mechanism.window 4"
+MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
+
+
+def run(workdir, more=LOCAL, task="listops"):
+    train.lra.main(
+        f"{task} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+    )
+
+
+def lines(workdir):
+    read = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in MEASURED if name in line} for line in read]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, compile_once):
+    """A folder with a finished run."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder / "local")
+    return folder
+
+
+def test_a_run_leaves_what_it_should(runs):
+    read = lines(runs / "local")
+    assert [line["step"] for line in read] == list(range(1, 7))
+    assert [line["step"] for line in read if "val_accuracy" in line] == [3, 6]
+    assert all(0 <= line["accuracy"] <= 1 and "val_bits_per_byte" not in line for line in read)
+    config = json.loads((runs / "local" / "config.json").read_text())
+    assert (config["model"]["vocab_size"], config["model"]["num_classes"], config["model"]["max_length"]) == (
+        15,
+        10,
+        16,
+    )
+
+
+def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
+    take = TrainBatches.__next__
+
+    def stopping(self):
+        if self.get_state()["step"] == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return take(self)
+
+    monkeypatch.setattr(TrainBatches, "__next__", stopping)
+    with pytest.raises(Stopped, match="after step 5 of 6"):
+        run(tmp_path)
+    monkeypatch.setattr(TrainBatches, "__next__", take)
+    run(tmp_path)
+    assert lines(tmp_path) == lines(runs / "local")
+    with pytest.raises(UserError, match="is of another configuration: length 16 -> 12"):
+        run(tmp_path, f"{LOCAL} --length 12")
+
+
+def test_measuring(runs, capsys):
+    eval.lra.main(["--workdir", str(runs / "local")])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["examples"] == 60
+    assert result["chance"] == max(result["class_balance"])
+    p = result["accuracy"]
+    assert p * 60 == pytest.approx(round(p * 60), abs=1e-4)
+    assert result["standard_error"] == pytest.approx(math.sqrt(p * (1 - p) / 60))
+    assert result["errors_above_chance"] == pytest.approx((p - result["chance"]) / result["standard_error"])
+    assert result["model"] == "local, w = 4"
+    assert json.loads((runs / "local" / "lra_test.json").read_text()) == result
+    best = max(
+        (line for line in lines(runs / "local") if "val_accuracy" in line),
+        key=lambda line: line["val_accuracy"],
+    )
+    eval.lra.main(["--workdir", str(runs / "local"), "--split", "valid", "--checkpoint", str(best["step"])])
+    valid = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert valid["accuracy"] == pytest.approx(best["val_accuracy"], abs=1e-6)
+    assert valid["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
+
+
+def test_the_table_measures_what_has_not_been(runs, capsys):
+    (runs / "other").mkdir()
+    (runs / "other" / "config.json").write_text('{"data": {"data": "stdlib"}}')
+    picture = runs / "table.png"
+    eval.lra.main(["--table", str(runs), "--picture", str(picture)])
+    text = capsys.readouterr().out
+    assert "| local, w = 4 |" in text
+    assert "| chance (the most frequent class) |" in text
+    assert "| BRL-Former (m = 256) | 49.98 | 80.90 | 83.22 | 76.20 | 77.48 | 86.89 |" in text
+    assert "| TransNormer T2 | 41.60 | 72.20 | 83.82 | 49.60 | 76.80 | - |" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (runs / "local" / "lra_test.json").exists()
+
+
+def test_seeds_are_averaged():
+    result = {
+        "model": "m",
+        "task": "image",
+        "standard_error": 0.01,
+        "chance": 0.1,
+        "data": "d",
+        "examples": 5,
+    }
+    result |= {"parameters": 7, "workdir": "runs/x"}
+    runs = [result | {"accuracy": accuracy, "seed": seed} for seed, accuracy in enumerate((0.2, 0.3, 0.4))]
+    # Their spread, 10 points / sqrt(3), is larger than the error of 15 answers.
+    assert "| m | 30.00 ± 5.77 (3 seeds) |" in markdown(runs)
+    other = runs[0] | {"parameters": 8, "workdir": "runs/wide"}
+    assert "| m (runs/wide) | 20.00 ± 1.00 |" in markdown([*runs, other])
+
+
+def test_averages_of_the_papers():
+    """Table 1's own averages of six tasks and table 6's of five check the figures typed in."""
+    rows = {name: row for table in PAPERS.values() for name, row in table.items()}
+    assert np.mean(list(rows["BRL-Former (m = 256)"].values())) == pytest.approx(75.78, abs=0.01)
+    assert np.mean(list(rows["BRL-Former (m = 128)"].values())) == pytest.approx(75.19, abs=0.01)
+    assert np.mean(list(rows["TransNormer T2"].values())) == pytest.approx(64.80, abs=0.01)
+    assert np.mean(list(rows["TransNormer T1"].values())) == pytest.approx(63.71, abs=0.01)
+    assert np.mean(list(rows["Sliceformer"].values())) == pytest.approx(58.91, abs=0.2)
+
+
+def test_pairs_and_pixels_fit():
+    """Traced, not compiled: two towers, ablations by flag."""
+    for line in (
+        "retrieval --data_dir x --mechanism full --num_layers 1",
+        "image --mechanism.gamma 0 --mechanism.beta 0 --pooling cls --dtype bfloat16 --num_layers 1",
+    ):
+        config = parse(PRESETS, "listops", line.split(), prog="p", about="a")
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, max_length=config.data.padded_lengths[-1])
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            build_model(config)
+
+
+def test_presets_are_the_papers_settings():
+    image, text = PRESETS["lra-image-brl-256"], PRESETS["lra-text-full"]
+    assert (image.model.num_layers, image.model.d_model, image.model.num_heads, image.model.d_ff) == (
+        3,
+        64,
+        8,
+        128,
+    )
+    assert (image.loop.batch, image.model.pooling, image.optimizer.learning_rate) == (16, "max", 5e-4)
+    assert (image.model.mechanism.window, image.model.mechanism.num_compressed) == (256, 256)
+    assert (text.model.num_layers, text.model.d_model, text.data.length) == (6, 512, 4000)
+    assert PRESETS["lra-pathx-brl-128"].data.length == PRESETS["lra-pathx-brl-128"].data.resolution ** 2
+    assert PRESETS["lra-listops-local"].model.mechanism.window == 512
+    t2 = PRESETS["lra-text-transnormer-t2"]
+    assert (t2.loop.batch, t2.optimizer.learning_rate, t2.model.d_ff) == (16, 1e-4, 85)
+    assert PRESETS["lra-image-original"].model.pooling == "cls"
+    assert len({json.dumps(to_json(preset)) for preset in PRESETS.values()}) == len(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("imagee", r"PRESET: got 'imagee'; did you mean image\?"),
+        ("text --pooling sum", "invalid choice 'sum' for argument '--pooling'"),
+        ("text --task image", "unknown option --task"),
+        (
+            "listops --mechanism linformer --mechanism.max_length 64",
+            "do not fit: max_length must be at least .* 128",
+        ),
+        ("listops --listops.max_args 1", "max_args must be 2 to 64, got 1"),
+        ("text --buckets 100 200", "--buckets must be 1 or more each, the longest at least length=512"),
+        ("image --data_dir /nowhere", "--data_dir: /nowhere does not exist"),
+        ("retrieval", "--data_dir: expected a folder with new_aan_pairs"),
+    ],
+)
+def test_bad_input(tmp_path, line, message):
+    with pytest.raises(UserError, match=message):
+        train.lra.main([*line.split(), "--workdir", str(tmp_path / "run")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_input_of_measuring(tmp_path):
+    for argv, message in (
+        ([], "--workdir, --table: expected one of the two"),
+        (["--workdir", "a", "--picture", "b.png"], "--picture: expected with --table only"),
+        (["--workdir", str(tmp_path)], "--workdir: no run there"),
+        (["--table", str(tmp_path)], "--table: no run of train.lra under"),
+    ):
+        with pytest.raises(UserError, match=message):
+            eval.lra.main(argv)
+
+
+# --- what the loop does for every task ---
+
+
+def _toy(workdir, stream=None, **changes):
+    """The toy's task, with its loss as "accuracy": the better it gets the worse it is."""
+
+    def loss(params, memory, batch, key):
+        total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
+        return total, weight, memory, {"accuracy": total}
+
+    objective = Objective(
+        OBJECTIVE.init, loss, OBJECTIVE.init_memory, averages=("accuracy",), best="accuracy"
+    )
+    train_loop(
+        objective,
+        loop_config(workdir, **({"steps": 20, "eval_every": 2, "patience": 2} | changes)),
+        OPTIMIZER,
+        config={},
+        stream=stream or ToyStream(),
+        held_out=ToyHeldOut(),
+        full_held_out=ToyHeldOut(),
+    )
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_ends_when_it_gets_no_better(tmp_path):
+    """The first evaluation stays the best."""
+    whole = _toy(tmp_path / "whole")
+    assert [line["step"] for line in whole if "val_accuracy" in line] == [2, 4, 6]
+    assert whole[-1]["step"] == 6
+    assert all(line["accuracy"] == line["loss"] for line in whole)
+    assert {path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()} == {"2", "4", "6"}
+    # Once ended it stays so; stopped and started again it ends at the same step.
+    assert _toy(tmp_path / "whole") == whole
+    with pytest.raises(Stopped):
+        _toy(tmp_path / "stopped", stream=ToyStream(at={4: lambda: signal.raise_signal(signal.SIGTERM)}))
+    assert _toy(tmp_path / "stopped")[-1]["step"] == 6
+    assert _toy(tmp_path / "whole", patience=0, steps=8)[-1]["step"] == 8

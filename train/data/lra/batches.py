@@ -1,0 +1,186 @@
+"""Batches of labelled sequences, cut in buckets by length so that short ones don't pay for long ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+from train.data.lra.examples import Examples
+from train.data.streams import READ_AHEAD, rows_of_process
+from train.errors import UserError
+
+
+class _Plan(NamedTuple):
+    """One pass: rows (S, B), which examples each batch has (-1: none), and the (S,) lengths they are padded to."""
+
+    rows: Int[np.ndarray, "S B"]
+    widths: Int[np.ndarray, " S"]
+
+
+def default_buckets(length: int) -> tuple[int, ...]:
+    """An eighth, a quarter, a half and all of the length."""
+    return tuple(sorted({-(-length // 8), -(-length // 4), -(-length // 2), length}))
+
+
+def _widths(examples: Examples, buckets: Sequence[int]) -> Int[np.ndarray, " N"]:
+    """The smallest bucket that holds each example's longest sequence."""
+    longest = examples.lengths.max(axis=1)
+    edges = np.array(sorted(buckets))
+    if longest.max() > edges[-1]:
+        raise UserError(f"--buckets: the longest must hold {longest.max()} tokens, got {edges[-1]}")
+    return edges[np.searchsorted(edges, longest)]
+
+
+def _batch(examples: Examples, rows: Int[np.ndarray, " B"], width: int) -> dict[str, Any]:
+    parts = examples.lengths.shape[1]
+    tokens = np.zeros((len(rows), parts, width), np.int32)
+    lengths = np.ones((len(rows), parts), np.int32)
+    targets = np.zeros(len(rows), np.int32)
+    for b, index in enumerate(rows.tolist()):
+        if index >= 0:
+            for p, sequence in enumerate(examples[index]):
+                tokens[b, p, : len(sequence)] = sequence
+            lengths[b] = examples.lengths[index]
+            targets[b] = examples.labels[index]
+    if parts == 1:
+        tokens, lengths = tokens[:, 0], lengths[:, 0]
+    return {
+        "tokens": tokens,
+        "lengths": lengths,
+        "targets": targets,
+        "weights": (rows >= 0).astype(np.float32),
+        "reset": np.bool_(False),
+    }
+
+
+class TrainBatches(grain.DatasetIterator):
+    """Endless training batches; each pass has every example at most once, in an order of its own.
+
+    A batch is {"tokens": (B, T) or, for pairs, (B, 2, T) int32, zeros after each sequence's end, "lengths": (B,)
+    or (B, 2) int32, "targets": (B,) int32, "weights": (B,) float32 ones, "reset": False}; T is the batch's bucket.
+    What is left of a bucket fills up a batch of the next longer one, and a remainder of less than a batch, drawn anew
+    in each pass, is left out. A process among many gets its share of each batch's rows. The state is the number of
+    batches handed out, whatever the number of processes; going to it reads nothing.
+
+    Args:
+      examples: the split; at least `batch`. batch: rows of all processes together. buckets: lengths to pad to, the
+      longest at least the longest sequence. seed: of the passes' orders. process_index, process_count: which rows.
+
+    Raises:
+      UserError: too few examples, or batch, buckets or seed out of range.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        batch: int,
+        buckets: Sequence[int],
+        seed: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        rows = rows_of_process(batch, process_index, process_count)
+        if len(examples) < batch:
+            raise UserError(f"--batch: expected at most the {len(examples)} training examples, got {batch}")
+        widths = _widths(examples, buckets)
+        steps = len(examples) // batch
+
+        @functools.lru_cache(maxsize=2)
+        def plan(number: int) -> _Plan:
+            rng = np.random.default_rng([seed, number])
+            order = rng.permutation(len(examples))[: steps * batch]
+            # Stable: a bucket's examples stay in random order; a batch that straddles two buckets takes the longer.
+            order = order[np.argsort(widths[order], kind="stable")].reshape(steps, batch)
+            order = order[rng.permutation(steps)]  # lengths don't grow in the course of a pass
+            return _Plan(order, widths[order].max(axis=1))
+
+        def make(index: int, step: int) -> dict[str, Any]:
+            chosen = plan(index // steps)
+            return _batch(examples, chosen.rows[step, rows], int(chosen.widths[step]))
+
+        dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
+        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
+        super().__init__(self._inner)
+        self._identity = {
+            "batch": batch,
+            "buckets": sorted(buckets),
+            "seed": seed,
+            "examples": len(examples),
+            "digest": examples.digest,
+        }
+        self.steps_per_pass = steps
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._inner)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands and over which examples, as plain numbers and strings (JSON)."""
+        return {"step": self._inner.get_state()["next_index"], **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a state of `get_state`: the next batch is the one that would have come next.
+
+        Raises:
+          UserError: the state is of other examples, batch size, buckets or seed; says which.
+        """
+        for name, ours in self._identity.items():
+            if state.get(name) != ours:
+                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        self._inner.set_state({"next_index": state["step"]})
+
+    def close(self) -> None:
+        """Ends the reading thread; batches cannot be read any more."""
+        if "_inner" in vars(self):  # the base class closes what it deletes, also where arguments were refused
+            self._inner.close()
+
+
+class EvalBatches:
+    """One pass over a split, by length: every example once; what fills the last batch of a bucket up has weight 0.
+
+    Batches as `TrainBatches`. Iterating again starts again.
+
+    Args:
+      examples: the split. batch: rows of all processes together. buckets: as there. limit: the first examples only
+      (0: all). process_index, process_count: which rows.
+    """
+
+    num_bytes = None
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        batch: int,
+        buckets: Sequence[int],
+        limit: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        rows = rows_of_process(batch, process_index, process_count)
+        widths = _widths(examples, buckets)[: limit or None]
+        plans = []
+        for width in np.unique(widths):
+            members = np.flatnonzero(widths == width)
+            filled = np.full(-(-len(members) // batch) * batch, -1)
+            filled[: len(members)] = members
+            plans += [(row, int(width)) for row in filled.reshape(-1, batch)]
+        self._steps = len(plans)
+
+        def make(step: int) -> dict[str, Any]:
+            row, width = plans[step]
+            return _batch(examples, row[rows], width)
+
+        self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
+
+    def __len__(self) -> int:
+        """Batches of the pass."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._dataset)

@@ -1,0 +1,198 @@
+"""Labelled sequences on disk: made once from a source, then read through a memory map."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+from jaxtyping import Int, UInt8
+
+from train.data.files import beside, npy_header
+from train.errors import UserError
+from train.metrics import say
+
+# Part of every key: a change of how sources become tokens must not read what an older version kept.
+_FORMAT = 1
+_ARRAYS = ("tokens", "lengths", "labels")
+
+
+class Chunk(NamedTuple):
+    """Some examples of a source, uncut.
+
+    tokens: (sum of lengths,) uint8, one sequence after the other. lengths: (n, P) ints, of the P sequences of each
+    example (2 for pairs). labels: (n,) ints.
+    """
+
+    tokens: UInt8[np.ndarray, " total"]
+    lengths: Int[np.ndarray, "n P"]
+    labels: Int[np.ndarray, " n"]
+
+
+def chunk_of(sequences: list[bytes], labels: list[int], parts: int = 1) -> Chunk:
+    """A chunk of sequences given as bytes, `parts` of them an example; an empty one becomes a blank."""
+    sequences = [sequence or b" " for sequence in sequences]
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64).reshape(-1, parts)
+    return Chunk(np.frombuffer(b"".join(sequences), np.uint8), lengths, np.array(labels, np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a task's examples come from.
+
+    name: for people. fingerprint: changes when the examples do. splits: by name (train, valid, test), what reads
+    their chunks from the start.
+    """
+
+    name: str
+    fingerprint: str
+    splits: Mapping[str, Callable[[], Iterator[Chunk]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """The examples of one split, cut to the run's length.
+
+    tokens: (sum of lengths,) uint8. lengths: (N, P) int32, at least 1. labels: (N,) int32. truncated: sequences that
+    were longer. digest: hash of everything.
+    """
+
+    tokens: UInt8[np.ndarray, " total"]
+    lengths: Int[np.ndarray, "N P"]
+    labels: Int[np.ndarray, " N"]
+    truncated: int
+    digest: str
+
+    def __post_init__(self):
+        starts = np.concatenate([[0], np.cumsum(self.lengths.reshape(-1), dtype=np.int64)])
+        object.__setattr__(self, "_starts", starts)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> list[UInt8[np.ndarray, " length"]]:
+        """The P sequences of example `index`."""
+        parts = self.lengths.shape[1]
+        starts: Any = self._starts  # type: ignore[attr-defined]
+        return [self.tokens[starts[i] : starts[i + 1]] for i in range(index * parts, (index + 1) * parts)]
+
+
+def digest(*parts: Any) -> str:
+    """Hash of things that JSON can hold."""
+    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+
+
+def open_examples(
+    source: Source, split: str, folder: Path, *, length: int, limit: int, num_classes: int
+) -> Examples:
+    """The examples of a split, made where folder/SPLIT.json is not there yet, and how many had to be cut.
+
+    Each file is written aside and renamed, SPLIT.json last, so that a folder that has it has the whole split.
+
+    Args:
+      length: tokens kept of a sequence, the first ones; limit: examples kept, the first ones (0: all).
+      num_classes: labels must be below.
+
+    Raises:
+      UserError: see the sources; a label outside the classes; nothing there. OSError: the folder cannot be written.
+    """
+    examples = _read(folder, split)
+    if examples is None:
+        _build(source, split, folder, length, limit, num_classes)
+        examples = _read(folder, split)
+        if examples is None:
+            raise OSError(f"{folder / split}.json is not what was written to it")
+    if examples.truncated:
+        say(
+            f"{split}: {examples.truncated} of {examples.lengths.size} sequences were longer than {length}: cut"
+        )
+    return examples
+
+
+def _read(folder: Path, split: str) -> Examples | None:
+    try:
+        summary = json.loads((folder / f"{split}.json").read_text())
+        arrays = {
+            name: np.load(folder / f"{split}.{name}.npy", mmap_mode="r").view(np.ndarray) for name in _ARRAYS
+        }
+    except (OSError, ValueError, EOFError):
+        return None
+    if arrays["tokens"].size != summary["tokens"] or arrays["labels"].size != summary["examples"]:
+        return None
+    return Examples(**arrays, truncated=summary["truncated"], digest=summary["digest"])
+
+
+def _build(source: Source, split: str, folder: Path, length: int, limit: int, num_classes: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens_path, *others = (folder / f"{split}.{name}.npy" for name in _ARRAYS)
+    summary_path = folder / f"{split}.json"
+    asides = {path: Path(beside(epath.Path(path))) for path in (tokens_path, *others, summary_path)}
+    lengths: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    hashed, total, truncated = hashlib.sha256(), 0, 0
+    try:
+        with open(asides[tokens_path], "wb") as file:
+            file.write(npy_header(np.dtype(np.uint8), (0,)))
+            for chunk in _limited(source.splits[split](), limit):
+                bad = np.flatnonzero((chunk.labels < 0) | (chunk.labels >= num_classes))
+                if len(bad):
+                    raise UserError(
+                        f"--data_dir: {source.name}, {split}: expected labels of 0 to {num_classes - 1}, "
+                        f"got {chunk.labels[bad[0]]}"
+                    )
+                kept = np.minimum(chunk.lengths, length)
+                truncated += int((kept < chunk.lengths).sum())
+                places = _places(chunk.lengths.reshape(-1), kept.reshape(-1))
+                piece = chunk.tokens if places is None else chunk.tokens[places]
+                piece.tofile(file)
+                hashed.update(piece.tobytes())
+                total += len(piece)
+                lengths.append(kept.astype(np.int32))
+                labels.append(chunk.labels.astype(np.int32))
+            if not labels:
+                raise UserError(f"--data_dir: {source.name} has no {split} examples")
+            file.seek(0)
+            file.write(npy_header(np.dtype(np.uint8), (total,)))
+        for path, arrays in zip(others, (lengths, labels)):
+            joined = np.concatenate(arrays)
+            hashed.update(joined.tobytes())
+            with open(asides[path], "wb") as file:
+                np.save(file, joined)
+        summary = {
+            "source": source.name,
+            "tokens": total,
+            "examples": sum(map(len, labels)),
+            "truncated": truncated,
+            "digest": hashed.hexdigest(),
+        }
+        asides[summary_path].write_text(json.dumps(summary, indent=1) + "\n")
+        for path, aside in asides.items():
+            aside.replace(path)
+    finally:
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)
+
+
+def _limited(chunks: Iterator[Chunk], limit: int) -> Iterator[Chunk]:
+    left = limit or None
+    for chunk in chunks:
+        if left is not None and len(chunk.labels) >= left:
+            lengths = chunk.lengths[:left]
+            yield Chunk(chunk.tokens[: lengths.sum()], lengths, chunk.labels[:left])
+            return
+        left = None if left is None else left - len(chunk.labels)
+        if len(chunk.labels):
+            yield chunk
+
+
+def _places(lengths: Int[np.ndarray, " n"], kept: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"] | None:
+    """Where in sequences of `lengths` their first `kept` tokens stand; None: everywhere."""
+    if np.array_equal(lengths, kept):
+        return None
+    skipped = np.cumsum(lengths - kept) - (lengths - kept)
+    return np.arange(kept.sum()) + np.repeat(skipped, kept)

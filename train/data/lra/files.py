@@ -1,0 +1,124 @@
+"""Reading what users copied and writing what generators make: one-line errors, folders that are whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from etils import epath
+from jaxtyping import Int
+
+from train.data.files import beside
+from train.data.lra.examples import Chunk, chunk_of
+from train.errors import UserError, one_line
+
+T = TypeVar("T")
+
+_EXAMPLES = 512
+
+
+SPLIT_OF = {"train": "train", "valid": "train", "test": "test"}
+"""Where sources without a validation split take each split from."""
+
+
+def belongs(number: int, split: str) -> bool:
+    """Whether row `number` of SPLIT_OF[split] belongs to the split: every tenth training row is for validation."""
+    return split == "test" or (number % 10 == 9) == (split == "valid")
+
+
+def rows_of(count: int, split: str) -> Int[np.ndarray, " rows"]:
+    """The rows of SPLIT_OF[split], which has `count`, that belong to the split."""
+    return np.array([number for number in range(count) if belongs(number, split)], np.int64)
+
+
+def file_stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """What tells that files have changed: path, size, time.
+
+    Raises:
+      UserError: one is missing.
+    """
+    stats = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise UserError(f"--data_dir: expected {path}: {error.strerror}") from error
+        stats.append((str(path.resolve()), stat.st_size, stat.st_mtime_ns))
+    return stats
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file (.gz too) that are not blank, without their ends, numbered from 1.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line.rstrip(b"\r\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(
+            f"--data_dir: {path} cannot be read (a truncated file?): {one_line(error)}"
+        ) from error
+
+
+def parsed(path: Path, lines: Iterable[tuple[int, bytes]], parse: Callable[[bytes], T]) -> Iterator[T]:
+    """What `parse` makes of each line; where it raises ValueError the line is named.
+
+    Raises:
+      UserError: the line's number and what was wrong.
+    """
+    for number, line in lines:
+        try:
+            yield parse(line)
+        except ValueError as error:
+            raise UserError(f"--data_dir: {path}, line {number}: {error}") from error
+
+
+def shown(text: bytes) -> str:
+    """The beginning of what was read, for an error."""
+    return repr(text[:40].decode(errors="replace"))
+
+
+def in_chunks(read: Callable[[], Iterator[tuple[bytes, int]]]) -> Iterator[Chunk]:
+    """Single sequences and their labels, some at a time."""
+    sequences: list[bytes] = []
+    labels: list[int] = []
+    for sequence, label in read():
+        sequences.append(sequence)
+        labels.append(label)
+        if len(labels) == _EXAMPLES:
+            yield chunk_of(sequences, labels)
+            sequences, labels = [], []
+    if labels:
+        yield chunk_of(sequences, labels)
+
+
+@contextlib.contextmanager
+def writing_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new folder to write in, which takes the name `out` once all is written; otherwise nothing is left.
+
+    Raises:
+      UserError: there is something of that name, or it cannot be written.
+    """
+    target = Path(out)
+    if target.exists():
+        raise UserError(f"--out: {target} is there already; expected the name of a new folder")
+    aside = Path(beside(epath.Path(target)))
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        aside.rename(target)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {target}: {error.strerror or one_line(error)}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

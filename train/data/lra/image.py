@@ -1,0 +1,97 @@
+"""CIFAR-10 in grey, pixel by pixel: from TensorFlow Datasets, or an .npz file with x_train, y_train, x_test, y_test."""
+
+from __future__ import annotations
+
+import functools
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.lra.examples import Chunk, Source, digest
+from train.data.lra.files import SPLIT_OF, file_stats, rows_of
+from train.data.lra.pathfinder import image_chunk
+from train.data.sources import open_tfds
+from train.errors import UserError, one_line
+
+NUM_CLASSES = 10
+RESOLUTION = 32
+_IMAGES = 512
+# ITU-R 601: what TensorFlow's rgb_to_grayscale, which the Long Range Arena uses, weighs the colours with.
+_LUMA = np.array([0.2989, 0.5870, 0.1140])
+
+
+def _grey(images: np.ndarray, where: str) -> np.ndarray:
+    """(n, 32, 32) uint8 of grey or coloured images."""
+    if images.ndim == 4 and images.shape[-1] == 1:
+        images = images[..., 0]
+    if images.dtype != np.uint8 or images.shape[1:] not in ((RESOLUTION,) * 2, (RESOLUTION, RESOLUTION, 3)):
+        raise UserError(
+            f"--data_dir: {where}: expected uint8 images of {RESOLUTION} x {RESOLUTION} (x 3), "
+            f"got {images.dtype} {images.shape[1:]}"
+        )
+    return images if images.ndim == 3 else (images @ _LUMA).astype(np.uint8)
+
+
+def open_tfds_source() -> Source:
+    """CIFAR-10 of TensorFlow Datasets; every tenth training image is for validation.
+
+    Raises:
+      UserError: it cannot be had.
+    """
+    sources = open_tfds("tfds:cifar10", "cifar10")
+
+    def read(split: str) -> Iterator[Chunk]:
+        source: Any = sources[SPLIT_OF[split]]
+        indices = rows_of(len(source), split)
+        for start in range(0, len(indices), _IMAGES):
+            rows = [source[int(i)] for i in indices[start : start + _IMAGES]]
+            images = _grey(np.stack([row["image"] for row in rows]), "tfds:cifar10")
+            yield image_chunk(images, np.array([row["label"] for row in rows]))
+
+    counts = {str(name): len(source) for name, source in sources.items()}
+    splits = {split: functools.partial(read, split) for split in SPLIT_OF}
+    return Source("tfds:cifar10", digest("tfds:cifar10", counts), splits)
+
+
+def open_files(folder: Path) -> Source | None:
+    """The only .npz file of a folder, or the file itself; every tenth training image is for validation.
+
+    None where there is none. Raises UserError, while reading too, where it is not as expected.
+    """
+    paths = [folder] if folder.suffix == ".npz" else sorted(folder.glob("*.npz"))
+    if not paths:
+        return None
+    if len(paths) > 1:
+        raise UserError(
+            f"--data_dir: expected one .npz file in {folder}, got {', '.join(p.name for p in paths)}"
+        )
+    path = paths[0]
+    splits = {split: functools.partial(_read, path, split) for split in SPLIT_OF}
+    return Source(f"images of {path}", digest("npz", file_stats([path])), splits)
+
+
+def _read(path: Path, split: str) -> Iterator[Chunk]:
+    images, labels = (_array(path, f"{name}_{SPLIT_OF[split]}") for name in "xy")
+    if len(images) != len(labels):
+        raise UserError(
+            f"--data_dir: {path}: {len(images)} images and {len(labels)} labels, expected as many"
+        )
+    kept = rows_of(len(images), split)
+    for start in range(0, len(kept), _IMAGES):
+        rows = kept[start : start + _IMAGES]
+        yield image_chunk(_grey(images[rows], str(path)), labels[rows].reshape(-1))
+
+
+def _array(path: Path, name: str) -> np.ndarray:
+    try:
+        with open(path, "rb") as file, np.load(file) as arrays:
+            if name not in arrays:
+                raise UserError(f"--data_dir: {path} has no {name}, only {', '.join(arrays)}")
+            return arrays[name]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"--data_dir: cannot read {path} (truncated?): {one_line(error)}") from error

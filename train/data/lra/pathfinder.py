@@ -1,0 +1,320 @@
+"""Pathfinder: are the two dots of an image ends of the same dashed path? Generated, and read from the release.
+
+Linsley et al. 2018 (arXiv:1805.08315), Kim et al. 2020, as in the Long Range Arena (Tay et al. 2020,
+arXiv:2011.04006, section 3.2.5). Each image has two long paths of dashes and some short ones; the dots are the ends
+of one long path, or ends of both. Sizes follow the release's hard set (14 dashes, a third as many in the others) at
+each of its resolutions.
+
+Paths keep `clearance` from each other, and from themselves, which is more than the gap between dashes: a path can be
+followed in the drawn image. Among the ends of both paths, those dots are taken whose distance is nearest to that
+of the first path's ends, so that distance does not give the answer away.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+from PIL import Image, ImageDraw
+
+from train.data.lra.examples import Chunk, Source, digest
+from train.data.lra.files import file_stats, in_chunks, numbered_lines, parsed, shown, writing_folder
+from train.data.lra.workers import chunk_sizes, run_chunks
+from train.errors import UserError, one_line
+
+NUM_CLASSES = 2
+SPLITS = ("train", "valid", "test")
+LEVEL = "curv_contour_length_14"
+_DASHES = 14
+_SHORT_DASHES = 14 // 3
+# Turns from dash to dash, in radians: gentle ones are tried first, then any up to the sharpest.
+_TURN, _SHARPEST = 0.35, 1.0
+_DIRECTIONS = 8
+_STARTS = 60
+_SUPERSAMPLING = 4
+# Images of a chunk. Part of what a seed means.
+_CHUNK = 250
+_DOT, _DASH = 255, 190
+
+
+class Size(NamedTuple):
+    """Lengths in pixels: of a dash, the gap after it, its thickness, a dot's radius, the clearance between the middle
+    lines of paths; and the number of short paths."""
+
+    dash: float
+    gap: float
+    thickness: float
+    dot: float
+    clearance: float
+    short_paths: int
+
+
+SIZES: Mapping[int, Size] = MappingProxyType(
+    {
+        32: Size(dash=2.0, gap=0.6, thickness=0.75, dot=1.5, clearance=2.8, short_paths=5),
+        64: Size(dash=5.0, gap=1.2, thickness=1.0, dot=2.5, clearance=4.5, short_paths=5),
+        128: Size(dash=5.0, gap=2.0, thickness=1.5, dot=3.0, clearance=7.0, short_paths=8),
+    }
+)
+
+
+class Scene(NamedTuple):
+    """What an image shows: the corners (n + 1, 2) of each path as (x, y) in pixels, one dash a step, the long paths
+    first; the dots (2, 2); and whether they are ends of one path."""
+
+    paths: list[Float[np.ndarray, "n 2"]]
+    dots: Float[np.ndarray, "2 2"]
+    connected: bool
+
+
+def draw_scene(rng: np.random.Generator, resolution: int, connected: bool) -> Scene:
+    """A scene of the release's hard set at `resolution` pixels (32, 64 or 128)."""
+    size = SIZES[resolution]
+    while True:
+        taken = np.zeros((0, 3))
+        paths = []
+        for dashes in (_DASHES,) * 2 + (_SHORT_DASHES,) * size.short_paths:
+            found = _draw_path(rng, resolution, size, dashes, taken)
+            if found is None:
+                break
+            path, occupied = found
+            paths.append(path)
+            taken = np.concatenate([taken, occupied])
+        else:
+            return Scene(paths, _dots(paths[0], paths[1], connected), connected)
+
+
+def _dots(first: np.ndarray, second: np.ndarray, connected: bool) -> Float[np.ndarray, "2 2"]:
+    if connected:
+        return first[[0, -1]]
+    wanted = np.linalg.norm(first[0] - first[-1])
+    pairs = [np.stack([first[i], second[j]]) for i in (0, -1) for j in (0, -1)]
+    return min(pairs, key=lambda pair: abs(np.linalg.norm(pair[0] - pair[1]) - wanted))
+
+
+def _draw_path(
+    rng: np.random.Generator, resolution: int, size: Size, dashes: int, taken: Float[np.ndarray, "n 3"]
+) -> tuple[Float[np.ndarray, "c 2"], Float[np.ndarray, "n 3"]] | None:
+    """Corners of a path that keeps clear of what is taken, rows (x, y, radius), and what it takes; None: no room.
+
+    Long paths keep room for a dot at both ends.
+    """
+    room = size.dot if dashes == _DASHES else 0.0
+    step, border = size.dash + size.gap, 1.0
+    along = np.linspace(0, size.dash, max(2, math.ceil(size.dash) + 1)) / step
+    for _ in range(_STARTS):
+        corners = [rng.uniform(border + room, resolution - border - room, 2)]
+        heading = rng.uniform(0, 2 * math.pi)
+        if not _clear(corners[0][None, None], taken, size.clearance + room)[0]:
+            continue
+        own = [np.zeros((0, 3))]
+        for i in range(dashes):
+            gentle, any_turn = (
+                rng.normal(0, _TURN, _DIRECTIONS),
+                rng.uniform(-_SHARPEST, _SHARPEST, _DIRECTIONS),
+            )
+            headings = heading + np.clip(np.concatenate([gentle, any_turn]), -_SHARPEST, _SHARPEST)
+            ahead = step * np.stack([np.cos(headings), np.sin(headings)], -1)
+            points = corners[-1] + ahead[:, None] * along[:, None]
+            last = i == dashes - 1
+            edge = border + (room if last else 0.0)
+            inside = ((points >= edge) & (points <= resolution - edge)).all(axis=(1, 2))
+            # The dashes just before are near by their nature.
+            others = np.concatenate([taken, *own[:-2]])
+            free = inside & _clear(points, others, size.clearance)
+            if last:
+                free &= _clear(points[:, -1:], taken, size.clearance + room)
+            if not free.any():
+                break
+            chosen = int(np.flatnonzero(free)[0])
+            heading = headings[chosen]
+            own.append(np.pad(points[chosen], ((0, 0), (0, 1))))
+            corners.append(corners[-1] + ahead[chosen] * (size.dash / step if last else 1.0))
+        else:
+            occupied = np.concatenate(own)
+            occupied[[0, -1], 2] = room
+            return np.stack(corners), occupied
+    return None
+
+
+def _clear(points: Float[np.ndarray, "d p 2"], taken: Float[np.ndarray, "n 3"], distance: float):
+    """Which of d groups of points are farther than `distance` and its radius from everything that is taken."""
+    between = np.linalg.norm(points[:, :, None] - taken[:, :2], axis=-1)
+    return (between >= distance + taken[:, 2]).all(axis=(1, 2))
+
+
+def render(scene: Scene, resolution: int) -> UInt8[np.ndarray, "R R"]:
+    """The image: dashes in grey, dots in white, on black."""
+    size, scale = SIZES[resolution], _SUPERSAMPLING
+    image = Image.new("L", (resolution * scale, resolution * scale))
+    draw = ImageDraw.Draw(image)
+    share = size.dash / (size.dash + size.gap)
+    for path in scene.paths:
+        for i, (start, stop) in enumerate(itertools.pairwise(path)):
+            # A step is a dash and the gap after it; the last has no gap.
+            end = stop if i == len(path) - 2 else start + share * (stop - start)
+            line = [tuple(start * scale), tuple(end * scale)]
+            draw.line(line, fill=_DASH, width=max(1, round(size.thickness * scale)))
+    for x, y in scene.dots:
+        box = [(x - size.dot) * scale, (y - size.dot) * scale, (x + size.dot) * scale, (y + size.dot) * scale]
+        draw.ellipse(box, fill=_DOT)
+    return np.asarray(image.reduce(scale))
+
+
+class Images(NamedTuple):
+    """images: (n, R, R) uint8. labels: (n,), 1 where the dots are on one path."""
+
+    images: UInt8[np.ndarray, "n R R"]
+    labels: Int[np.ndarray, " n"]
+
+
+def generate_images(rng: np.random.Generator, count: int, resolution: int) -> Images:
+    """`count` images, half of them connected (one more or less where the count is odd)."""
+    labels = rng.permutation((np.arange(count) + rng.integers(2)) % 2)
+    images = [render(draw_scene(rng, resolution, bool(label)), resolution) for label in labels]
+    return Images(np.stack(images), labels)
+
+
+def _chunk(resolution: int, seed: int, split: int, index: int, count: int) -> Images:
+    return generate_images(np.random.default_rng([seed, resolution, split, index]), count, resolution)
+
+
+def generated(
+    resolution: int, seed: int, sizes: dict[str, int], processes: int
+) -> dict[str, Callable[[], Iterator[Images]]]:
+    """The splits of a generated set, each the same for any number of processes."""
+    return {
+        split: functools.partial(
+            run_chunks,
+            functools.partial(_chunk, resolution, seed, number),
+            chunk_sizes(sizes[split], _CHUNK),
+            processes,
+        )
+        for number, split in enumerate(SPLITS)
+    }
+
+
+def image_chunk(images: UInt8[np.ndarray, "n R R"], labels: Int[np.ndarray, " n"]) -> Chunk:
+    """Images as sequences of their pixels, row after row."""
+    lengths = np.full((len(images), 1), images[0].size)
+    return Chunk(images.reshape(-1), lengths, np.asarray(labels, np.int64))
+
+
+def generated_source(resolution: int, seed: int, sizes: dict[str, int], processes: int) -> Source:
+    """Images generated while they are read."""
+
+    def reader(chunks: Callable[[], Iterator[Images]]) -> Callable[[], Iterator[Chunk]]:
+        return lambda: (image_chunk(*images) for images in chunks())
+
+    splits = generated(resolution, seed, sizes, processes)
+    return Source(
+        f"generated pathfinder{resolution}",
+        digest("pathfinder", resolution, SIZES[resolution], seed, sizes),
+        {name: reader(chunks) for name, chunks in splits.items()},
+    )
+
+
+# --- files ---
+
+
+def write_release(
+    out: str | os.PathLike[str], resolution: int, seed: int, sizes: dict[str, int], processes: int
+) -> None:
+    """Writes a folder as the Long Range Arena's release has them: LEVEL/imgs/N/sample_I.png, and LEVEL/metadata/N.npy,
+    which in spite of its name is text, a line an image: folder, file, number, label, dashes of the long and of the
+    short paths, number of short paths. It is whole or not there.
+
+    The splits are written one after the other and not told apart, as in the release: `open_files` takes its own.
+
+    Raises:
+      UserError: the folder exists or cannot be written.
+    """
+    with writing_folder(out) as folder:
+        batch = 0
+        for chunks in generated(resolution, seed, sizes, processes).values():
+            for images in chunks():
+                _write_batch(folder / LEVEL, batch, images, SIZES[resolution].short_paths)
+                batch += 1
+
+
+def _write_batch(folder: Path, batch: int, images: Images, short_paths: int) -> None:
+    place = f"imgs/{batch}"
+    (folder / place).mkdir(parents=True)
+    (folder / "metadata").mkdir(exist_ok=True)
+    lines = []
+    for i, (image, label) in enumerate(zip(*images)):
+        Image.fromarray(image).save(folder / place / f"sample_{i}.png")
+        lines.append(f"{place} sample_{i}.png {i} {label} {_DASHES} {_SHORT_DASHES} {short_paths}\n")
+    (folder / "metadata" / f"{batch}.npy").write_text("".join(lines))
+
+
+def _parse(line: bytes) -> tuple[str, int]:
+    """The image's path and the label in a line of metadata; raises ValueError where it is none."""
+    columns = line.decode(errors="replace").split()
+    if len(columns) < 4:
+        raise ValueError(f"expected at least 4 columns (folder, file, number, label), got {len(columns)}")
+    if columns[3] not in ("0", "1"):
+        raise ValueError(f"expected a label of 0 or 1 in column 4, got {shown(columns[3].encode())}")
+    return f"{columns[0]}/{columns[1]}", int(columns[3])
+
+
+def read_image(path: Path, resolution: int) -> bytes | None:
+    """The grey pixels of an image file, row after row; None for an empty file, of which the release has some.
+
+    Raises:
+      UserError: it is missing, no whole image, or of another size.
+    """
+    try:
+        content = path.read_bytes()
+        if not content:
+            return None
+        with Image.open(io.BytesIO(content)) as image:
+            if image.size != (resolution, resolution):
+                width, height = image.size
+                raise UserError(
+                    f"--data_dir: expected {resolution} x {resolution} pixels, got {width} x {height} in {path}"
+                )
+            return image.convert("L").tobytes()
+    except UserError:
+        raise
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"--data_dir: cannot read {path} (truncated?): {one_line(error)}") from error
+
+
+def open_files(folder: Path, resolution: int) -> Source | None:
+    """The release's images at one resolution: folder/pathfinderN/LEVEL, folder/LEVEL or the folder itself.
+
+    Of ten images in the order of the metadata the ninth is for validation and the tenth for testing (80/10/10, as in
+    the release). None where there are none.
+
+    Raises:
+      UserError: while reading, damaged metadata (with the line's number) or images.
+    """
+    for place in (folder / f"pathfinder{resolution}" / LEVEL, folder / LEVEL, folder):
+        files = sorted((place / "metadata").glob("*.npy"), key=lambda path: (len(path.name), path.name))
+        if files:
+            stats = file_stats(files)
+            splits = {
+                split: functools.partial(in_chunks, functools.partial(_read, place, files, resolution, split))
+                for split in SPLITS
+            }
+            return Source(f"pathfinder of {place}", digest("pathfinder files", stats, resolution), splits)
+    return None
+
+
+def _read(place: Path, files: list[Path], resolution: int, split: str) -> Iterator[tuple[bytes, int]]:
+    tenths = {"train": range(8), "valid": (8,), "test": (9,)}[split]
+    images = (image for path in files for image in parsed(path, numbered_lines(path), _parse))
+    for number, (name, label) in enumerate(images):
+        pixels = read_image(place / name, resolution) if number % 10 in tenths else None
+        if pixels is not None:
+            yield pixels, label

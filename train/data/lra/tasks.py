@@ -1,0 +1,184 @@
+"""The six tasks of the Long Range Arena and where each finds its examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from etils import epath
+
+from train.data.dataset import cache_folder
+from train.data.lra import image, listops, pathfinder, retrieval, text
+from train.data.lra.batches import default_buckets
+from train.data.lra.examples import Examples, Source, open_examples
+from train.data.lra.listops import ListOpsSpec
+from train.errors import UserError
+
+
+class Task(NamedTuple):
+    """What a task's model must know: the classes, the tokens, and whether an example is a pair of sequences."""
+
+    num_classes: int
+    vocab_size: int
+    is_pair: bool = False
+
+
+TASKS = {
+    "listops": Task(listops.NUM_CLASSES, listops.VOCAB_SIZE),
+    "text": Task(text.NUM_CLASSES, 256),
+    "retrieval": Task(retrieval.NUM_CLASSES, 256, is_pair=True),
+    "image": Task(image.NUM_CLASSES, 256),
+    "pathfinder": Task(pathfinder.NUM_CLASSES, 256),
+    "pathx": Task(pathfinder.NUM_CLASSES, 256),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LraDataConfig:
+    """The examples of a task."""
+
+    task: str = "listops"
+    """listops, text, retrieval, image, pathfinder or pathx."""
+    data_dir: str | None = None
+    """A folder of the Long Range Arena's release, or one with the task's files: basic_*.tsv (listops), aclImdb or
+    {train,test}.jsonl (text), new_aan_pairs.*.tsv or Gutenberg's books.tsv (retrieval), an .npz (image), images and
+    metadata (pathfinder, pathx). Without it listops, pathfinder and pathx are generated; text and image come from
+    TensorFlow Datasets."""
+    length: int = 2000
+    """Tokens kept of a sequence, the first ones."""
+    buckets: tuple[int, ...] = ()
+    """Lengths that batches are padded to; none named: an eighth, a quarter, a half and all of --length."""
+    train_examples: int = 0
+    """Training examples: generated, or the first ones of what is there; 0: the published number, or all."""
+    valid_examples: int = 0
+    """The same for validation."""
+    test_examples: int = 0
+    """The same for the test."""
+    data_seed: int = 0
+    """Seed of what is generated."""
+    resolution: int = 32
+    """Pixels of a side of pathfinder's images: 32, 64 or 128."""
+    listops: ListOpsSpec = ListOpsSpec()
+    """What listops generates."""
+    processes: int = 0
+    """Processes that generate; 0: one a core. Changes nothing else."""
+    cache_dir: str | None = None
+    """Local folder for the examples, which runs may share; the run's own folder by default."""
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
+        if self.length < 1:
+            raise ValueError(f"length must be at least 1, got {self.length}")
+        for name in ("train_examples", "valid_examples", "test_examples", "data_seed", "processes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.resolution not in pathfinder.SIZES:
+            raise ValueError(
+                f"resolution must be one of {', '.join(map(str, pathfinder.SIZES))}, got {self.resolution}"
+            )
+        side = {"image": image.RESOLUTION, "pathfinder": self.resolution, "pathx": self.resolution}.get(
+            self.task
+        )
+        if side is not None and self.length < side**2:
+            raise ValueError(
+                f"length must be at least {side**2} for images of {side} x {side}, got {self.length}"
+            )
+        if self.buckets and (min(self.buckets) < 1 or max(self.buckets) < self.length):
+            raise ValueError(
+                f"buckets must be 1 or more each, the longest at least length={self.length}, got {self.buckets}"
+            )
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """The buckets."""
+        return tuple(sorted(self.buckets)) or default_buckets(self.length)
+
+
+# How many are generated where nothing is said: listops as published; pathfinder a tenth of the release's 200,000.
+_SIZES = {
+    "listops": {"train": 96_000, "valid": 2_000, "test": 2_000},
+    "retrieval": {"train": 20_000, "valid": 2_000, "test": 2_000},
+    "pathfinder": {"train": 16_000, "valid": 2_000, "test": 2_000},
+    "pathx": {"train": 16_000, "valid": 2_000, "test": 2_000},
+}
+
+
+def sizes(config: LraDataConfig) -> dict[str, int]:
+    """How many examples each split of a generated set has."""
+    standard = _SIZES.get(config.task, dict.fromkeys(("train", "valid", "test"), 0))
+    return {split: getattr(config, f"{split}_examples") or number for split, number in standard.items()}
+
+
+def open_source(config: LraDataConfig) -> Source:
+    """Where a task's examples come from.
+
+    Raises:
+      UserError: nothing there, or not what the task needs.
+    """
+    if config.data_dir is None:
+        match config.task:
+            case "listops":
+                return listops.generated_source(
+                    config.listops, config.data_seed, sizes(config), config.processes
+                )
+            case "pathfinder" | "pathx":
+                return pathfinder.generated_source(
+                    config.resolution, config.data_seed, sizes(config), config.processes
+                )
+            case "image":
+                return image.open_tfds_source()
+            case "text":
+                return text.open_tfds_source()
+        raise UserError(
+            "--data_dir: expected a folder with new_aan_pairs.*.tsv or Gutenberg's books.tsv, got none"
+        )
+    folder = Path(config.data_dir).expanduser()
+    if not folder.exists():
+        raise UserError(f"--data_dir: {folder} does not exist")
+    match config.task:
+        case "listops":
+            source = listops.open_files(folder)
+        case "text":
+            source = text.open_files(folder)
+        case "retrieval":
+            source = retrieval.open_files(folder, config.data_seed, sizes(config))
+        case "image":
+            source = image.open_files(folder)
+        case _:
+            source = pathfinder.open_files(folder, config.resolution)
+    if source is None:
+        raise UserError(f"--data_dir: {folder} has no {config.task} files; see --help for those expected")
+    return source
+
+
+def load(
+    config: LraDataConfig, workdir: str | os.PathLike[str], splits: Sequence[str]
+) -> tuple[Source, dict[str, Examples]]:
+    """The examples of a run, made where they are not there yet, and their source.
+
+    Raises:
+      UserError: see the sources; the folder cannot be written.
+    """
+    source = open_source(config)
+    cache = cache_folder(config.cache_dir, epath.Path(workdir))
+    opened = {}
+    for split in splits:
+        limit = getattr(config, f"{split}_examples")
+        folder = cache / f"lra-{config.task}-{source.fingerprint}-{config.length}-{limit or 'all'}"
+        try:
+            opened[split] = open_examples(
+                source,
+                split,
+                folder,
+                length=config.length,
+                limit=limit,
+                num_classes=TASKS[config.task].num_classes,
+            )
+        except OSError as error:
+            option = "--cache_dir" if config.cache_dir else "--workdir"
+            raise UserError(f"{option}: cannot write under {folder}: {error.strerror or error}") from error
+    return source, opened

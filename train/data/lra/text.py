@@ -1,0 +1,107 @@
+"""IMDB reviews as bytes: from TensorFlow Datasets, aclImdb's folders, or {train,test}.jsonl with text and label."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.data.lra.examples import Source, digest
+from train.data.lra.files import SPLIT_OF, belongs, file_stats, in_chunks, numbered_lines, parsed, rows_of
+from train.data.sources import open_tfds
+from train.errors import UserError, one_line
+
+NUM_CLASSES = 2
+_CLASSES = ("neg", "pos")
+
+
+def open_tfds_source() -> Source:
+    """IMDB reviews of TensorFlow Datasets; every tenth training review is for validation.
+
+    Raises:
+      UserError: it cannot be had.
+    """
+    sources = open_tfds("tfds:imdb_reviews", "imdb_reviews")
+
+    def read(split: str) -> Iterator[tuple[bytes, int]]:
+        source: Any = sources[SPLIT_OF[split]]
+        for i in rows_of(len(source), split):
+            row = source[int(i)]
+            text = row["text"]
+            yield text if isinstance(text, bytes) else text.encode(), int(row["label"])
+
+    counts = {str(name): len(source) for name, source in sources.items()}
+    splits = {split: functools.partial(in_chunks, functools.partial(read, split)) for split in SPLIT_OF}
+    return Source("tfds:imdb_reviews", digest("tfds:imdb_reviews", counts), splits)
+
+
+def open_files(folder: Path) -> Source | None:
+    """Reviews in a folder: {train,test}.jsonl (or .jsonl.gz), or aclImdb's {train,test}/{pos,neg}/*.txt, in the folder
+    or its aclImdb; every tenth training review is for validation. None where there are none.
+
+    Raises:
+      UserError: one of the two splits is missing; while reading, a damaged file or line (with its number).
+    """
+    for ending in (".jsonl", ".jsonl.gz"):
+        paths = {name: folder / (name + ending) for name in ("train", "test")}
+        if any(path.exists() for path in paths.values()):
+            readers = {
+                split: functools.partial(_read_jsonl, paths[name], split) for split, name in SPLIT_OF.items()
+            }
+            return _source(f"texts of {folder}", file_stats(paths.values()), readers)
+    for place in (folder, folder / "aclImdb"):
+        if (place / "train" / "pos").is_dir():
+            files = {name: _review_files(place / name) for name in ("train", "test")}
+            readers = {
+                split: functools.partial(_read_reviews, files[name], split)
+                for split, name in SPLIT_OF.items()
+            }
+            names = [path.name for paths in files.values() for path, _ in paths]
+            return _source(f"texts of {place}", names, readers)
+    return None
+
+
+def _source(name: str, stats: Any, readers: dict[str, Any]) -> Source:
+    splits = {split: functools.partial(in_chunks, read) for split, read in readers.items()}
+    return Source(name, digest("text files", name, stats), splits)
+
+
+def _parse(line: bytes) -> tuple[bytes, int]:
+    """Text and label of a line of JSON; raises ValueError where it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"no JSON (a truncated file?): {one_line(error)}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or type(row.get("label")) is not int:
+        raise ValueError('expected an object with a "text" and a whole number as "label"')
+    return row["text"].encode(), row["label"]
+
+
+def _read_jsonl(path: Path, split: str) -> Iterator[tuple[bytes, int]]:
+    for number, row in enumerate(parsed(path, numbered_lines(path), _parse)):
+        if belongs(number, split):
+            yield row
+
+
+def _review_files(folder: Path) -> list[tuple[Path, int]]:
+    """Both classes' files, in turn."""
+    by_class = [
+        [(path, label) for path in sorted((folder / name).glob("*.txt"))]
+        for label, name in enumerate(_CLASSES)
+    ]
+    if not all(by_class):
+        raise UserError(f"--data_dir: expected .txt files in {folder}/pos and {folder}/neg")
+    return sorted(
+        (entry for entries in by_class for entry in entries), key=lambda entry: (entry[0].name, entry[1])
+    )
+
+
+def _read_reviews(files: list[tuple[Path, int]], split: str) -> Iterator[tuple[bytes, int]]:
+    for number, (path, label) in enumerate(files):
+        if belongs(number, split):
+            try:
+                yield path.read_bytes(), label
+            except OSError as error:
+                raise UserError(f"--data_dir: cannot read {path}: {error.strerror}") from error

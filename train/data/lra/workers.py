@@ -1,0 +1,31 @@
+"""Generators cut in chunks, each with a random stream of its own, so that any number of processes gives the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def chunk_sizes(count: int, size: int) -> list[int]:
+    """`count` examples in chunks of `size`, the last one smaller."""
+    return [min(size, count - start) for start in range(0, count, size)]
+
+
+def run_chunks(make: Callable[[int, int], T], sizes: Sequence[int], processes: int) -> Iterator[T]:
+    """make(index, size) for each chunk, in order.
+
+    Args:
+      make: can be pickled. processes: how many at a time; 0: one a core.
+    """
+    processes = min(processes or os.cpu_count() or 1, len(sizes))
+    if processes <= 1:
+        yield from (make(index, size) for index, size in enumerate(sizes))
+        return
+    # Not forked: this process may have threads (JAX's, the input's) that a fork would cut off in mid-air.
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(make, range(len(sizes)), sizes)

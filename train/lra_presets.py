@@ -1,0 +1,209 @@
+"""Named configurations of `train.lra`: each task at a size for two CPU cores, and the papers' settings.
+
+lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   000's own implementation (table 12; w = m, other local models 512)
+lra-TASK-original                                    the first Long Range Arena's Transformer (000's table 11)
+lra-TASK-transnormer-t1, -t2                         001's (appendix E; batch and learning rate of Skyformer's code)
+
+000 is BRL-Attention (OpenReview Vpyg3fqXbl), 001 TransNormer (arXiv 2210.10340). Neither gives steps or warm-up: the
+steps are those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
+from train.config import LoopConfig
+from train.data.lra.listops import ListOpsSpec
+from train.lra_config import LraConfig, LraModelConfig, TaskDataConfig
+from train.optimizer import OptimizerConfig
+
+
+class _Setting(NamedTuple):
+    """A row of a table: depth, features, heads, width of the feed-forward network, batch, pooling, learning rate."""
+
+    layers: int
+    d_model: int
+    heads: int
+    d_ff: int
+    batch: int
+    pooling: Any
+    learning_rate: float
+
+
+# Table 12.
+_OURS = {
+    "listops": _Setting(6, 512, 8, 1024, 64, "mean", 1e-4),
+    "text": _Setting(6, 512, 8, 1024, 64, "mean", 1e-4),
+    "retrieval": _Setting(4, 128, 8, 512, 16, "mean", 5e-4),
+    "image": _Setting(3, 64, 8, 128, 16, "max", 5e-4),
+    "pathfinder": _Setting(4, 128, 8, 128, 16, "mean", 5e-4),
+    "pathx": _Setting(4, 128, 8, 128, 32, "max", 5e-4),
+}
+# Table 11.
+_ORIGINAL = {
+    "listops": _Setting(4, 512, 8, 1024, 32, "cls", 5e-2),
+    "text": _Setting(6, 256, 8, 1024, 32, "cls", 5e-2),
+    "retrieval": _Setting(4, 128, 4, 512, 32, "cls", 5e-2),
+    "image": _Setting(1, 128, 8, 128, 256, "cls", 5e-4),
+    "pathfinder": _Setting(4, 32, 4, 32, 512, "mean", 1e-3),
+    "pathx": _Setting(2, 32, 4, 32, 32, "cls", 1e-3),
+}
+# 001: batch and learning rate; path-x is not in it.
+_TRANSNORMER = {
+    "listops": (32, 1e-4),
+    "text": (16, 1e-4),
+    "retrieval": (16, 2e-4),
+    "image": (256, 1e-4),
+    "pathfinder": (128, 2e-4),
+}
+_LENGTHS = {
+    "listops": 2000,
+    "text": 4000,
+    "retrieval": 4000,
+    "image": 1024,
+    "pathfinder": 1024,
+    "pathx": 16384,
+}
+_STEPS = {
+    "listops": 5_000,
+    "text": 20_000,
+    "retrieval": 5_000,
+    "image": 35_000,
+    "pathfinder": 62_500,
+    "pathx": 62_500,
+}
+_OF_PIXELS = ("image", "pathfinder", "pathx")
+
+
+def _data(task: str) -> TaskDataConfig:
+    return TaskDataConfig(task=task, length=_LENGTHS[task], resolution=128 if task == "pathx" else 32)
+
+
+def _loop(task: str, batch: int) -> LoopConfig:
+    return LoopConfig(
+        steps=_STEPS[task],
+        batch=batch,
+        eval_every=1_000,
+        checkpoint_every=1_000,
+        patience=10,
+        keep_checkpoints=1,
+    )
+
+
+def _optimizer(task: str, learning_rate: float, **changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        learning_rate=learning_rate, warmup_steps=_STEPS[task] // 10, beta2=0.98, weight_decay=0.05, **changes
+    )
+
+
+def _paper(task: str, mechanism: Mechanism) -> LraConfig:
+    s = _OURS[task]
+    model = LraModelConfig(
+        num_layers=s.layers,
+        d_model=s.d_model,
+        num_heads=s.heads,
+        d_ff=s.d_ff,
+        mechanism=mechanism,
+        pooling=s.pooling,
+        inputs="scale" if task in _OF_PIXELS else "embed",
+        dropout=0.1,
+    )
+    return LraConfig(_loop(task, s.batch), _data(task), model, _optimizer(task, s.learning_rate))
+
+
+def _original(task: str) -> LraConfig:
+    """Learned positions on images and sines on texts, plain feed-forward networks, and of the learning rate the share
+    that the release's inverse square root of the warm-up leaves."""
+    s = _ORIGINAL[task]
+    model = LraModelConfig(
+        num_layers=s.layers,
+        d_model=s.d_model,
+        num_heads=s.heads,
+        d_ff=s.d_ff,
+        ffn="relu",
+        use_bias=True,
+        mechanism=FullConfig(),
+        pooling=s.pooling,
+        positions="learned" if task in _OF_PIXELS else "sinusoidal",
+        dropout=0.1,
+    )
+    rate = s.learning_rate if task in _OF_PIXELS else s.learning_rate * (_STEPS[task] // 10) ** -0.5
+    return LraConfig(_loop(task, s.batch), _data(task), model, _optimizer(task, rate, decay="inverse_sqrt"))
+
+
+def _transnormer(task: str, variant: Variant) -> LraConfig:
+    batch, learning_rate = _TRANSNORMER[task]
+    model = transnormer(
+        variant,
+        LraModelConfig,
+        inputs="scale" if task in _OF_PIXELS else "embed",
+        dropout=0.1,
+        **TRANSNORMER_SIZES["lra"],
+    )
+    return LraConfig(_loop(task, batch), _data(task), model, _optimizer(task, learning_rate))
+
+
+class _Small(NamedTuple):
+    """What of a task is smaller for two cores."""
+
+    steps: int
+    batch: int
+    window: int
+    pooling: Any
+    data: dict[str, Any]
+
+
+_SMALL = {
+    "listops": _Small(
+        1000,
+        32,
+        16,
+        "mean",
+        {
+            "length": 128,
+            "listops": ListOpsSpec(min_tokens=15, max_tokens=129, max_depth=4, max_args=5),
+            "train_examples": 20_000,
+        },
+    ),
+    "text": _Small(600, 16, 32, "mean", {"length": 512}),
+    "retrieval": _Small(600, 8, 32, "mean", {"length": 512, "train_examples": 8_000}),
+    "image": _Small(600, 16, 64, "max", {"length": 1024}),
+    "pathfinder": _Small(3000, 32, 64, "mean", {"length": 1024, "train_examples": 16_000}),
+    "pathx": _Small(1500, 8, 128, "max", {"length": 4096, "resolution": 64, "train_examples": 4_000}),
+}
+
+
+def _small(task: str) -> LraConfig:
+    """Two CPU cores, minutes: two narrow layers, short sequences, small 64 x 64 images for path-x."""
+    s = _SMALL[task]
+    return LraConfig(
+        LoopConfig(steps=s.steps, batch=s.batch, eval_every=200, checkpoint_every=200, keep_checkpoints=1),
+        TaskDataConfig(task=task, **s.data),
+        LraModelConfig(
+            num_layers=2,
+            d_model=64,
+            num_heads=4,
+            d_ff=128,
+            mechanism=BRLConfig(window=s.window, num_compressed=s.window),
+            pooling=s.pooling,
+            inputs="scale" if task in _OF_PIXELS else "embed",
+        ),
+        OptimizerConfig(learning_rate=2e-3, warmup_steps=50, beta2=0.98),
+    )
+
+
+def _brl(size: int) -> BRLConfig:
+    return BRLConfig(window=size, num_compressed=size, compress_scale="m1")
+
+
+PRESETS: dict[str, LraConfig] = {
+    **{task: _small(task) for task in _SMALL},
+    **{f"lra-{task}-full": _paper(task, FullConfig()) for task in _OURS},
+    **{f"lra-{task}-local": _paper(task, LocalConfig(window=512)) for task in _OURS},
+    **{f"lra-{task}-brl-{size}": _paper(task, _brl(size)) for task in _OURS for size in (64, 128, 256)},
+    **{f"lra-{task}-original": _original(task) for task in _ORIGINAL},
+    **{f"lra-{task}-transnormer-t1": _transnormer(task, "t1") for task in _TRANSNORMER},
+    **{f"lra-{task}-transnormer-t2": _transnormer(task, "t2") for task in _TRANSNORMER},
+}
