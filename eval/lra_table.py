@@ -81,10 +81,9 @@ def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
     """A panel a task: our accuracies with their standard errors, the papers' as open marks, chance as a line."""
     ours = summarise(results)
     tasks = [task for task in TASKS if any(task in row for row in ours.values())]
-    figure = Figure(
-        figsize=(4.2 * min(3, len(tasks)), 3.8 * math.ceil(len(tasks) / 3) + 1.2), layout="constrained"
-    )
-    panels = np.atleast_1d(figure.subplots(math.ceil(len(tasks) / 3), min(3, len(tasks)))).reshape(-1)
+    columns, rows = min(3, len(tasks)), math.ceil(len(tasks) / 3)
+    figure = Figure(figsize=(max(9.0, 4.2 * columns), 3.8 * rows + 2.0), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(rows, columns)).reshape(-1)
     papers = ("Transformer (our-imp)", "BRL-Former (m = 256)", "TransNormer T2")
     figures = {model: row for table in PAPERS.values() for model, row in table.items()}
     names = list(ours) + [f"paper: {model}" for model in papers]
@@ -106,5 +105,5 @@ def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
     for panel in panels[len(tasks) :]:
         panel.set_axis_off()
     entries = {text: handle for panel in panels for handle, text in zip(*panel.get_legend_handles_labels())}
-    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=2, frameon=False)
     return figure
