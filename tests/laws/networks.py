@@ -45,8 +45,10 @@ def _variables(name: str, is_causal: bool) -> tuple[Any, jax.Array]:
     x = jax.random.normal(jax.random.key(7), (2, LENGTH, 16), jnp.float32)
     variables = nn.unbox(jit(stack.init)(jax.random.key(8), x))
     # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.
-    rng = np.random.default_rng(9)  # jax.random would compile a program for each shape
-    return jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32), variables), x
+    leaves, tree = jax.tree.flatten(variables)
+    keys = jax.random.split(jax.random.key(9), len(leaves))
+    leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves)]
+    return jax.tree.unflatten(tree, leaves), x
 
 
 def as_float64(tree: Any) -> Any:
