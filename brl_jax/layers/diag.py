@@ -20,7 +20,7 @@ from brl_jax.layers.common import (
     sow_weights,
     token_positions,
 )
-from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
+from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DiagConfig(Mechanism):
         return DiagAttention(self, dimensions, **kwargs)
 
 
-class DiagAttention(nn.Module):
+class DiagAttention(MemorylessLayer):
     """See `brl_jax.layers.mechanism` for the call and `diag_attention` for the mathematics."""
 
     mechanism: DiagConfig
@@ -59,12 +59,6 @@ class DiagAttention(nn.Module):
         d = self.dimensions
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
-
-    def init_memory(self, batch: int) -> None:
-        return None
-
-    def memory_from_cache(self, cache: Any) -> None:
-        return None
 
     @nn.compact
     def __call__(

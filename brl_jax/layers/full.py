@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.full import full_attention
 from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
+from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FullConfig(Mechanism):
         return FullAttention(self, dimensions, **kwargs)
 
 
-class FullAttention(nn.Module):
+class FullAttention(MemorylessLayer):
     """See `brl_jax.layers.mechanism` for the call and `full_attention` for the mathematics."""
 
     mechanism: Mechanism
@@ -47,12 +47,6 @@ class FullAttention(nn.Module):
             "value": jnp.zeros(shape, d.dtype),
             "index": jnp.zeros((), jnp.int32),
         }
-
-    def init_memory(self, batch: int) -> None:
-        return None
-
-    def memory_from_cache(self, cache: Any) -> None:
-        return None
 
     @nn.compact
     def __call__(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.checks import check_choice
 from brl_jax.attention.linformer import linformer_attention
 from brl_jax.layers.common import merge_heads, parameter, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
+from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
 
 Sharing = Literal["none", "heads", "key_value"]
 
@@ -47,14 +47,11 @@ class LinformerConfig(Mechanism):
         return LinformerAttention(self, dimensions, **kwargs)
 
 
-class LinformerAttention(nn.Module):
+class LinformerAttention(MemorylessLayer):
     """See `brl_jax.layers.mechanism` for the call and `linformer_attention` for the mathematics."""
 
     mechanism: LinformerConfig
     dimensions: Dimensions
-
-    def init_memory(self, batch: int) -> None:
-        return None
 
     @nn.compact
     def __call__(

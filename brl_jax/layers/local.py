@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention import patterns
 from brl_jax.attention.local import local_attention
 from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
+from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
 
 _BIDIRECTIONAL_ONLY = ("global", "bigbird")
 _NOT_LINEAR = ("strided", "fixed")
@@ -80,7 +80,7 @@ class LocalConfig(Mechanism):
         return LocalAttention(self, dimensions, **kwargs)
 
 
-class LocalAttention(nn.Module):
+class LocalAttention(MemorylessLayer):
     """See `brl_jax.layers.mechanism` for the call and `local_attention` for the mathematics."""
 
     mechanism: LocalConfig
@@ -97,12 +97,6 @@ class LocalAttention(nn.Module):
             "value": jnp.zeros(shape, d.dtype),
             "index": jnp.zeros((), jnp.int32),
         }
-
-    def init_memory(self, batch: int) -> None:
-        return None
-
-    def memory_from_cache(self, cache: Any) -> None:
-        return None
 
     @nn.compact
     def __call__(

@@ -135,6 +135,19 @@ class Mechanism:
         return None
 
 
+class MemorylessLayer(nn.Module):
+    """A layer that carries nothing from one training batch to the next."""
+
+    mechanism: Any
+    dimensions: Dimensions
+
+    def init_memory(self, batch: int) -> None:
+        return None
+
+    def memory_from_cache(self, cache: Any) -> None:
+        return None
+
+
 def check_call(mechanism: Mechanism, segment_ids: Any) -> None:
     """Raises ValueError when a layer of `mechanism` is given what it cannot serve."""
     if segment_ids is not None and not mechanism.packs:

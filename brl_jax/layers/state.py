@@ -11,17 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.layers.common import sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, check_call
+from brl_jax.layers.mechanism import MemorylessLayer, check_call
 
 
-class StateLayer(nn.Module):
+class StateLayer(MemorylessLayer):
     """A layer whose cache is the state of its attention function; see `brl_jax.layers.mechanism` for the call.
 
     A mechanism gives `init_state` and `mix`.
     """
-
-    mechanism: Any
-    dimensions: Dimensions
 
     def init_state(self, batch: int, length: int) -> Any:
         """The attention function's state before the first of up to `length` tokens."""
@@ -55,12 +52,6 @@ class StateLayer(nn.Module):
     def init_cache(self, batch: int, length: int) -> dict[str, Any]:
         """The state and the number of tokens in it."""
         return {"state": self.init_state(batch, length), "index": jnp.zeros((), jnp.int32)}
-
-    def init_memory(self, batch: int) -> None:
-        return None
-
-    def memory_from_cache(self, cache: Any) -> None:
-        return None
 
     @nn.compact
     def __call__(
