@@ -28,6 +28,11 @@ def is_int(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
+def starts(*places: Any) -> tuple[Any, ...]:
+    """Where a slice begins, int32 throughout: with `jax_enable_x64` an int would be an int64, which isn't mixed."""
+    return tuple(np.int32(p) if is_int(p) else p for p in places)
+
+
 def check_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)

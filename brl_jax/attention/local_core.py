@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from brl_jax.attention import window_tiles
-from brl_jax.attention.arguments import zero_padding
+from brl_jax.attention.arguments import starts, zero_padding
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.local_blocks import Call, Part
 from brl_jax.attention.local_steps import (
@@ -268,8 +268,8 @@ def _loop_gradients(
 
     def add_keys(total, step, piece):
         b, k, i = walk.place(step)
-        mine = lax.dynamic_slice(total, (b, k, 0, 0), (walk.batch, walk.heads, *total.shape[2:]))
-        return lax.dynamic_update_slice(total, part.add(mine, i, piece), (b, k, 0, 0))
+        mine = lax.dynamic_slice(total, starts(b, k, 0, 0), (walk.batch, walk.heads, *total.shape[2:]))
+        return lax.dynamic_update_slice(total, part.add(mine, i, piece), starts(b, k, 0, 0))
 
     def add_bias(total, step, piece):
         if arranged.bias is None:
@@ -278,7 +278,7 @@ def _loop_gradients(
         mine = walk.rows(total, step, 3)
         mine = mine + piece if mine.shape[4] == 1 else part.add(mine, i, piece)
         places = (b, k, 0, i * part.block, 0)
-        start = [p if size > 1 else 0 for p, size in zip(places, total.shape)]
+        start = starts(*(p if size > 1 else 0 for p, size in zip(places, total.shape)))
         return lax.dynamic_update_slice(total, mine, start)
 
     def body(carry, step):

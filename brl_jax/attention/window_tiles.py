@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from brl_jax.attention.arguments import starts
 from brl_jax.attention.local_steps import MASKED, Inputs, Spec
 from brl_jax.attention.patterns import SlidingWindow
 
@@ -279,7 +280,7 @@ class _Walk:
         t, g = self.tiling, self.queries_per_key
         start = step.group * t.rows + i * t.tile
         rows = lax.dynamic_slice(
-            x, (step.sequence, start, step.head * g, 0), (1, t.tile, t.heads * g, x.shape[3])
+            x, starts(step.sequence, start, step.head * g, 0), (1, t.tile, t.heads * g, x.shape[3])
         )
         rows = rows.reshape(t.tile, t.heads, g, -1).transpose(1, 2, 0, 3)
         return rows.reshape(t.heads, g * t.tile, -1).astype(jnp.float32)
@@ -287,7 +288,8 @@ class _Walk:
     def lse_tile(self, x: Float[Array, "B K G T"], step: Step, i: int) -> Float[Array, "k G t"]:
         t = self.tiling
         start = step.group * t.rows + i * t.tile
-        return lax.dynamic_slice(x, (step.sequence, step.head, 0, start), (1, t.heads, x.shape[2], t.tile))[0]
+        place = starts(step.sequence, step.head, 0, start)
+        return lax.dynamic_slice(x, place, (1, t.heads, x.shape[2], t.tile))[0]
 
     def _tile_start(self, step: Step, i: int) -> Array:
         t = self.tiling
@@ -300,7 +302,7 @@ class _Walk:
         def read(i: int) -> Array:
             rows = lax.dynamic_slice(
                 x,
-                (step.sequence, self._tile_start(step, i), step.head, 0),
+                starts(step.sequence, self._tile_start(step, i), step.head, 0),
                 (1, t.tile, t.heads, x.shape[3]),
             )
             return rows[0].transpose(1, 0, 2).astype(jnp.float32)
@@ -357,17 +359,17 @@ class _Walk:
         """Writes chain i's rows."""
         t, g = self.tiling, self.queries_per_key
         rows = x.transpose(2, 0, 1, 3).reshape(1, t.tile, t.heads * g, x.shape[3])
-        start = (step.sequence, step.group * t.rows + i * t.tile, step.head * g, 0)
+        start = starts(step.sequence, step.group * t.rows + i * t.tile, step.head * g, 0)
         return lax.dynamic_update_slice(total, rows, start)
 
     def put_lse(self, total: Float[Array, "B K G T"], step: Step, i: int, x: Float[Array, "k G b"]) -> Array:
         t = self.tiling
-        start = (step.sequence, step.head, 0, step.group * t.rows + i * t.tile)
+        start = starts(step.sequence, step.head, 0, step.group * t.rows + i * t.tile)
         return lax.dynamic_update_slice(total, x[None], start)
 
     def add_keys(self, total: Float[Array, "B S K H"], step: Step, tiles: Sequence[Sequence[Array]]) -> Array:
         """Adds the step's tiles, each the sum of pieces (k, H, b); `total` begins `before` tiles early."""
         sums = [sum(pieces[1:], start=pieces[0]).transpose(2, 0, 1) for pieces in tiles]
         piece = jnp.concatenate(sums)[None]
-        start = (step.sequence, step.group * self.tiling.rows, step.head, 0)
+        start = starts(step.sequence, step.group * self.tiling.rows, step.head, 0)
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, piece.shape) + piece, start)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -215,7 +216,7 @@ def _launch_piece(
 
     def spec(kind, rows, result=False):
         def index(b, t, step, *refs):
-            tile_q, tile_k = t, jax.lax.div(t, group)
+            tile_q, tile_k = t, jax.lax.div(t, np.int32(group))
             if by_key:
                 tile_q, tile_k, refs = t * group + refs[0], t, refs[1:]
             own, other = refs[0][step] - (steps.first if result else 0), jnp.maximum(refs[1][step], 0)

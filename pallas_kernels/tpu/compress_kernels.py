@@ -13,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -305,7 +306,7 @@ def backward(
     )
     of_slot = pl.BlockSpec(
         (1, 1, call.block, width),
-        lambda b, t, r, s: (jax.lax.rem(r, call.slots), b, call.history_block(r, s), t),
+        lambda b, t, r, s: (jax.lax.rem(r, np.int32(call.slots)), b, call.history_block(r, s), t),
     )
     specs = [of_bounds, of_query, *[of_history] * (call.keys + 1), of_grads]
     operands = [bounds, query, *keys, value, grads]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
@@ -47,7 +48,7 @@ class EarlySums(_Sums):
 
     def add(self, tile, sums):
         size, before = self.plan.tile, self.plan.before
-        mine, other = (jax.lax.rem(self.step + n, 2) * (before * size) for n in (0, 1))
+        mine, other = (jax.lax.rem(self.step + n, np.int32(2)) * (before * size) for n in (0, 1))
         row = (tile + before) * size if tile < 0 else (tile - self.plan.tiles + before) * size
         for (held, out), new in zip(self.pairs, sums):
             if tile < 0:

@@ -18,26 +18,29 @@ def test_prints_a_row_for_each_kernel_and_names_what_fails(capsys, monkeypatch):
     for what in ("window 128", "blocks, window 128", "compress 64", "propagate 64", "compress_blocks 64"):
         assert f"v5e 128 n=2048 {what}: " in table
     assert "fails" not in table
-    assert "for 2" in table
+    assert "for 2 n" in table
+    assert "v5e 128 n=4096 window 128: " in table
 
     monkeypatch.setattr(tpu_compile, "cases", lambda *_: [("broken", jnp.linalg.eig, [(1, 4, 1, 4)])])
     with pytest.raises(
-        RunError, match="2 failures, the first: v5e, head dim 128, n = 1024, broken does not compile: "
+        RunError, match="3 failures, the first: v5e, head dim 128, n = 1024, broken does not compile: "
     ):
         tpu_compile.main(arguments)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words", "faster"),
+    ("longest", "doubled", "words", "faster"),
     [
-        ([3, 30, 480], "10.0 for 16, 16.0 for 16", False),
-        ([1, 16, 300], "16.0 for 16, 18.8 for 16", True),
-        ([0, 0, 1], "0 after 0, 1 after 0", True),
-        ([5, None, 500], "", False),
+        (300, 600, "2.00", False),
+        (300, 500, "1.67", False),
+        (18, 38, "2.11", True),
+        (0, 0, "0", False),
+        (0, 1, "1 after 0", True),
+        (5, None, "", False),
     ],
 )
-def test_growth_beyond_the_length_is_told(sizes, words, faster):
-    assert tpu_compile.growth([1, 16, 256], sizes) == (words, faster)
+def test_growth_beyond_the_length_is_told(longest, doubled, words, faster):
+    assert tpu_compile.growth(longest, doubled) == (words, faster)
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def default_size(name):
 
 @pytest.mark.parametrize(("name", "is_causal"), FIRST)
 def test_law_7_composes(name, is_causal):
-    """vmap, checkpoint, one token (jit, grad, scan, grouped heads and ragged lengths run in all laws)."""
+    """vmap, checkpoint, 64-bit mode, one token (jit, grad, scan, grouped heads and ragged lengths run in all laws)."""
     net = network(name, is_causal)
     expected = net.run(net.variables, net.x)
     mapped = jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
@@ -211,6 +211,8 @@ def test_law_7_composes(name, is_causal):
     ]
     for a, b in zip(*map(jax.tree.leaves, grads)):
         assert relative_error(a, b) < 1e-4
+    with jax.enable_x64(True):  # where a Python int becomes an int64
+        jax.eval_shape(jax.grad(lambda v: net.stack.apply(v, net.x)[0].sum()), net.variables)
     one = net.run(net.variables, net.x[:, :1])
     assert one.shape == (2, 1, 16)
     if is_causal:
