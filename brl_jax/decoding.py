@@ -36,7 +36,8 @@ def generate(
     mechanism's cache serves.
 
     Args:
-      model: a decoder with `init_cache(batch, length)` and `logits, cache = model(tokens, cache=cache)`.
+      model: a decoder, such as `DecoderLM`, with `init_cache(batch, length)`, `logits, cache = model(tokens,
+        cache=cache)` and `unread(length)`.
       variables: its variables.
       prompts: (B, P) ints, filled up on the right where shorter than P.
       max_new_tokens: tokens to add to each prompt, at least 1.
@@ -81,7 +82,10 @@ def generate(
     total = width + max_new_tokens
     prompts = jnp.asarray(prompts, jnp.int32)
     cache = model.init_cache(batch, total)
-    for start in range(0, common, _PREFILL):
+    unread = model.unread(common)
+    for start in range(0, unread, _PREFILL):
+        cache = _absorb(model, variables, prompts[:, start : min(start + _PREFILL, unread)], cache)
+    for start in range(unread, common, _PREFILL):
         logits, cache = _prefill(model, variables, prompts[:, start : min(start + _PREFILL, common)], cache)
     new = _continue(
         model,
@@ -100,6 +104,11 @@ def generate(
     tokens = jnp.concatenate([prompts[:, :common], new], axis=1)
     ends = jnp.asarray(lengths + max_new_tokens)[:, None]
     return jnp.where(jnp.arange(total)[None] < ends, tokens, 0)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _absorb(model, variables, tokens, cache):
+    return model.apply(variables, tokens, cache, method="absorb")
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)

@@ -8,9 +8,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from brl_jax.attention import compress_pieces
 from brl_jax.attention.bias import PositionBias
 from brl_jax.attention.checks import check_qkv, require
 from brl_jax.attention.kernels import bias_obstacle, dispatch
@@ -19,11 +19,10 @@ from brl_jax.attention.scores import (
     accumulation_dtype,
     attention_weights,
     check_score,
-    elementwise_weights,
 )
 
-# Longer histories are read in pieces of this many keys, so that the (M, S) logits never exist at once.
-_CHUNK = 4096
+# Longer histories are read in pieces, so that the (M, S) logits never exist at once.
+_WHOLE = 4096
 
 
 def compress(
@@ -44,7 +43,8 @@ def compress(
 
     Per head: out = (sigma(c Q K1^T + b) - gamma sigma(c Q K2^T + b)) V, with Q from the compressed tokens and K1
     (`key`), K2 (`contrast_key`) and V from the history. Time is O(S M) and memory O(S + M): histories beyond 4096
-    keys are read in pieces whose softmaxes are merged by their log-sum-exp.
+    keys are read in pieces whose softmaxes are merged by their log-sum-exp, as far as the longest of
+    `key_value_seq_lengths` reaches.
 
     Args:
       query: (B, M, N, H), float32 or bfloat16 (float64 with jax_enable_x64).
@@ -126,8 +126,16 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scal
 
 def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score):
     length = key.shape[1]
+    if length > _WHOLE:
+        keys = (key,) if contrast_key is None else (key, contrast_key)
+        operands = compress_pieces.Operands(query, keys, value, bias, mask, lengths)
+        size = compress_pieces.piece_size(query.shape[1], length)
+        outs = compress_pieces.read(operands, piece=size, scale=scale, score=score)
+        out = outs[0] if gamma is None else outs[0] - gamma[None, None, :, None] * outs[1]
+        return out.astype(query.dtype)
     if lengths is not None:
-        exists = (jnp.arange(length)[None, :] < lengths[:, None])[:, None, None, :]
+        places = jnp.arange(length, dtype=lengths.dtype)
+        exists = (places[None, :] < lengths[:, None])[:, None, None, :]
         mask = exists if mask is None else mask & exists
     if mask is not None:
         # A key nobody sees may hold anything, NaN included: it must reach neither the sum nor the gradient.
@@ -135,10 +143,8 @@ def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, sc
         key, value = (jnp.where(seen, a, jnp.zeros((), a.dtype)) for a in (key, value))
         if contrast_key is not None:
             contrast_key = jnp.where(seen, contrast_key, jnp.zeros((), contrast_key.dtype))
-    if length <= _CHUNK:
-        whole = functools.partial(_whole, scale=scale, score=score)
-        return jax.checkpoint(whole)(query, key, contrast_key, value, gamma, bias, mask)
-    return _pieces(query, key, contrast_key, value, gamma, bias, mask, scale=scale, score=score)
+    whole = functools.partial(_whole, scale=scale, score=score)
+    return jax.checkpoint(whole)(query, key, contrast_key, value, gamma, bias, mask)
 
 
 def compress_weights(
@@ -187,77 +193,3 @@ def _weights(query, key, contrast_key, gamma, bias, mask, *, scale, score):
 def _whole(query, key, contrast_key, value, gamma, bias, mask, *, scale, score):
     weights = _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
     return _read(weights, value).astype(query.dtype)
-
-
-def _pieces(query, key, contrast_key, value, gamma, bias, mask, *, scale, score):
-    """The same by a scan over pieces of the history, each kept only while it is read."""
-    batch, num_queries, heads, head_dim = query.shape
-    length = key.shape[1]
-    count = -(-length // _CHUNK)
-    padded = count * _CHUNK
-    if mask is None:
-        mask = jnp.ones((1, 1, 1, length), bool)
-    mask = jnp.broadcast_to(mask, (*mask.shape[:3], length))
-
-    def split_keys(array):
-        if array is None:
-            return None
-        array = jnp.pad(array, ((0, 0), (0, padded - length), (0, 0), (0, 0)))
-        return rearrange(array, "b (c s) n h -> c b s n h", c=count)
-
-    def split_last(array):
-        if array is None or array.shape[-1] == 1:
-            return None
-        array = jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, padded - length)))
-        return rearrange(array, "b n m (c s) -> c b n m s", c=count)
-
-    whole_bias = bias if bias is not None and bias.shape[-1] == 1 else None
-    keys = [key] if contrast_key is None else [key, contrast_key]
-    accumulate = accumulation_dtype(query.dtype)
-    state_shape = (batch, heads, num_queries)
-
-    def start():
-        return (
-            jnp.full(state_shape, -jnp.inf, accumulate),
-            jnp.zeros(state_shape, accumulate),
-            jnp.zeros((batch, num_queries, heads, head_dim), accumulate),
-        )
-
-    @jax.checkpoint
-    def piece(states, xs):
-        piece_keys, piece_value, piece_bias, piece_mask = xs
-        piece_bias = whole_bias if piece_bias is None else piece_bias
-        return tuple(
-            _accumulate(state, _logits(query, k, piece_bias, scale), piece_mask, piece_value, score)
-            for state, k in zip(states, piece_keys)
-        ), None
-
-    xs = ([split_keys(k) for k in keys], split_keys(value), split_last(bias), split_last(mask))
-    states, _ = jax.lax.scan(piece, tuple(start() for _ in keys), xs)
-    outs = [_finish(state, score) for state in states]
-    out = outs[0] if contrast_key is None else outs[0] - gamma[None, None, :, None] * outs[1]
-    return out.astype(query.dtype)
-
-
-def _accumulate(state, logits, mask, value, score: Score):
-    """One piece of an online softmax (or a plain sum): state is (running maximum, normaliser, weighted sum)."""
-    maximum, normaliser, total = state
-    if score != "softmax":
-        return maximum, normaliser, total + _read(elementwise_weights(logits, mask, score), value)
-    logits = jnp.where(mask, logits, -jnp.inf)
-    new_maximum = jnp.maximum(maximum, jax.lax.stop_gradient(logits.max(axis=-1)))
-    # While no key has been seen the maximum is -inf: 0 stands in, so that -inf - -inf never happens.
-    safe = jnp.where(jnp.isneginf(new_maximum), jnp.zeros((), logits.dtype), new_maximum)
-    weights = jnp.exp(logits - safe[..., None])
-    decay = jnp.exp(jnp.where(jnp.isneginf(maximum), -jnp.inf, maximum - safe))
-    normaliser = normaliser * decay + weights.sum(axis=-1)
-    total = total * rearrange(decay, "b n m -> b m n 1") + _read(weights, value)
-    return new_maximum, normaliser, total
-
-
-def _finish(state, score: Score):
-    _, normaliser, total = state
-    if score != "softmax":
-        return total
-    normaliser = rearrange(normaliser, "b n m -> b m n 1")
-    return total / jnp.where(normaliser == 0, jnp.ones((), normaliser.dtype), normaliser)

@@ -15,6 +15,7 @@ from brl_jax.layers.mechanism import Dimensions, Mechanism
 from brl_jax.layers.mechanisms import MECHANISMS, mechanism_name
 from brl_jax.layers.norm import NormConfig
 from brl_jax.layers.performer import PerformerConfig
+from brl_jax.layers.tlinformer import TLinFormerConfig
 
 __all__ = [
     "MECHANISMS",
@@ -34,5 +35,6 @@ __all__ = [
     "Mechanism",
     "NormConfig",
     "PerformerConfig",
+    "TLinFormerConfig",
     "mechanism_name",
 ]

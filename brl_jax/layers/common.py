@@ -119,13 +119,15 @@ class FeedForward(nn.Module):
         d = self.dimensions
         check_choice("ffn", d.ffn, get_args(FeedForwardKind))
         width = x.shape[-1]
-        hidden = dense(d, d.d_ff, ("embed", "mlp"), name="up")(x)
+        hidden = dense(d, d.d_ff, ("embed", "mlp"), name="up", use_bias=d.ffn_bias)(x)
         if d.ffn == "relu":
             hidden = jax.nn.relu(hidden)
         else:
             open_gate = jax.nn.relu if d.ffn == "glu_relu" else jax.nn.silu
-            hidden = open_gate(dense(d, d.d_ff, ("embed", "mlp"), name="gate")(x)) * hidden
-        return dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale)(hidden)
+            gate = dense(d, d.d_ff, ("embed", "mlp"), name="gate", use_bias=d.ffn_bias)
+            hidden = open_gate(gate(x)) * hidden
+        down = dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale, use_bias=d.ffn_bias)
+        return down(hidden)
 
 
 def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:

@@ -44,6 +44,7 @@ class Dimensions:
       rope_theta: base of the rotary frequencies; None for no rotary embedding.
       norm: "layer" or "rms".
       use_bias: biases in projections and norms.
+      ffn_bias: biases in the feed-forward network.
       dropout: rate after the embedding, the mixer and the feed-forward network.
       residual_scale: variance factor of the weights that write into the residual stream.
       dtype, param_dtype: of the computation and of the parameters.
@@ -60,6 +61,7 @@ class Dimensions:
     rope_theta: float | None = 10000.0
     norm: str = "layer"
     use_bias: bool = False
+    ffn_bias: bool = False
     dropout: float = 0.0
     residual_scale: float = 1.0
     dtype: Any = jnp.float32
@@ -112,6 +114,11 @@ class Mechanism:
         """Not None: a call may span at most this many tokens, counted from multiples of it, because later tokens
         need what the whole network made of earlier ones. The network cuts longer sequences itself."""
         return None
+
+    @property
+    def group(self) -> int:
+        """Layers that belong together: a network's number of them must be a multiple of it."""
+        return 1
 
     def check(self, dimensions: Dimensions) -> None:
         """Raises ValueError if this mechanism cannot serve a network of these dimensions."""

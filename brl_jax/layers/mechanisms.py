@@ -19,6 +19,7 @@ from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Mechanism
 from brl_jax.layers.norm import NormConfig
 from brl_jax.layers.performer import PerformerConfig
+from brl_jax.layers.tlinformer import TLinFormerConfig
 
 MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
     {
@@ -36,6 +37,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "gau": GauConfig,
         "flash": FlashConfig,
         "bsbr": BSBRConfig,
+        "tlinformer": TLinFormerConfig,
     }
 )
 

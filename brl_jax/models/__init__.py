@@ -4,6 +4,7 @@ from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
 from brl_jax.models.stack import Stack
+from brl_jax.models.tlinformer import make_stack
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, transnormer
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "PairClassifier",
     "Stack",
     "StackConfig",
+    "make_stack",
     "transnormer",
 ]

@@ -51,6 +51,8 @@ class StackConfig:
     """LayerNorm or RMSNorm."""
     use_bias: bool = False
     """Biases in projections and norms."""
+    ffn_bias: bool | None = None
+    """Biases in the feed-forward networks; None: as in the projections."""
     dropout: float = 0.0
     """Rate after the embedding and after each sublayer."""
     remat: Remat = "none"
@@ -80,6 +82,18 @@ class StackConfig:
         self._check_schedule()
 
     def _check_schedule(self) -> None:
+        group = self.mechanism.group
+        if self.num_layers % group:
+            raise ValueError(
+                f"num_layers must be a multiple of {group}, the layers of a block of {type(self.mechanism).__name__}, "
+                f"got {self.num_layers}"
+            )
+        for mechanism in (self.mechanism, self.late_mechanism):
+            if mechanism is not None and mechanism.group > 1 and self.late_mechanism is not None:
+                raise ValueError(
+                    f"late_mechanism must be None with {type(mechanism).__name__}, which has all layers to itself, "
+                    f"got {type(self.late_mechanism).__name__}"
+                )
         if self.late_mechanism is None:
             for name, alone in (("schedule", "split"), ("early_layers", None), ("swap_mechanisms", False)):
                 if getattr(self, name) != alone:
@@ -133,6 +147,7 @@ class StackConfig:
             rope_theta=self.rope_theta,
             norm=self.norm,
             use_bias=self.use_bias,
+            ffn_bias=self.use_bias if self.ffn_bias is None else self.ffn_bias,
             dropout=self.dropout,
             residual_scale=1.0 / (2 * self.num_layers),
             dtype=jnp.dtype(self.dtype),

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.layers.mechanism import Dimensions
+from brl_jax.layers.tlinformer import TLinFormerConfig
 from brl_jax.models.config import StackConfig
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.stack import Stack
+from brl_jax.models.tlinformer import TLinFormerStack, make_stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +58,20 @@ class DecoderLM(nn.Module):
             (c.vocab_size, c.d_model),
             c.dimensions.param_dtype,
         )
-        self.stack = Stack(c.mechanisms, c.dimensions, c.remat)
+        self.stack = make_stack(c.mechanisms, c.dimensions, c.remat)
         self.dropout = nn.Dropout(c.dropout)
 
     def _unbound_stack(self) -> Stack:
-        return Stack(self.config.mechanisms, self.config.dimensions, self.config.remat, parent=None)
+        return make_stack(self.config.mechanisms, self.config.dimensions, self.config.remat, parent=None)
 
     def init_cache(self, batch: int, length: int) -> Any:
         """A decoding cache for `batch` sequences of up to `length` tokens."""
         if batch < 1 or length < 1:
             raise ValueError(f"batch and length of a cache must be at least 1, got {batch} and {length}")
-        return self._unbound_stack().init_cache(batch, length)
+        stack = self._unbound_stack()
+        if isinstance(stack, TLinFormerStack):
+            return stack.init_cache(batch, length, tokens=True)
+        return stack.init_cache(batch, length)
 
     def init_memory(self, batch: int) -> Any:
         """The memory at the start of `batch` streams; None if the mechanisms carry nothing."""
@@ -91,17 +96,41 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        # Inputs of size 1 beside logits of size 1, from one table: else what layers add drowns the tokens at first.
-        x = jnp.take(self.embedding, tokens, axis=0) * math.sqrt(self.config.d_model)
-        x = x.astype(self.config.dimensions.dtype)
-        x = self.dropout(x, deterministic=deterministic)
+        x = self.dropout(self._embed(tokens), deterministic=deterministic)
+        call = {} if cache is None else self._recall(tokens, cache)
         return self.stack(
             x,
-            cache=memory if cache is None else cache,
+            **{"cache": memory if cache is None else cache, **call},
             positions=positions,
             segment_ids=segment_ids,
             deterministic=deterministic,
         )
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        # Inputs of size 1 beside logits of size 1, from one table: else what layers add drowns the tokens at first.
+        x = jnp.take(self.embedding, tokens, axis=0) * math.sqrt(self.config.d_model)
+        return x.astype(self.config.dimensions.dtype)
+
+    def _recall(self, tokens: Int[Array, "B T"], cache: Any) -> dict[str, Any]:
+        """What a stack's call needs that goes back to the tokens: a cache that holds them, and their embedding."""
+        if not isinstance(self.stack, TLinFormerStack):
+            return {}
+        places = cache["index"] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        past = cache["past"].at[:, places].set(tokens.astype(jnp.int32), mode="drop")
+        return {"cache": {**cache, "past": past}, "embed": self._embed}
+
+    def unread(self, length: int) -> int:
+        """How many of the first `length` tokens of a sequence `absorb` can take, if only the last one's output
+        counts."""
+        mechanism = self.config.mechanism
+        if not isinstance(mechanism, TLinFormerConfig):
+            return 0
+        return (length - 1) // mechanism.window * mechanism.window
+
+    def absorb(self, tokens: Int[Array, "B T"], cache: Any) -> Any:
+        """The cache after tokens whose outputs nobody wants; see `unread` and `TLinFormerStack.absorb`."""
+        cache = self._recall(tokens, cache)["cache"]
+        return self.stack.absorb(self._embed(tokens), cache)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32."""

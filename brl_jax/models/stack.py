@@ -205,9 +205,16 @@ class Stack(nn.Module):
         lengths: Int[Array, "B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         deterministic: bool = True,
+        **extra: Any,
     ):
         length, segment = x.shape[1], self.segment
-        call = {"positions": positions, "lengths": lengths, "segment_ids": segment_ids, "count": None}
+        call = {
+            "positions": positions,
+            "lengths": lengths,
+            "segment_ids": segment_ids,
+            "count": None,
+            **extra,
+        }
         decoding = cache is not None and "index" in cache
         if segment is None or length == 1 or (length <= segment and not decoding):
             return self._run(x, cache, call, deterministic)

@@ -28,7 +28,7 @@ def oracle_compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
     bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
     bias = np.broadcast_to(bias, (batch, heads, m, s))
     mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
-    operands = [a for a in (q, k1, k2, v, gamma) if a is not None]
+    operands = [a for a in (q, k1, k2, v, gamma, bias) if a is not None]
     out = np.zeros(q.shape, np.result_type(*operands))
     for b in range(batch):
         for n in range(heads):
@@ -58,11 +58,20 @@ def check_gradients(function, oracle, operands, tolerance=1e-4):
         assert abs((grad * direction).sum() - expected) <= tolerance * max(scale, abs(expected)), i
 
 
+def read_in_pieces(monkeypatch, piece):
+    """Histories longer than `piece` are read in pieces of that size; programs traced with others are forgotten."""
+    monkeypatch.setattr("brl_jax.attention.compress._WHOLE", piece)
+    monkeypatch.setattr(
+        "brl_jax.attention.compress_pieces.piece_size", lambda queries, keys: min(keys, piece)
+    )
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(("length", "piece"), [(1, 4096), (37, 4096), (37, 8), (64, 16)])
 def test_compress_oracle(monkeypatch, score, length, piece):
     """Whole or in pieces, at ragged lengths: outputs and all gradients."""
-    monkeypatch.setattr("brl_jax.attention.compress._CHUNK", piece)
+    read_in_pieces(monkeypatch, piece)
     operands = arrays(0, (2, 5, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (3,))
 
     def function(q, k1, k2, v, gamma):
@@ -83,7 +92,7 @@ def test_compress_oracle(monkeypatch, score, length, piece):
 @pytest.mark.parametrize("score", SCORES)
 def test_compress_masks_and_poison(monkeypatch, score, piece):
     """Masked keys weigh nothing, may hold NaN, and get no gradient; a row without keys gives 0."""
-    monkeypatch.setattr("brl_jax.attention.compress._CHUNK", piece)
+    read_in_pieces(monkeypatch, piece)
     q, k1, k2, v = arrays(1, (2, 3, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4))
     gamma = np.array([0.3, -0.2])
     lengths = np.array([13, 0])
@@ -121,7 +130,7 @@ def test_compress_masks_and_poison(monkeypatch, score, piece):
 @pytest.mark.parametrize("piece", [4096, 8])
 def test_compress_defaults_and_biases(monkeypatch, piece):
     """The M1 scale, ALiBi and T5 biases, a bias array, and no second attention."""
-    monkeypatch.setattr("brl_jax.attention.compress._CHUNK", piece)
+    read_in_pieces(monkeypatch, piece)
     q, k1, v, table = arrays(2, (1, 6, 4, 8), (1, 19, 4, 8), (1, 19, 4, 8), (8, 4))
     js = [jnp.asarray(x, jnp.float32) for x in (q, k1, v)]
     out = compress(js[0], js[1], None, js[2], gamma=None)
@@ -151,6 +160,11 @@ def test_compress_defaults_and_biases(monkeypatch, piece):
     assert relative_error(by_array, expected) < 1e-5
     grad = jax.grad(lambda t: jnp.sum(with_table(t) ** 2))(jnp.asarray(table, jnp.float32))
     assert float(jnp.abs(grad[:3]).min()) > 0  # buckets 0..2 are met, and learn
+    check_gradients(
+        lambda q, k, v, b: compress(q, k, None, v, gamma=None, scale=0.5, bias=b),
+        lambda q, k, v, b: oracle_compress(q, k, None, v, None, 0.5, "softmax", bias=b),
+        [q, k1, v, bias[:, :1]],
+    )
 
 
 @pytest.mark.parametrize(("block", "history"), [(4, 4), (4, 9), (4, 3), (5, 13), (7, 1)])

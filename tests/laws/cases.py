@@ -27,6 +27,7 @@ from brl_jax.layers import (
     Mechanism,
     NormConfig,
     PerformerConfig,
+    TLinFormerConfig,
 )
 
 _BRL = BRLConfig(window=5, num_compressed=3, block_size=8)
@@ -82,6 +83,7 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
     "flash": {"": FlashConfig(key_dim=8, chunk_size=8)},
     "bsbr": {"": BSBRConfig(chunk_size=6), "compressed": BSBRConfig(chunk_size=8, compressed=5)},
     "performer": {"": PerformerConfig(num_features=6, chunk_size=8)},
+    "tlinformer": {"": TLinFormerConfig(window=8, context=5, hidden=1)},
 }
 
 CASES: dict[str, Mechanism] = {

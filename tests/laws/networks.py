@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.layers import Mechanism
-from brl_jax.models import Stack
+from brl_jax.models import Stack, make_stack
 from tests.laws.cases import CASES, dimensions
 
 # The laws are about what programs mean: compiling them takes half the time without the machine code's optimisation.
@@ -32,7 +32,7 @@ class Network(NamedTuple):
 @functools.cache
 def network(name: str, is_causal: bool) -> Network:
     mechanism, d = CASES[name], dimensions(is_causal)
-    stack = Stack((mechanism,) * LAYERS, d)
+    stack = make_stack((mechanism,) * (LAYERS * mechanism.group), d)
     # Both forms have the same parameters, but for mechanisms whose carry one of them makes otherwise.
     variables, x = _variables(name, mechanism.causal if mechanism.carrier(d) is None else is_causal)
     return Network(mechanism, stack, variables, x, jit(lambda v, x: stack.apply(v, x)[0]))
@@ -41,7 +41,7 @@ def network(name: str, is_causal: bool) -> Network:
 @functools.cache
 def _variables(name: str, is_causal: bool) -> tuple[Any, jax.Array]:
     """Parameters and an input."""
-    stack = Stack((CASES[name],) * LAYERS, dimensions(is_causal))
+    stack = make_stack((CASES[name],) * (LAYERS * CASES[name].group), dimensions(is_causal))
     x = jax.random.normal(jax.random.key(7), (2, LENGTH, 16), jnp.float32)
     variables = nn.unbox(jit(stack.init)(jax.random.key(8), x))
     # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.

@@ -24,7 +24,7 @@ import dataclasses, json, sys
 import flax.linen as nn, jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from brl_jax.models import Stack
+from brl_jax.models import make_stack
 from tests.laws.cases import CASES, dimensions
 
 chip = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0]
@@ -34,7 +34,7 @@ for name in sys.argv[2:]:
     changes = {"window": 128, "num_compressed": 64, "block_size": 256, "num_projected": 128, "max_length": 1024}
     mechanism = dataclasses.replace(CASES[name], **{k: v for k, v in changes.items() if k in known})
     d = dimensions(mechanism.causal, d_model=256, head_dim=64, num_kv_heads=4, d_ff=256, dtype=jnp.bfloat16)
-    stack = Stack((mechanism,) * 2, d)
+    stack = make_stack((mechanism,) * (2 * mechanism.group), d)
     x = jax.ShapeDtypeStruct((1, 1024, 256), jnp.bfloat16, sharding=SingleDeviceSharding(chip))
     variables = jax.eval_shape(lambda key: nn.unbox(stack.init(key, jnp.zeros(x.shape, x.dtype))), jax.random.key(0))
     place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=x.sharding)

@@ -1,0 +1,170 @@
+"""TLinFormer as a network: what it shares with a plain decoder, what its outputs depend on, what its cache costs."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.decoding import generate
+from brl_jax.layers import FullConfig, LocalConfig, TLinFormerConfig
+from brl_jax.models import DecoderConfig, DecoderLM, make_stack
+from tests.laws.cases import dimensions
+from tests.laws.networks import jit, relative_error
+
+SMALL = TLinFormerConfig(window=4, context=3, hidden=1)
+LENGTH = 15
+
+
+def config(mechanism=SMALL, **changes):
+    sizes = {"num_layers": 6, "d_model": 16, "num_heads": 2, "d_ff": 24, "vocab_size": 11, "ffn": "swiglu"}
+    return DecoderConfig(mechanism=mechanism, **sizes | changes)
+
+
+@pytest.fixture(scope="module")
+def variables():
+    """Parameters of a plain decoder, moved from where they start so that each is seen to be used."""
+    model = DecoderLM(config(FullConfig(), use_bias=True, ffn_bias=False))
+    found = nn.unbox(jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype), found)
+
+
+def decoder(mechanism=SMALL, **changes):
+    return DecoderLM(config(mechanism, use_bias=True, ffn_bias=False, **changes))
+
+
+def tokens(length=LENGTH, batch=2):
+    return jnp.asarray(np.random.default_rng(1).integers(0, 11, (batch, length)), jnp.int32)
+
+
+def test_parameters_are_a_plain_decoders(variables):
+    shapes = jax.eval_shape(decoder().init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    assert jax.tree.map(lambda a: a.shape, nn.unbox(shapes)) == jax.tree.map(lambda a: a.shape, variables)
+
+
+def test_one_window_over_everything_is_the_plain_decoder(variables):
+    plain, whole = decoder(FullConfig()), decoder(dataclasses.replace(SMALL, window=LENGTH))
+    expected = jit(plain.apply)(variables, tokens())[0]
+    np.testing.assert_array_equal(jit(whole.apply)(variables, tokens())[0], expected)
+    # The first of several windows goes through the windowed pass, with an empty history.
+    several = jit(decoder(dataclasses.replace(SMALL, window=8)).apply)(variables, tokens())[0]
+    assert relative_error(several[:, :8], expected[:, :8]) < 1e-5
+    assert relative_error(several[:, 8:], expected[:, 8:]) > 1e-2
+
+
+@pytest.mark.parametrize("context", [3, 9])  # less than a window, and more than two
+def test_every_output_depends_on_every_earlier_token_and_on_no_later_one(context):
+    mechanism = dataclasses.replace(SMALL, context=context)
+    stack = make_stack((mechanism,) * 6, dimensions(True))
+    x = jax.random.normal(jax.random.key(1), (1, LENGTH, 16), jnp.float32)
+    params = nn.unbox(jit(stack.init)(jax.random.key(2), x))
+    jacobian = jit(jax.jacrev(lambda x: stack.apply(params, x)[0][0]))(x)[:, :, 0]
+    influence = np.abs(np.asarray(jacobian)).max(axis=(1, 3))
+    lower = np.tri(LENGTH, dtype=bool)
+    assert (influence[lower] > 1e-7).all()
+    np.testing.assert_array_equal(influence[~lower], 0)
+
+
+@pytest.mark.parametrize("context", [3, "auto"])
+@pytest.mark.parametrize("prompt", [1, 4, 5, 13])  # within a window, a whole one, and several to be absorbed
+def test_generation_takes_the_parallel_forwards_likeliest(variables, context, prompt):
+    model = decoder(dataclasses.replace(SMALL, context=context))
+    out = generate(model, variables, tokens(prompt), max_new_tokens=6, temperature=0)
+    logits = jit(model.apply)(variables, out)[0]
+    np.testing.assert_array_equal(out[:, prompt:], jnp.argmax(logits[:, prompt - 1 : -1], axis=-1))
+
+
+def test_a_cache_takes_tokens_and_absorbed_windows_in_any_pieces(variables):
+    model, text = decoder(), tokens(LENGTH)
+    expected = jit(model.apply)(variables, text)[0]
+    cache = model.init_cache(2, LENGTH)
+    cache = model.apply(variables, text[:, :3], cache, method="absorb")
+    cache = model.apply(variables, text[:, 3:8], cache, method="absorb")
+    outputs = []
+    for start, stop in ((8, 10), (10, 15)):
+        logits, cache = model.apply(variables, text[:, start:stop], cache=cache)
+        outputs.append(logits)
+    assert relative_error(jnp.concatenate(outputs, axis=1), expected[:, 8:]) < 1e-4
+
+
+def cache_bytes(model, length):
+    return sum(
+        a.size * a.dtype.itemsize
+        for a in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, length)))
+    )
+
+
+def test_cache_bytes_of_a_token():
+    """1 / (H + 2) of the plain decoder's, and the token itself."""
+    per_token = [
+        (cache_bytes(decoder(m), 2048) - cache_bytes(decoder(m), 1024)) / 1024 for m in (SMALL, FullConfig())
+    ]
+    assert per_token[0] == per_token[1] / (SMALL.hidden + 2) + 4
+
+
+def temporary_bytes(function, *args, donated=()):
+    compiled = jit(function, donate_argnums=donated).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_a_step_copies_nothing_as_long_as_the_text(variables):
+    model = decoder(dataclasses.replace(SMALL, window=64, context=32))
+
+    def step(variables, token, cache):
+        return model.apply(variables, token, cache=cache)
+
+    sizes = []
+    for length in (2**14, 2**15):
+        cache = jax.eval_shape(lambda length=length: model.init_cache(1, length))
+        sizes.append(temporary_bytes(step, variables, tokens(1, 1), cache, donated=(2,)))
+    assert sizes[1] < 1.01 * sizes[0]
+
+
+def test_training_memory_is_linear(variables):
+    model = decoder(dataclasses.replace(SMALL, window=256, context=64))
+
+    def gradient(variables, text):
+        return jax.grad(lambda v: model.apply(v, text, text, method="loss")[0])(variables)
+
+    sizes = [
+        temporary_bytes(gradient, variables, jax.ShapeDtypeStruct((1, length), jnp.int32))
+        for length in (2**13, 2**14)
+    ]
+    assert sizes[1] <= 2.2 * sizes[0]
+
+
+def test_dropout_draws_anew_and_reaches_every_window(variables):
+    model = decoder(dropout=0.5)
+    run = jit(lambda key: model.apply(variables, tokens(), deterministic=False, rngs={"dropout": key})[0])
+    one, again, other = (run(jax.random.key(i)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert (np.abs(one - other).max(axis=(0, 2)) > 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TLinFormerConfig(window=0), "window must be at least 1, got 0"),
+        (lambda: TLinFormerConfig(context=0), 'context must be at least 1, or "auto", got 0'),
+        (lambda: TLinFormerConfig(hidden=-1), "hidden must be at least 0, got -1"),
+        (lambda: config(num_layers=4), "num_layers must be a multiple of 3, the layers of a block .*, got 4"),
+        (lambda: config(late_mechanism=LocalConfig()), "late_mechanism must be None with TLinFormerConfig"),
+        (
+            lambda: config(FullConfig(), late_mechanism=SMALL),
+            "late_mechanism must be None with TLinFormerConfig",
+        ),
+        (lambda: config(num_heads=16), "even head_dim, got d_model / num_heads = 1"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_auto_context_grows_with_the_history():
+    sizes = TLinFormerConfig(window=256, context="auto").context_sizes(5)
+    np.testing.assert_array_equal(sizes, [0, 72, 80, 80, 88])  # 12 ln(256) = 66.5, 74.9, 79.7, 83.2
+    assert TLinFormerConfig(window=8, context="auto").context_sizes(2)[1] == 8  # never more than there is
