@@ -1,6 +1,20 @@
-"""Every test runs with strict promotion rules, so that a silent upcast or broadcast fails."""
+"""Every test runs with strict promotion rules, so that a silent upcast or broadcast fails.
+
+Compiled programs are kept in .pytest_cache/xla, where the next run of the same tests finds them; each worker has a
+folder of its own, as none must read what another is writing.
+"""
+
+import os
+from pathlib import Path
 
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+jax.config.update(
+    "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "xla" / _WORKER)
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

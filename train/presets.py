@@ -1,9 +1,9 @@
-"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14), TransNormer's (table 13) and a small
-default for any machine."""
+"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14), TransNormer's (table 13), TLinFormer's
+(section 6.2) and a small default for any machine."""
 
 from __future__ import annotations
 
-from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism, TLinFormerConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.config import LmConfig, LmLoopConfig, ModelConfig
 from train.data import DataConfig
@@ -89,6 +89,39 @@ def _transnormer(variant: Variant) -> LmConfig:
     )
 
 
+def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
+    """003, section 6.2: 41M parameters, of which 21.7M are GPT-2's vocabulary; rate and warm-up are ours."""
+    return LmConfig(
+        loop=LmLoopConfig(
+            steps=5_000,
+            batch=256,
+            accumulation=32,
+            length=length,
+            eval_every=500,
+            checkpoint_every=250,
+            eval_tokens=0,
+        ),
+        data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="bpe:50257"),
+        model=ModelConfig(
+            num_layers=8,
+            d_model=432,
+            num_heads=12,
+            d_ff=1280,
+            ffn="swiglu",
+            use_bias=True,
+            ffn_bias=False,
+            mechanism=mechanism,
+        ),
+        optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=500),
+    )
+
+
+def _windows(total: int, share: float) -> TLinFormerConfig:
+    """An observed window of `total` tokens, of which `share` are context."""
+    context = round(share * total)
+    return TLinFormerConfig(window=total - context, context=context, hidden=2)
+
+
 PRESETS: dict[str, LmConfig] = {
     "small": _small(),
     "wikitext103-full": _wikitext103(FullConfig()),
@@ -100,6 +133,16 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-brl-128": _wikitext103(_brl(128, 512)),
     "wikitext103-transnormer-t1": _transnormer("t1"),
     "wikitext103-transnormer-t2": _transnormer("t2"),
+    "wikitext103-tlinformer-base-512": _tlinformer(FullConfig(), 512),
+    "wikitext103-tlinformer-base-1k": _tlinformer(FullConfig(), 1024),
+    "wikitext103-tlinformer-base-2k": _tlinformer(FullConfig(), 2048),
+    "wikitext103-tlinformer-512-512-0.382": _tlinformer(_windows(512, 0.382), 512),
+    "wikitext103-tlinformer-512-512-0.5": _tlinformer(_windows(512, 0.5), 512),
+    "wikitext103-tlinformer-512-512-0.618": _tlinformer(_windows(512, 0.618), 512),
+    "wikitext103-tlinformer-1k-512-0.5": _tlinformer(_windows(512, 0.5), 1024),
+    "wikitext103-tlinformer-1k-1k-0.5": _tlinformer(_windows(1024, 0.5), 1024),
+    "wikitext103-tlinformer-2k-512-0.5": _tlinformer(_windows(512, 0.5), 2048),
+    "wikitext103-tlinformer-2k-2k-0.5": _tlinformer(_windows(2048, 0.5), 2048),
     "openwebtext-full": _openwebtext(FullConfig()),
     "openwebtext-local": _openwebtext(LocalConfig(window=256)),
     "openwebtext-brl": _openwebtext(_brl(256, 1024)),

@@ -107,19 +107,20 @@ class TLinFormerStack(Stack):
         history = window * m.window
         sizes = jnp.asarray(m.context_sizes(-(-room // m.window)))
         num_context = sizes[window]
+        exist = jnp.arange(length, dtype=jnp.int32) < count
+        places = index + jnp.arange(length, dtype=jnp.int32)
+        first = layers.project(0, x, places[None])
+        # Written before anything reads the history, which ends before: else XLA copies it.
+        cache = _remember(cache, x, *first[1:], jnp.where(exist, places, room))
         miss = _Miss(layers, cache["past"], call.get("embed"), history, num_context)
         cache = miss.update(cache, window)
 
-        exist = jnp.arange(length, dtype=jnp.int32) < count
-        places = index + jnp.arange(length, dtype=jnp.int32)
         slots = jnp.where(exist, places - history, m.window)
         lengths = jnp.broadcast_to(num_context, (batch,))
         kept = cache["window"]
         for number in range(len(self.mechanisms)):
             block, inner = divmod(number, m.group)
-            query, key, value = layers.project(number, x, places[None])
-            if number == 0:
-                cache = _remember(cache, x, key, value, jnp.where(exist, places, room))
+            query, key, value = layers.project(number, x, places[None]) if number else first
             kept = {
                 "key": kept["key"].at[number, :, slots].set(jnp.moveaxis(key, 1, 0), mode="drop"),
                 "value": kept["value"].at[number, :, slots].set(jnp.moveaxis(value, 1, 0), mode="drop"),

@@ -7,7 +7,7 @@ Then all are timed in turn, round by round: forward, forward with backward, and 
 the fastest round, how many times as fast that is as the base of the same rounds (PyTorch's full causal attention
 for functions, or this package's where PyTorch is not installed; a layer of full attention for layers), tokens per
 second, the temporary memory of the compiled program, and the size of the decoding state. Ctrl-C or SIGTERM prints,
-writes and draws what was measured so far.
+writes and draws what was measured so far. With --generation it is about a whole network: eval/speed/generation.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.speed import functions, layers, report
+from eval.speed import functions, generation, layers, report
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
 from eval.speed.pictures import draw
@@ -33,11 +33,14 @@ LEVELS = {"functions": functions.cases, "layers": layers.cases}
 
 def main(argv: Sequence[str]) -> None:
     """Prints the tables; see the module's text and --help."""
+    if "--generation" in argv:
+        return generation.run([argument for argument in argv if argument != "--generation"])
     options = parse_options(
         SpeedOptions(),
         argv,
         prog="python -m eval.speed",
-        about="Times attention, functions and layers, side by side.",
+        about="Times attention, functions and layers, side by side. With --generation: a whole network that generates, "
+        "see --generation --help.",
     )
     path = None if options.json is None else Path(options.json)
     if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
@@ -104,7 +107,7 @@ def _tell(
     for line in report.note_lines(rows) + report.target_lines(rows, options):
         console.print(line, highlight=False, soft_wrap=True)
     if path is not None:
-        report.write_json(path, rows, options)
+        report.write_json(path, rows, options, exponents=report.exponents(rows, options.fit_from))
     if pictures is not None:
         for picture in draw([row for row in rows if row["level"] == "layers"], options.fit_from, pictures):
             console.print(f"drew {picture}", highlight=False, soft_wrap=True)

@@ -32,7 +32,7 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
             name, 1 if MECHANISMS[name]().linear_cost else 2, functools.partial(_make, name, options, length)
         )
         for name in options.mechanisms
-        if name in MECHANISMS
+        if name in MECHANISMS and MECHANISMS[name]().group == 1
     ]
 
 

@@ -106,7 +106,7 @@ def check_patience(case: Case, length: int, earlier: Sequence[dict], limit: floa
     if not own:
         return
     last = max(own, key=lambda row: row["length"])
-    took = last["forward_s"] + last["forward_backward_s"]
+    took = sum(last[name] for name in last if name.endswith("_s"))
     expected = took * (length / last["length"]) ** case.growth
     if expected > limit:
         raise NoNumber(

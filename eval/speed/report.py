@@ -205,13 +205,13 @@ def note_lines(rows: Sequence[dict]) -> list[str]:
     return lines
 
 
-def write_json(path: Path, rows: Sequence[dict], options: SpeedOptions) -> None:
-    """Options, rows and exponents as one JSON object; written aside and then renamed."""
+def write_json(path: Path, rows: Sequence[dict], options: Any, **fitted: Any) -> None:
+    """Options, rows and what was fitted to them as one JSON object; written aside and then renamed."""
     result = {
         "options": dataclasses.asdict(options),
         "device": jax.devices()[0].device_kind,
         "rows": list(rows),
-        "exponents": exponents(rows, options.fit_from),
+        **fitted,
     }
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(result, indent=1) + "\n")

@@ -28,7 +28,7 @@ from train.errors import command
 from train.presets import PRESETS
 
 # One process for all: the runs and what they compile are shared. Those that are started compile on their own.
-pytestmark = [pytest.mark.usefixtures("compile_once"), pytest.mark.xdist_group("train.lm")]
+pytestmark = pytest.mark.xdist_group("train.lm")
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -62,7 +62,7 @@ def _lines(workdir):
 
 
 @pytest.fixture(scope="module")
-def finished(text, tmp_path_factory, compile_once):
+def finished(text, tmp_path_factory):
     """A finished run's folder and what it wrote on stdout."""
     workdir = tmp_path_factory.mktemp("run")
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -77,7 +77,7 @@ def run(finished):
 
 
 @pytest.fixture(scope="module")
-def words_run(text, tmp_path_factory, compile_once):
+def words_run(text, tmp_path_factory):
     """A run with a vocabulary of two words, <unk> and <eos>."""
     workdir = tmp_path_factory.mktemp("words")
     more = ["--tokenizer", "words:max=4", "--steps", "2", "--sample_tokens", "0"]

@@ -37,11 +37,8 @@ def _sigterm():
     signal.raise_signal(signal.SIGTERM)
 
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
-
 @pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory, compile_once):
+def never_stopped(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("never_stopped")
     state = _train(workdir)
     return _lines(workdir), state

@@ -22,8 +22,6 @@ from train.lra import build_model
 from train.lra_presets import PRESETS
 from train.step import Objective
 
-pytestmark = pytest.mark.usefixtures("compile_once")
-
 TINY = (
     "--listops.min_tokens 4 --listops.max_tokens 17 --listops.max_depth 3 --listops.max_args 4 --length 16 "
     "--buckets 16 --train_examples 200 --valid_examples 40 --test_examples 60 --processes 1 --num_layers 1 "
@@ -45,7 +43,7 @@ def lines(workdir):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, compile_once):
+def runs(tmp_path_factory):
     """A folder with a finished run."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder / "local")

@@ -1,0 +1,331 @@
+"""Generation with a cache: python -m eval.speed --generation.
+
+TLinFormer beside the plain decoder of the same parameters.
+
+For each length N of the text so far:
+  first token  from nothing to the first logits: TLinFormer takes in the first block's keys and values and then meets
+               its first miss; the plain decoder reads the text in pieces of 2048 tokens;
+  miss         the step with which a window fills: the context and the later blocks' history are made anew;
+  hit          a step inside a window (the plain decoder has no other kind);
+  cache        its bytes, for N tokens and one window more.
+Both caches are preallocated and written in place; what they hold is all the same to the time, so it is not computed.
+A line is fitted through the misses and through the hits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from brl_jax.layers import FullConfig, TLinFormerConfig
+from brl_jax.models import DecoderConfig, DecoderLM
+from eval.speed import generation_pictures, report
+from eval.speed.measure import Candidate, Case, NoNumber, Program, available_bytes, measure
+from train.config import parse_options
+from train.errors import UserError
+
+TLINFORMER, PLAIN, PLAIN_PROMPT = "tlinformer", "plain decoder", "plain decoder, prompt"
+# Tokens of the prompt that are read at a time.
+_PIECE = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOptions:
+    """The network and the lengths. The defaults are small; 003's network is --heads 12 --head_dim 36."""
+
+    lengths: tuple[int, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
+    """Tokens of the text so far, multiples of the window."""
+    heads: int = 4
+    """Heads of query, key and value."""
+    head_dim: int = 32
+    """Features of a head; the width is heads * head_dim."""
+    layers: int = 8
+    """Layers in all, of both networks."""
+    hidden: int = 2
+    """Layers of a block between its first and its last (H)."""
+    window: int = 256
+    """Tokens that share one state of the history (W_og)."""
+    context: int = 256
+    """Last tokens of the history that stand for it in a block's inner layers (W_oh)."""
+    vocabulary: int = 50257
+    """Tokens that there are."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation and the cache."""
+    repeats: int = 3
+    """Rounds; the fastest counts."""
+    patience: float = 30.0
+    """Seconds after which a slow case sits out the remaining rounds (it runs two at least)."""
+    limit: float = 300.0
+    """A case whose round would take longer, in seconds, by what it took at a shorter length is skipped."""
+    json: str | None = None
+    """File to write the rows and lines to, as one JSON object."""
+    pictures: str | None = None
+    """Folder to draw six pictures in one file in."""
+
+    def __post_init__(self):
+        for name in ("heads", "head_dim", "layers", "window", "context", "vocabulary", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
+            raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
+
+    def model(self, name: str) -> DecoderLM:
+        """The network of a row; 003's feed-forward width."""
+        width = self.heads * self.head_dim
+        mechanism = TLinFormerConfig(self.window, self.context, self.hidden)
+        return DecoderLM(
+            DecoderConfig(
+                num_layers=self.layers,
+                d_model=width,
+                num_heads=self.heads,
+                d_ff=math.ceil(8 * width / 3 / 256) * 256,
+                ffn="swiglu",
+                use_bias=True,
+                ffn_bias=False,
+                vocab_size=self.vocabulary,
+                dtype=self.dtype,
+                mechanism=mechanism if name == TLINFORMER else FullConfig(),
+            )
+        )
+
+
+def run(argv: Sequence[str]) -> None:
+    """Prints the table and the lines; see the module's text and --generation --help."""
+    options = parse_options(
+        GenerationOptions(),
+        argv,
+        prog="python -m eval.speed --generation",
+        about="Times generation with a cache: TLinFormer beside a plain decoder.",
+    )
+    try:
+        params = _parameters(options)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    rows: list[dict] = []
+    console = Console()
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            for length in options.lengths:
+                measure(
+                    _cases(options, params, length),
+                    length,
+                    rows,
+                    progress,
+                    label="generation",
+                    repeats=options.repeats,
+                    patience=options.patience,
+                    limit=options.limit,
+                )
+    finally:
+        console.print(_table(rows, options))
+        fitted = lines(rows)
+        for name, line in fitted.items():
+            console.print(
+                f"{name}: {line['intercept_ms']:.2f} ms + {line['ms_per_1000_tokens']:.4f} ms for 1000 tokens, "
+                f"R^2 {line['r_squared']:.4f}, over n = {line['from']}..{line['to']}",
+                highlight=False,
+            )
+        for text in report.note_lines([{"level": "generation", **row} for row in rows]):
+            console.print(text, highlight=False, soft_wrap=True)
+        if options.json is not None:
+            report.write_json(Path(options.json), rows, options, lines=fitted)
+        if options.pictures is not None and rows:
+            path = generation_pictures.draw(rows, Path(options.pictures))
+            console.print(f"drew {path}", highlight=False, soft_wrap=True)
+
+
+def _parameters(options: GenerationOptions) -> Any:
+    """One set of parameters: the two networks have the same."""
+    init = functools.partial(options.model(TLINFORMER).init, tokens=jnp.zeros((1, 1), jnp.int32))
+    return nn.unbox(jax.jit(init)(jax.random.key(0)))
+
+
+def _cases(options: GenerationOptions, params: Any, length: int) -> list[Case]:
+    return [
+        Case(TLINFORMER, 1, functools.partial(_tlinformer, options, params, length)),
+        Case(PLAIN, 1, functools.partial(_plain, options, params, length)),
+        Case(PLAIN_PROMPT, 2, functools.partial(_plain_prompt, options, params, length)),
+    ]
+
+
+def _cache(options: GenerationOptions, model: DecoderLM, length: int) -> Any:
+    """A cache for `length` tokens and a window more; NoNumber where there is no room for it."""
+    room = length + options.window
+    needed = _bytes(jax.eval_shape(lambda: model.init_cache(1, room)))
+    if needed > 0.8 * available_bytes():
+        raise NoNumber(
+            f"no room: the cache needs {needed / 2**30:.1f} GiB, {available_bytes() / 2**30:.1f} GiB are there"
+        )
+    return model.init_cache(1, room)
+
+
+def _bytes(cache: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+class _Held:
+    """A cache that programs change in place, shared by those of a row."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def program(self, compiled: Any, params: Any, tokens: Any, **places: int) -> Program:
+        """A run of compiled(params, tokens, cache) with the cache at other places than it is ("index", "state")."""
+
+        def run():
+            cache = _at(self.cache, **places)
+            out, self.cache = compiled(params, tokens, cache)
+            return jax.block_until_ready(out)
+
+        return Program(run, compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _at(cache: Any, **places: int) -> Any:
+    def place(path, leaf):
+        name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else None
+        return jnp.full(leaf.shape, places[name], leaf.dtype) if name in places else leaf
+
+    return jax.tree_util.tree_map_with_path(place, cache)
+
+
+def _compile(function: Callable, params: Any, tokens: Any, cache: Any) -> Any:
+    return jax.jit(function, donate_argnums=2).lower(params, tokens, cache).compile()
+
+
+def _token(count: int) -> jax.Array:
+    return jnp.zeros((1, count), jnp.int32)
+
+
+def _tlinformer(options: GenerationOptions, params: Any, length: int) -> Candidate:
+    model = options.model(TLINFORMER)
+    held = _Held(_cache(options, model, length))
+    size = _bytes(held.cache)
+    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), held.cache)
+    piece = math.gcd(length, max(_PIECE // options.window, 1) * options.window)
+
+    def read(p, t, c):
+        c = model.apply(p, t, c, method="absorb")
+        return c["index"], c
+
+    absorb = _compile(read, params, _token(piece), held.cache)
+    miss = held.program(step, params, _token(1), index=length, state=0)
+
+    def first_token():
+        held.cache = _at(held.cache, index=0, state=0)
+        for _ in range(length // piece):
+            _, held.cache = absorb(params, _token(piece), held.cache)
+        return miss.run()
+
+    programs = {
+        "first_token": Program(first_token, None),
+        "miss": miss,
+        "hit": held.program(
+            step, params, _token(1), index=length + options.window // 2, state=length // options.window
+        ),
+    }
+    return Candidate(programs, {"cache_bytes": size})
+
+
+def _plain(options: GenerationOptions, params: Any, length: int) -> Candidate:
+    model = options.model(PLAIN)
+    held = _Held(_cache(options, model, length))
+    size = _bytes(held.cache)
+    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), held.cache)
+    return Candidate({"hit": held.program(step, params, _token(1), index=length)}, {"cache_bytes": size})
+
+
+def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candidate:
+    model = options.model(PLAIN)
+    held = _Held(_cache(options, model, length))
+    piece = math.gcd(length, _PIECE)
+
+    def read(p, t, c):
+        hidden, c = model.apply(p, t, cache=c, method="hidden")
+        return model.apply(p, hidden[:, -1:], method="logits"), c
+
+    prefill = _compile(read, params, _token(piece), held.cache)
+
+    def first_token():
+        held.cache = _at(held.cache, index=0)
+        for _ in range(length // piece):
+            out, held.cache = prefill(params, _token(piece), held.cache)
+        return jax.block_until_ready(out)
+
+    return Candidate({"first_token": Program(first_token, prefill.memory_analysis().temp_size_in_bytes)})
+
+
+def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]]:
+    """The line t = a + b N through the times of misses and of hits from N = `start` on, where three are known."""
+    found = {}
+    for what in ("miss", "hit"):
+        points = [
+            (row["length"], 1e3 * row[f"{what}_s"])
+            for row in rows
+            if row["name"] == TLINFORMER and row.get(f"{what}_s") and row["length"] >= start
+        ]
+        if len(points) < 3:
+            continue
+        n, t = np.asarray(points, np.float64).T
+        slope, intercept = np.polyfit(n, t, 1)
+        rest = np.square(t - intercept - slope * n).sum() / np.square(t - t.mean()).sum()
+        found[what] = {
+            "intercept_ms": float(intercept),
+            "ms_per_1000_tokens": float(1e3 * slope),
+            "r_squared": float(1 - rest),
+            "from": int(n.min()),
+            "to": int(n.max()),
+        }
+    return found
+
+
+def _table(rows: Sequence[dict], options: GenerationOptions) -> Table:
+    width = options.heads * options.head_dim
+    table = Table(
+        title=f"generation, {options.layers} layers of width {width}, {options.dtype}, "
+        f"on {jax.devices()[0].device_kind}: seconds for the first token, milliseconds a step",
+        box=box.SIMPLE,
+    )
+    for title in (
+        "n",
+        "tlin first",
+        "plain first",
+        "miss",
+        "hit",
+        "plain step",
+        "tlin MiB",
+        "plain MiB",
+        "cache",
+    ):
+        table.add_column(title, justify="right")
+    for length in options.lengths:
+        own = {row["name"]: row for row in rows if row["length"] == length}
+        tlin, plain, prompt = (own.get(name, {}) for name in (TLINFORMER, PLAIN, PLAIN_PROMPT))
+        caches = [row.get("cache_bytes") for row in (tlin, plain)]
+        table.add_row(
+            str(length),
+            _number(tlin.get("first_token_s"), 1),
+            _number(prompt.get("first_token_s"), 1),
+            _number(tlin.get("miss_s"), 1e3),
+            _number(tlin.get("hit_s"), 1e3),
+            _number(plain.get("hit_s"), 1e3),
+            *(_number(size, 2**-20) for size in caches),
+            f"{caches[0] / caches[1]:.3f}" if caches[0] and caches[1] else "",
+        )
+    return table
+
+
+def _number(value: float | None, scale: float) -> str:
+    return "" if value is None else f"{value * scale:.3g}" if value * scale < 1000 else f"{value * scale:.0f}"
