@@ -73,6 +73,14 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     return places
 
 
+def make_folder(folder: Path) -> None:
+    """Makes the folder that the option --pictures names. Raises UserError where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--pictures: cannot write under {folder}: {error.strerror}") from error
+
+
 def picture_path(picture: str | None) -> Path | None:
     """The file that the option --picture names. Raises UserError where it cannot be written."""
     if picture is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from eval.plotting import make_folder
 from eval.speed import functions, generation, layers, report
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--json: expected a file in a folder that can be written to, got {path}")
     pictures = None if options.pictures is None else Path(options.pictures)
     if pictures is not None:
-        _make_folder(pictures)
+        make_folder(pictures)
     console = Console()
     if "functions" in options.levels and options.torch and not functions.has_torch(options):
         console.print("PyTorch is not installed: no rows for it; ratios are to this package's full attention")
@@ -79,13 +80,6 @@ def main(argv: Sequence[str]) -> None:
     ]
     if wrong:
         raise RunError(f"wrong results: {', '.join(wrong)}")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--pictures: cannot write under {folder}: {error.strerror}") from error
 
 
 def _tell(

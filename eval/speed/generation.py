@@ -32,6 +32,7 @@ from rich.table import Table
 
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
+from eval.plotting import make_folder
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, NoNumber, Program, available_bytes, measure
 from train.config import parse_options
@@ -110,6 +111,8 @@ def run(argv: Sequence[str]) -> None:
         prog="python -m eval.speed --generation",
         about="Times generation with a cache: TLinFormer beside a plain decoder.",
     )
+    if options.pictures is not None:
+        make_folder(Path(options.pictures))
     try:
         params = _parameters(options)
     except ValueError as error:
@@ -280,11 +283,11 @@ def lines(rows: Sequence[dict], start: int = 8192) -> dict[str, dict[str, float]
             continue
         n, t = np.asarray(points, np.float64).T
         slope, intercept = np.polyfit(n, t, 1)
-        rest = np.square(t - intercept - slope * n).sum() / np.square(t - t.mean()).sum()
+        rest, whole = np.square(t - intercept - slope * n).sum(), np.square(t - t.mean()).sum()
         found[what] = {
             "intercept_ms": float(intercept),
             "ms_per_1000_tokens": float(1e3 * slope),
-            "r_squared": float(1 - rest),
+            "r_squared": float(1 - rest / whole) if whole else 1.0,
             "from": int(n.min()),
             "to": int(n.max()),
         }

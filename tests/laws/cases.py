@@ -71,7 +71,7 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
         "softmax": DiagConfig(block_size=6),
     },
     "linformer": {"": LinformerConfig(num_projected=5, max_length=32)},
-    "hopfield": {"": HopfieldConfig(steps=2, beta=1.5)},
+    "hopfield": {"": HopfieldConfig(steps=2, beta=1.0)},
     "linear": {
         "": LinearConfig(chunk_size=8),
     },

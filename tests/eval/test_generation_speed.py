@@ -1,0 +1,63 @@
+"""eval.speed --generation: its rows, its lines and its picture, on a small network."""
+
+import json
+
+import pytest
+
+from eval.speed.__main__ import main
+from eval.speed.generation import lines
+from train.errors import UserError
+
+SMALL = [
+    "--generation",
+    "--heads",
+    "2",
+    "--head_dim",
+    "8",
+    "--layers",
+    "4",
+    "--window",
+    "8",
+    "--context",
+    "4",
+]
+SMALL += ["--vocabulary", "11", "--repeats", "1"]
+
+
+def test_times_both_networks_and_draws(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    main([*SMALL, "--lengths", "16", "--json", str(path), "--pictures", str(tmp_path / "new")])
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert all(rows["tlinformer"][f"{what}_s"] > 0 for what in ("first_token", "miss", "hit"))
+    assert rows["plain decoder"]["hit_s"] > 0
+    assert rows["plain decoder, prompt"]["first_token_s"] > 0
+    # Of one block each 4 layers have one history of 24 tokens: keys, values and tokens, besides what doesn't grow.
+    assert rows["plain decoder"]["cache_bytes"] > 4 * 24 * 2 * 16 * 4
+    assert (tmp_path / "new" / "generation.png").stat().st_size > 10_000
+    assert "plain" in capsys.readouterr().out
+
+
+def test_lines_through_misses_and_hits():
+    rows = [
+        {"name": "tlinformer", "length": n, "miss_s": 0.01 + n * 1e-5, "hit_s": 0.002, "note": ""}
+        for n in (1024, 8192, 16384, 32768)
+    ]
+    miss = lines(rows)["miss"]
+    assert miss["intercept_ms"] == pytest.approx(10)
+    assert miss["ms_per_1000_tokens"] == pytest.approx(10)
+    assert miss["r_squared"] == pytest.approx(1)
+    assert miss["from"] == 8192
+    assert not lines(rows[:3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "12"], "lengths must be multiples of window=8, got"),
+        (["--lengths", "16", "--layers", "6"], "num_layers must be a multiple of 4"),
+        (["--heads", "0"], "heads must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(UserError, match=message):
+        main([*SMALL, *arguments])
