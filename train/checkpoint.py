@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -167,6 +168,9 @@ class Checkpoints:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
+            # A write that fails is told in one line (`_failure`); Orbax and its tasks add hundreds of their own.
+            for logger in ("absl", "asyncio"):
+                logging.getLogger(logger).setLevel(logging.CRITICAL)
             self._scores = self._read_scores()
             self._manager = ocp.CheckpointManager(
                 self.folder.resolve(),

@@ -82,6 +82,11 @@ class TLinFormerStack(Stack):
         drops = self.dimensions.dropout > 0 and not deterministic
         return Layers(self._mechanism, self.dimensions, params, self.make_rng("dropout") if drops else None)
 
+    def __call__(self, x, *, cache: Any = None, **call: Any):
+        if cache is not None:
+            _check_room(x, cache)
+        return super().__call__(x, cache=cache, **call)
+
     def absorb(self, x: Float[Array, "B T D"], cache: Any) -> Any:
         """The cache after whole windows of tokens whose outputs nobody wants: for each the first block's keys and
         values alone.
@@ -89,6 +94,7 @@ class TLinFormerStack(Stack):
         What is absorbed must begin and end, after any number of calls, at a window's start, and one more token at
         least must follow.
         """
+        _check_room(x, cache)
         length, layers = x.shape[1], self._layers(True)
         places = cache["index"] + jnp.arange(length, dtype=jnp.int32)
         _, key, value = layers.project(0, x, places[None])
@@ -232,6 +238,17 @@ class _Miss:
 
         steps = jnp.where(missed, (self.history + piece - 1) // piece, 0)
         return lax.fori_loop(jnp.int32(0), steps.astype(jnp.int32), step, pair)
+
+
+def _check_room(x: Array, cache: Any) -> None:
+    """Raises ValueError where new tokens don't fit in a cache; what is there already counts where it is known."""
+    room, index = cache["past"].shape[1], cache["index"]
+    there = 0 if isinstance(index, jax.core.Tracer) else int(index)
+    if there + x.shape[1] > room:
+        raise ValueError(
+            f"cache: has room for {room} tokens, got {x.shape[1]} after {there}; "
+            "init_cache(batch, length) with a larger length makes more"
+        )
 
 
 def _remember(cache: Any, x: Array, key: Array, value: Array, places: Array) -> Any:

@@ -65,6 +65,8 @@ class GenerationOptions:
     """Tokens that there are."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation and the cache."""
+    plain: bool = True
+    """Measure the plain decoder too."""
     repeats: int = 3
     """Rounds; the fastest counts."""
     patience: float = 30.0
@@ -157,8 +159,11 @@ def _parameters(options: GenerationOptions) -> Any:
 
 
 def _cases(options: GenerationOptions, params: Any, length: int) -> list[Case]:
+    tlinformer = Case(TLINFORMER, 1, functools.partial(_tlinformer, options, params, length))
+    if not options.plain:
+        return [tlinformer]
     return [
-        Case(TLINFORMER, 1, functools.partial(_tlinformer, options, params, length)),
+        tlinformer,
         Case(PLAIN, 1, functools.partial(_plain, options, params, length)),
         Case(PLAIN_PROMPT, 2, functools.partial(_plain_prompt, options, params, length)),
     ]
@@ -205,7 +210,13 @@ def _at(cache: Any, **places: int) -> Any:
 
 
 def _compile(function: Callable, params: Any, tokens: Any, cache: Any) -> Any:
-    return jax.jit(function, donate_argnums=2).lower(params, tokens, cache).compile()
+    compiled = jax.jit(function, donate_argnums=2).lower(params, tokens, cache).compile()
+    temp, room = compiled.memory_analysis().temp_size_in_bytes, available_bytes()
+    if temp > 0.8 * room:
+        raise NoNumber(
+            f"no room: needs {temp / 2**30:.1f} GiB of temporary memory, {room / 2**30:.1f} GiB are there"
+        )
+    return compiled
 
 
 def _token(count: int) -> jax.Array:

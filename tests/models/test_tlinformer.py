@@ -175,6 +175,16 @@ def test_the_papers_network_has_41m_parameters():
     assert round(sizes[0] / 1e6) == 41
 
 
+def test_more_tokens_than_a_cache_has_room_for(variables):
+    model = decoder()
+    cache = model.init_cache(2, 4)
+    message = "cache: has room for 4 tokens, got 5 after 0; init_cache.batch, length. with a larger length"
+    with pytest.raises(ValueError, match=message):
+        model.apply(variables, tokens(5), cache=cache)
+    with pytest.raises(ValueError, match="got 2 after 3"):
+        model.apply(variables, tokens(2), cache={**cache, "index": jnp.int32(3)})
+
+
 def test_auto_context_grows_with_the_history():
     sizes = TLinFormerConfig(window=256, context="auto").context_sizes(5)
     np.testing.assert_array_equal(sizes, [0, 72, 80, 80, 88])  # 12 ln(256) = 66.5, 74.9, 79.7, 83.2
