@@ -246,12 +246,15 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
         raise UserError(f"--{field}: {_unknown(name, MECHANISMS)}")
     if type(getattr(model, field)) is MECHANISMS[name]:
         return model
-    return _replace(model, field, MECHANISMS[name]())
+    mechanism = MECHANISMS[name]()
+    # As many layers as the preset has, or as many more as the mechanism's blocks need: --num_layers is yet to be read.
+    layers = -(-model.num_layers // mechanism.group) * mechanism.group
+    return _replace(model, field, mechanism, num_layers=layers)
 
 
-def _replace(part: Any, field: str, value: Any) -> Any:
+def _replace(part: Any, field: str, value: Any, **others: Any) -> Any:
     try:
-        return dataclasses.replace(part, **{field: value})
+        return dataclasses.replace(part, **{field: value, **others})
     except ValueError as error:
         raise UserError(f"--{field}: {error}") from error
 

@@ -331,3 +331,12 @@ def test_importing_takes_no_device():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert jax.devices()
+
+
+def test_a_mechanism_whose_layers_come_in_blocks_gets_whole_ones():
+    model = _parse("--mechanism tlinformer").model
+    assert (model.num_layers, model.mechanism.group) == (4, 4)
+    model = _parse("--mechanism tlinformer --mechanism.hidden 1 --num_layers 9").model
+    assert (model.num_layers, model.mechanism.hidden) == (9, 1)
+    with pytest.raises(UserError, match="num_layers must be a multiple of 4, the layers of a block of .*, got 6"):
+        _parse("--mechanism tlinformer --num_layers 6")
