@@ -200,19 +200,19 @@ def btt_factors(width: int) -> tuple[int, int]:
     """a, b with a b = width for a BTT: b the smallest divisor not below sqrt(width); 48 gives 6, 8.
 
     Raises:
-      ValueError: the width has no two factors of which the larger is at most 4 times the other, in which case a BTT
-        would be all but dense; names the nearest widths that have.
+      ValueError: the width has no two factors above 1 of which the larger is at most 4 times the other, in which case
+        a BTT would be all but dense; names the nearest widths that have.
     """
     a, b = _nearest_factors(width)
-    if b <= _LARGEST_RATIO * a and width > 1:
+    if _has_factors(width):
         return a, b
     near = [
-        next((n for n in candidates if n > 1 and _has_factors(n)), None)
+        next((n for n in candidates if _has_factors(n)), None)
         for candidates in (range(width - 1, 1, -1), range(width + 1, 2 * width + 8))
     ]
     names = " and ".join(f"{n} = {'*'.join(map(str, _nearest_factors(n)))}" for n in near if n is not None)
     raise ValueError(
-        f"width must be a product of two numbers of which the larger is at most {_LARGEST_RATIO} times the other, "
+        f"width must be a product of two numbers above 1, the larger at most {_LARGEST_RATIO} times the other, "
         f"got {width} = {a}*{b}; the nearest such widths are {names}"
     )
 
@@ -224,7 +224,7 @@ def _nearest_factors(width: int) -> tuple[int, int]:
 
 def _has_factors(width: int) -> bool:
     a, b = _nearest_factors(width)
-    return b <= _LARGEST_RATIO * a
+    return a > 1 and b <= _LARGEST_RATIO * a
 
 
 def _layer_norm(x: Array, scale: Array | None) -> Array:

@@ -107,13 +107,12 @@ class MLRAttention(MemorylessLayer):
             attended, state = mlr_attention_step(query, key, value, cache["state"], **options, count=count)
             return merge_heads(d, attended), carry, {"state": state}
         attend = functools.partial(
-            mlr_attention,
+            functools.partial(mlr_attention, **options),
             query,
             key,
             is_causal=d.is_causal,
             key_value_seq_lengths=None if d.is_causal else lengths,
             implementation=d.implementation,
-            **options,
         )
         sow_weights(self, attend, value)
         return merge_heads(d, attend(value)), carry, None

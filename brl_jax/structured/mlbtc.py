@@ -49,7 +49,7 @@ class BlockContraction:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(*self.left.shape, e=self.right.shape[2])
+        return Sizes(*self.left.shape, self.right.shape[2])
 
     @property
     def shape(self) -> tuple[int, int]:

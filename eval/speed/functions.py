@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ from brl_jax.attention.diag import diag_attention
 from brl_jax.attention.full import full_attention
 from brl_jax.attention.linear import linear_attention
 from brl_jax.attention.local import local_attention
+from brl_jax.attention.mlr import mlr_attention
 from brl_jax.attention.patterns import SlidingWindow
+from brl_jax.layers import MLRConfig
 from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
 
 if TYPE_CHECKING:
@@ -42,26 +44,60 @@ class FunctionCase:
     growth: int
 
 
-def softmax_reference(sees: Callable[[SpeedOptions, Any, Any], Any]) -> Callable:
+class Level(NamedTuple):
+    """Features of the head whose products, times a scale, count in the scores of the pairs (i, j) that it holds."""
+
+    features: slice
+    scale: float
+    holds: Callable[[Any, Any], Any]
+
+
+def _one_level(options: SpeedOptions, length: int) -> list[Level]:
+    return [Level(slice(None), options.head_dim**-0.5, lambda i, j: 1.0)]
+
+
+def _mlr_levels(options: SpeedOptions, length: int) -> list[Level]:
+    """Level l has 2^l blocks, the first l being 0 (rounded as `doubling_block_sizes` says)."""
+    levels, start = [], 0
+    ranks = _mlr_ranks(options)
+    for level, rank in enumerate(ranks):
+        size = -(-length // 2 ** (len(ranks) - 1)) * 2 ** (len(ranks) - 1 - level)
+        same = functools.partial(lambda size, i, j: i // size == j // size, size)
+        levels.append(Level(slice(start, start + rank), 1 / rank, same))
+        start += rank
+    return levels
+
+
+def softmax_reference(
+    sees: Callable[[SpeedOptions, Any, Any], Any],
+    levels: Callable[[SpeedOptions, int], list[Level]] = _one_level,
+) -> Callable:
     """The reference of causal softmax attention in which query i sees key j where sees(options, i, j)."""
 
     def reference(
         options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
     ) -> tuple[np.ndarray, ...]:
         query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-        scale = 1 / np.sqrt(query.shape[-1])
-        visible = sees(options, rows[:, None], np.arange(key.shape[1])[None, :])
-        scores = np.where(visible, scale * np.einsum("brnh,bsnh->bnrs", query[:, rows], key), -np.inf)
+        columns = np.arange(key.shape[1])
+        parts = [
+            (level.features, level.scale * level.holds(rows[:, None], columns[None, :]))
+            for level in levels(options, key.shape[1])
+        ]
+        scores = sum(w * np.einsum("brnh,bsnh->bnrs", query[:, rows][..., f], key[..., f]) for f, w in parts)
+        scores = np.where(sees(options, rows[:, None], columns[None, :]), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
-        d_scores = scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
         # No query before the tail sees a key of the tail, and all queries of the tail are among the rows.
         last = rows >= tail
-        d_key = np.einsum("bnrs,brnh->bsnh", d_scores[:, :, last, tail:], query[:, rows[last]])
+        d_query, d_key = np.zeros_like(query[:, rows]), np.zeros_like(key[:, tail:])
+        for f, weight in parts:
+            own = weight * d_scores
+            d_query[..., f] = np.einsum("bnrs,bsnh->brnh", own, key[..., f])
+            d_key[..., f] = np.einsum("bnrs,brnh->bsnh", own[:, :, last, tail:], query[:, rows[last]][..., f])
         d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
-        out = np.einsum("bnrs,bsnh->brnh", weights, value)
-        return out, np.einsum("bnrs,bsnh->brnh", d_scores, key), d_key, d_value
+        return np.einsum("bnrs,bsnh->brnh", weights, value), d_query, d_key, d_value
 
     return reference
 
@@ -73,6 +109,30 @@ def _full(options: SpeedOptions) -> Callable:
 def _local(options: SpeedOptions) -> Callable:
     pattern = SlidingWindow.of_width(options.window, is_causal=True)
     return functools.partial(local_attention, pattern=pattern, is_causal=True)
+
+
+def _mlr_ranks(options: SpeedOptions) -> tuple[int, ...]:
+    return MLRConfig().level_ranks(options.head_dim)
+
+
+def _mlr(options: SpeedOptions) -> Callable:
+    return functools.partial(mlr_attention, ranks=_mlr_ranks(options), is_causal=True)
+
+
+def _mlr_dense(options: SpeedOptions) -> Callable:
+    """MLR attention by its matrix of scores, level by level; what its form in rectangles is compared with."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        place = jnp.arange(key.shape[1])
+        scores: Any = 0.0
+        for features, scale, holds in _mlr_levels(options, key.shape[1]):
+            level = scale * jnp.einsum("btnh,bsnh->bnts", query[..., features], key[..., features])
+            scores = scores + jnp.where(holds(place[:, None], place[None, :])[None, None], level, 0.0)
+        visible = (place[:, None] >= place[None, :])[None, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores.astype(jnp.float32), -jnp.inf), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
+
+    return attend
 
 
 def _diag(options: SpeedOptions) -> Callable:
@@ -175,12 +235,15 @@ def delta_reference(
 
 
 _FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
+_MLR_REFERENCE = softmax_reference(lambda options, i, j: j <= i, _mlr_levels)
 
 CASES: dict[str, FunctionCase] = {
     "full": FunctionCase(_full, _FULL_REFERENCE, growth=2),
     "local": FunctionCase(
         _local, softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window)), growth=1
     ),
+    "mlr": FunctionCase(_mlr, _MLR_REFERENCE, growth=2),
+    "mlr_dense": FunctionCase(_mlr_dense, _MLR_REFERENCE, growth=2),
     "diag": FunctionCase(
         _diag, softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)), growth=1
     ),

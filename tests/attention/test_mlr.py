@@ -63,10 +63,14 @@ def oracle(arrays, ranks, sizes, visible, divide=False):
     return out, d_query, d_key, d_value
 
 
+# What programs mean is the same without the machine code's optimisation, and compiles in half the time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def run(arrays, **kwargs):
     """The output and the gradients of query, key and value, in one compiled function."""
 
-    @jax.jit
+    @jit
     def both(query, key, value, d_out):
         out, pull = jax.vjp(functools.partial(mlr_attention, **kwargs), query, key, value)
         return out, *pull(d_out)
@@ -156,7 +160,7 @@ def test_one_level_is_full_attention(is_causal):
 
 def test_causal_bitwise():
     arrays = random_qkv(150)
-    run_once = jax.jit(
+    run_once = jit(
         functools.partial(mlr_attention, ranks=(4, 2, 2), block_sizes=(None, 32, 16), is_causal=True)
     )
     before = np.asarray(run_once(*arrays[:3]))
@@ -218,7 +222,7 @@ def test_composes_with_vmap_scan_checkpoint():
         return jax.lax.scan(body, 0, (query, key, value))[1]
 
     for f in (mapped, scanned):
-        out, pull = jax.jit(functools.partial(jax.vjp, f))(*arrays[:3])
+        out, pull = jit(functools.partial(jax.vjp, f))(*arrays[:3])
         for x, y in zip((out, *pull(arrays[3])), expected):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
@@ -234,11 +238,13 @@ def test_memory_grows_linearly(schedule):  # noqa: F811
         shape = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
 
         def both(query, key, value, d_out):
-            attend = functools.partial(mlr_attention, ranks=(8, 4, 4), is_causal=True)
+            attend = functools.partial(
+                mlr_attention, ranks=(12, 4), block_sizes=(None, 2**12), is_causal=True
+            )
             out, pull = jax.vjp(attend, query, key, value)
             return out, *pull(d_out)
 
-        return jax.jit(both).lower(*[shape] * 4).compile()
+        return jit(both).lower(*[shape] * 4).compile()
 
     small, large = compiled(2**14), compiled(2**15)
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]

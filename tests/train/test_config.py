@@ -264,7 +264,25 @@ TABLE = {
 
 
 def test_the_table_has_every_preset_of_the_paper():
-    assert set(TABLE) == set(PRESETS) - {"small"}
+    characters = {f"owt-chars-mlr{width}" for width in ("", "-256", "-1024")}
+    assert set(TABLE) == set(PRESETS) - {"small"} - characters
+
+
+@pytest.mark.parametrize(("suffix", "width"), [("", 512), ("-256", 256), ("-1024", 1024)])
+def test_mlr_presets_are_the_papers(suffix, width):
+    """Section 5.1 of the paper on structured matrices: six layers, heads of 64, characters, length 1024."""
+    config = PRESETS[f"owt-chars-mlr{suffix}"]
+    model = config.model
+    assert (model.num_layers, model.d_model, model.d_model // model.num_heads) == (6, width, 64)
+    assert (model.d_ff, model.ffn, config.loop.length) == (4 * width, "relu", 1024)
+    assert config.data.tokenizer.startswith("chars")
+    assert model.mechanism.levels(64, 1024) == {
+        "ranks": (32, 8, 8, 8, 4, 4),
+        "block_sizes": (None, 512, 256, 128, 64, 32),
+    }
+    changed = _parse(f"owt-chars-mlr{suffix} --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
+    assert changed.model.mechanism.block_sizes == (None, 64)
+    build_model(changed)
 
 
 @pytest.mark.parametrize("name", TABLE)
