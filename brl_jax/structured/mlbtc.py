@@ -49,7 +49,8 @@ class BlockContraction:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(*self.left.shape, self.right.shape[2])
+        p, b, a, c, t = self.left.shape
+        return Sizes(p, b, a, c, t, self.right.shape[2])
 
     @property
     def shape(self) -> tuple[int, int]:
