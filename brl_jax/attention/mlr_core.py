@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.chunked import vary_like
 from brl_jax.attention.local_core import combine, merge_heads, split_heads
 from brl_jax.attention.local_steps import MASKED
 from brl_jax.attention.mlr_blocks import Rectangle
@@ -332,7 +333,10 @@ def _tiles_backward(spec: Spec, tiling: _Tiling, query, key, value, visible, d_o
         return (sums[0] + d_key, sums[1] + d_value), d_query
 
     axis = query.ndim - 3
-    d_key, d_value = (jnp.zeros((*x.shape[:-2], x.shape[-1], x.shape[-2]), jnp.float32) for x in (key, value))
+    d_key, d_value = (
+        vary_like(jnp.zeros((*x.shape[:-2], x.shape[-1], x.shape[-2]), jnp.float32), [query, key, value])
+        for x in (key, value)
+    )
     tiles = (query, d_out, lse, delta)
     if tiling.tiles == 1:
         (d_key, d_value), d_query = one((d_key, d_value), (jnp.int32(0), *(x.squeeze(axis) for x in tiles)))
