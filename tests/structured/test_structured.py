@@ -138,7 +138,10 @@ def test_flops_are_those_of_the_products(name):
 
 def test_cheaper_than_dense_at_full_rank():
     """A BTT of rank 1 and a butterfly of width 256 have full rank with a fraction of the numbers."""
-    for matrix in (BTT.init(KEY, (16, 16), (16, 16), 1), Butterfly.init(KEY, 256)):
+    # A product of eight random factors is too near to singular for float32; one of rotations is orthogonal.
+    angle = jax.random.uniform(KEY, (8, 128), jnp.float32, 0, 2 * np.pi)
+    turns = jnp.stack([jnp.cos(angle), -jnp.sin(angle), jnp.sin(angle), jnp.cos(angle)], -1)
+    for matrix in (BTT.init(KEY, (16, 16), (16, 16), 1), Butterfly(turns.reshape(8, 128, 2, 2))):
         assert matrix.rank == 256
         assert np.linalg.matrix_rank(np.asarray(matrix.to_dense())) == 256
         assert matrix.num_parameters <= 256**2 / 8
