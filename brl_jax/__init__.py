@@ -4,7 +4,8 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   full_attention, local_attention, compress, compress_blocks, propagate, with the patterns and biases they take;
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
   linear_attention, norm_attention, performer_attention, cosformer_attention and delta_rule, whose past is a state;
-  gau_attention, mixed_chunk_attention, bsbr_attention.
+  gau_attention, mixed_chunk_attention, bsbr_attention;
+  mlr_attention (and its step), bilinear_mlr_attention, bilinear_btt_attention, global_window_attention.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
   prompts. Classifier and PairClassifier (with an EncoderConfig) are encoders that classify sequences and pairs.
@@ -12,6 +13,7 @@ Networks (Flax Linen):
 """
 
 from brl_jax.attention.bias import ALiBi, PositionBias, RotaryBias, T5Bias, alibi_slopes
+from brl_jax.attention.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.compress import compress
 from brl_jax.attention.compress_blocks import compress_blocks
@@ -21,10 +23,13 @@ from brl_jax.attention.diag import diag_attention, diag_attention_step, init_dia
 from brl_jax.attention.flash import mixed_chunk_attention
 from brl_jax.attention.full import full_attention
 from brl_jax.attention.gau import gau_attention, init_gau_state
+from brl_jax.attention.global_window import global_window_attention
 from brl_jax.attention.hopfield import hopfield_attention
 from brl_jax.attention.linear import linear_attention
 from brl_jax.attention.linformer import linformer_attention
 from brl_jax.attention.local import local_attention
+from brl_jax.attention.mlr import doubling_block_sizes, mlr_attention
+from brl_jax.attention.mlr_step import init_mlr_state, mlr_attention_step
 from brl_jax.attention.norm import norm_attention
 from brl_jax.attention.patterns import (
     BigBird,
@@ -43,6 +48,8 @@ from brl_jax.attention.propagate import propagate
 from brl_jax.decoding import generate
 from brl_jax.layers import (
     MECHANISMS,
+    BilinearBTTConfig,
+    BilinearMLRConfig,
     BRLConfig,
     BSBRConfig,
     CosformerConfig,
@@ -51,11 +58,13 @@ from brl_jax.layers import (
     FlashConfig,
     FullConfig,
     GauConfig,
+    GlobalWindowConfig,
     HopfieldConfig,
     LinearConfig,
     LinformerConfig,
     LocalConfig,
     Mechanism,
+    MLRConfig,
     NormConfig,
     PerformerConfig,
 )
@@ -79,6 +88,8 @@ __all__ = [
     "BRLConfig",
     "BSBRConfig",
     "BigBird",
+    "BilinearBTTConfig",
+    "BilinearMLRConfig",
     "BlockDiagonal",
     "BlockMask",
     "Bucketed",
@@ -96,10 +107,12 @@ __all__ = [
     "FullConfig",
     "GauConfig",
     "GlobalWindow",
+    "GlobalWindowConfig",
     "HopfieldConfig",
     "LinearConfig",
     "LinformerConfig",
     "LocalConfig",
+    "MLRConfig",
     "Mechanism",
     "NormConfig",
     "PairClassifier",
@@ -113,24 +126,32 @@ __all__ = [
     "Strided",
     "T5Bias",
     "alibi_slopes",
+    "bilinear_btt_attention",
+    "bilinear_mlr_attention",
     "bsbr_attention",
+    "btt_factors",
     "compress",
     "compress_blocks",
     "cosformer_attention",
     "delta_rule",
     "diag_attention",
     "diag_attention_step",
+    "doubling_block_sizes",
     "full_attention",
     "gau_attention",
     "generate",
+    "global_window_attention",
     "hopfield_attention",
     "init_bsbr_state",
     "init_diag_state",
     "init_gau_state",
+    "init_mlr_state",
     "linear_attention",
     "linformer_attention",
     "local_attention",
     "mixed_chunk_attention",
+    "mlr_attention",
+    "mlr_attention_step",
     "norm_attention",
     "performer_attention",
     "performer_projection",

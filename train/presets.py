@@ -1,9 +1,9 @@
-"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14), TransNormer's (table 13), TLinFormer's
-(section 6.2) and a small default for any machine."""
+"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14), TransNormer's (table 13), MLR attention's
+(002, section 5.1), TLinFormer's (003, section 6.2) and a small default for any machine."""
 
 from __future__ import annotations
 
-from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism, TLinFormerConfig
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism, MLRConfig, TLinFormerConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.config import LmConfig, LmLoopConfig, ModelConfig
 from train.data import DataConfig
@@ -122,6 +122,27 @@ def _windows(total: int, share: float) -> TLinFormerConfig:
     return TLinFormerConfig(window=total - context, context=context, hidden=2)
 
 
+def _characters(width: int) -> LmConfig:
+    """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network. The text gives
+    the ranks for heads of 64 only as a picture; batch, steps and warm-up are ours."""
+    ranks = (32, 8, 8, 8, 4, 4)
+    return LmConfig(
+        loop=LmLoopConfig(
+            steps=100_000, batch=64, length=1024, eval_every=2_000, checkpoint_every=1_000, eval_tokens=0
+        ),
+        data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="chars:max=96"),
+        model=ModelConfig(
+            num_layers=6,
+            d_model=width,
+            num_heads=width // 64,
+            d_ff=4 * width,
+            ffn="relu",
+            mechanism=MLRConfig(ranks=ranks, context=1024, score_scale=8.0),
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4_000),
+    )
+
+
 PRESETS: dict[str, LmConfig] = {
     "small": _small(),
     "wikitext103-full": _wikitext103(FullConfig()),
@@ -146,4 +167,7 @@ PRESETS: dict[str, LmConfig] = {
     "openwebtext-full": _openwebtext(FullConfig()),
     "openwebtext-local": _openwebtext(LocalConfig(window=256)),
     "openwebtext-brl": _openwebtext(_brl(256, 1024)),
+    "owt-chars-mlr": _characters(512),
+    "owt-chars-mlr-256": _characters(256),
+    "owt-chars-mlr-1024": _characters(1024),
 }

@@ -78,13 +78,13 @@ def scan_chunks(
     if chunks == 1:
         (state, _), outputs = one((state, run), (inputs, runs))
         return state, outputs
-    carry = jax.tree.map(lambda leaf: _vary_like(leaf, leaves), (state, run))
+    carry = jax.tree.map(lambda leaf: vary_like(leaf, leaves), (state, run))
     chunked = (jax.tree.map(cut, inputs), None if runs is None else cut(runs, -1))
     (state, _), outputs = lax.scan(jax.checkpoint(one, prevent_cse=False), carry, chunked)
     return state, jax.tree.map(join, outputs)
 
 
-def _vary_like(x: Array, others: list[Array]) -> Array:
+def vary_like(x: Array, others: list[Array]) -> Array:
     """x as an array that varies over the mesh axes that the others vary over, as a loop under shard_map needs it."""
     axes = frozenset[str]().union(*(jax.typeof(other).manual_axis_type.varying for other in others))
     missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)

@@ -26,7 +26,7 @@ from brl_jax.attention.checks import check_qkv, require
 def full_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
     *,
     bias: PositionBias | Float[Array, " ..."] | None = None,
     scale: float | None = None,
@@ -36,7 +36,7 @@ def full_attention(
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int | Int[Array, ""] = 0,
     implementation: str | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
 
     Differs from `jax.nn.dot_product_attention` at the edges: a query that sees no key gives 0 (and passes no
@@ -45,7 +45,8 @@ def full_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, S, K, H) of the same dtype; K divides N.
+      key: (B, S, K, H) of the same dtype; K divides N.
+      value: (B, S, K, V) of the same dtype.
       bias: added to the scaled scores: a `PositionBias` (called on all positions: an (N, T, S) array) or an
         array that broadcasts to (B, N, T, S). Both get gradients.
       scale: of the scores; 1 / sqrt(H) by default.
@@ -58,7 +59,7 @@ def full_attention(
         call, and XLA otherwise; "xla" works everywhere; "cudnn" raises where it can't serve.
 
     Returns:
-      (B, T, N, H) in query's dtype. The softmax is computed in float32.
+      (B, T, N, V) in query's dtype. The softmax is computed in float32.
 
     Raises:
       ValueError: shapes, dtypes or implementations that don't fit, naming the argument.
@@ -84,7 +85,7 @@ def full_attention(
     if implementation == "xla":
         return with_xla(*arguments)
 
-    missing = _missing_for_cudnn(query, bias, segments, query_offset, is_causal)
+    missing = _missing_for_cudnn(query, value, bias, segments, query_offset, is_causal)
     with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
         require(
@@ -103,13 +104,14 @@ def full_attention(
 
 
 def _missing_for_cudnn(
-    query: Array, bias: Any, segments: tuple, query_offset: Any, is_causal: bool
+    query: Array, value: Array, bias: Any, segments: tuple, query_offset: Any, is_causal: bool
 ) -> list[str]:
     """What cuDNN would need and this call doesn't give."""
     head_dim = query.shape[3]
     needs = {
         f"bfloat16 or float16 (got {query.dtype})": query.dtype != jnp.float32,
         f"head_dim a multiple of 8 up to 128 (got {head_dim})": head_dim % 8 == 0 and head_dim <= 128,
+        f"value's head_dim that of query (got {value.shape[3]} and {head_dim})": value.shape[3] == head_dim,
         "no bias": bias is None,
         "no segment_ids": segments[0] is None,
         f"query_offset=0 where is_causal (got {query_offset})": not is_causal
@@ -170,7 +172,8 @@ def _with_xla(
         seen = mask[:, 0].any(-1)[..., None, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
-    return _zero_unseen(out.reshape(query.shape).astype(query.dtype), seen, query_lengths)
+    out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
+    return _zero_unseen(out, seen, query_lengths)
 
 
 def _without_padding(query, key, value, query_lengths, key_lengths):

@@ -40,12 +40,12 @@ from brl_jax.attention.local_steps import (
 )
 
 
-def _split_heads(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
+def split_heads(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
     b, t, n, h = x.shape
     return x.transpose(0, 2, 1, 3).reshape(b, kv_heads, n // kv_heads, t, h)
 
 
-def _merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
+def merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
     b, k, g, t, h = x.shape
     return x.reshape(b, k * g, t, h).transpose(0, 2, 1, 3)
 
@@ -128,12 +128,12 @@ def _forward(
         if tiling is not None:
             out, lse = window_tiles.forward(tiling, spec, query, key, value, inputs)
         else:
-            q = _split_heads(query, kv_heads)
+            q = split_heads(query, kv_heads)
             k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
             parts = _parts(spec, query, key, loop)
             dtype = query.dtype if len(parts) == 1 else jnp.float32
-            out, lse = _combine([on_part(part, loop, q, k, v, dtype, bias, inputs) for part in parts])
-            out = _merge_heads(out)
+            out, lse = combine([on_part(part, loop, q, k, v, dtype, bias, inputs) for part in parts])
+            out = merge_heads(out)
         if inputs.query_lengths is not None:
             inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < inputs.query_lengths[:, None]
             out = jnp.where(inside[:, :, None, None], out, jnp.zeros((), out.dtype))
@@ -153,7 +153,7 @@ def _forward(
     )
 
 
-def _combine(results: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+def combine(results: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Softmax over the union of parts, from each part's output and log-sum-exp."""
     if len(results) == 1:
         return results[0]
@@ -226,7 +226,7 @@ def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_o
         if tiling is not None:
             gradients = window_tiles.backward(tiling, spec, query, key, value, inputs, out, lse, d_out)
             return *(x.astype(query.dtype) for x in gradients), None
-        q, o, do = (_split_heads(x, kv_heads) for x in (query, out, d_out))
+        q, o, do = (split_heads(x, kv_heads) for x in (query, out, d_out))
         k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
         parts = [
@@ -239,7 +239,7 @@ def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_o
             else jax.tree.map(lambda *x: sum(y.astype(jnp.float32) for y in x), *parts)
         )
         dk, dv = (x.transpose(0, 3, 1, 2).astype(key.dtype) for x in (dk, dv))
-        return _merge_heads(dq).astype(query.dtype), dk, dv, d_bias
+        return merge_heads(dq).astype(query.dtype), dk, dv, d_bias
 
     d_query, d_key, d_value, d_bias = lax.platform_dependent(
         query, key, value, bias, inputs, out, lse, d_out,

@@ -17,7 +17,7 @@ def by_query_blocks(
     query: Float[Array, "B T N H"],
     segments: Int[Array, "B T"] | None = None,
     offset: Any = 0,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """function(query, segments, offset), `block` queries after the other; the backward pass makes scores again.
 
     Args:
@@ -38,4 +38,4 @@ def by_query_blocks(
     offsets = offset + jnp.arange(blocks, dtype=jnp.int32) * block
     pieces = (cut(query), None if segments is None else cut(segments), offsets)
     out = lax.map(lambda piece: jax.checkpoint(function)(*piece), pieces)
-    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, *query.shape[2:])[:, :length]
+    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, *out.shape[3:])[:, :length]

@@ -135,15 +135,21 @@ def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
     return (jnp.arange(length, dtype=jnp.int32) + jnp.asarray(start, jnp.int32))[None]
 
 
-def project_qkv(dimensions: Dimensions, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]):
+def project_qkv(
+    dimensions: Dimensions, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], *, qk_norm: bool = False
+):
     """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions.
 
-    Called inside a compact module, to which the parameters `query`, `key` and `value` belong.
+    `qk_norm`: queries and keys are normalised first, each head by itself, with one scale for all heads. Called inside a
+    compact module, to which the parameters `query`, `key`, `value`, `query_norm` and `key_norm` belong.
     """
     d = dimensions
     query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
     key = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="key")(x)
     value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
+    if qk_norm:
+        query = norm(d, name="query_norm", axis="head_dim")(query)
+        key = norm(d, name="key_norm", axis="head_dim")(key)
     if d.rope_theta is not None:
         query, key = rotate(query, positions, d.rope_theta), rotate(key, positions, d.rope_theta)
     return query, key, value

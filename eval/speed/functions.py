@@ -17,13 +17,14 @@ from brl_jax.attention.diag import diag_attention
 from brl_jax.attention.full import full_attention
 from brl_jax.attention.linear import linear_attention
 from brl_jax.attention.local import local_attention
+from brl_jax.attention.mlr import mlr_attention
 from brl_jax.attention.patterns import SlidingWindow
+from brl_jax.layers import MLRConfig
 from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
+from eval.speed.references import BETA, Arrays, Level, delta_reference, linear_reference, softmax_reference
 
 if TYPE_CHECKING:
     from eval.speed.options import SpeedOptions
-
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # query, key, value, cotangent: (B, n, N, H)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,28 +43,16 @@ class FunctionCase:
     growth: int
 
 
-def softmax_reference(sees: Callable[[SpeedOptions, Any, Any], Any]) -> Callable:
-    """The reference of causal softmax attention in which query i sees key j where sees(options, i, j)."""
-
-    def reference(
-        options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-    ) -> tuple[np.ndarray, ...]:
-        query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-        scale = 1 / np.sqrt(query.shape[-1])
-        visible = sees(options, rows[:, None], np.arange(key.shape[1])[None, :])
-        scores = np.where(visible, scale * np.einsum("brnh,bsnh->bnrs", query[:, rows], key), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
-        d_scores = scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
-        # No query before the tail sees a key of the tail, and all queries of the tail are among the rows.
-        last = rows >= tail
-        d_key = np.einsum("bnrs,brnh->bsnh", d_scores[:, :, last, tail:], query[:, rows[last]])
-        d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
-        out = np.einsum("bnrs,bsnh->brnh", weights, value)
-        return out, np.einsum("bnrs,bsnh->brnh", d_scores, key), d_key, d_value
-
-    return reference
+def _mlr_levels(options: SpeedOptions, length: int) -> list[Level]:
+    """Level l has 2^l blocks, the first l being 0 (rounded as `doubling_block_sizes` says)."""
+    levels, start = [], 0
+    ranks = _mlr_ranks(options)
+    for level, rank in enumerate(ranks):
+        size = -(-length // 2 ** (len(ranks) - 1)) * 2 ** (len(ranks) - 1 - level)
+        same = functools.partial(lambda size, i, j: i // size == j // size, size)
+        levels.append(Level(slice(start, start + rank), 1 / rank, same))
+        start += rank
+    return levels
 
 
 def _full(options: SpeedOptions) -> Callable:
@@ -75,6 +64,30 @@ def _local(options: SpeedOptions) -> Callable:
     return functools.partial(local_attention, pattern=pattern, is_causal=True)
 
 
+def _mlr_ranks(options: SpeedOptions) -> tuple[int, ...]:
+    return MLRConfig().level_ranks(options.head_dim)
+
+
+def _mlr(options: SpeedOptions) -> Callable:
+    return functools.partial(mlr_attention, ranks=_mlr_ranks(options), is_causal=True)
+
+
+def _mlr_dense(options: SpeedOptions) -> Callable:
+    """MLR attention by its matrix of scores, level by level; what its form in rectangles is compared with."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        place = jnp.arange(key.shape[1])
+        scores: Any = 0.0
+        for features, scale, holds in _mlr_levels(options, key.shape[1]):
+            level = scale * jnp.einsum("btnh,bsnh->bnts", query[..., features], key[..., features])
+            scores = scores + jnp.where(holds(place[:, None], place[None, :])[None, None], level, 0.0)
+        visible = (place[:, None] >= place[None, :])[None, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores.astype(jnp.float32), -jnp.inf), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
+
+    return attend
+
+
 def _diag(options: SpeedOptions) -> Callable:
     return functools.partial(diag_attention, is_causal=True)
 
@@ -83,39 +96,9 @@ def _linear(options: SpeedOptions) -> Callable:
     return functools.partial(linear_attention, is_causal=True)
 
 
-def linear_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-) -> tuple[np.ndarray, ...]:
-    """The reference of causal linear attention with the features 1 + elu, by its matrix of weights."""
-    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-
-    def phi(x: np.ndarray) -> np.ndarray:
-        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
-
-    def slope(x: np.ndarray) -> np.ndarray:
-        return np.where(x > 0, 1, np.exp(np.minimum(x, 0)))
-
-    visible = np.arange(key.shape[1])[None, :] <= rows[:, None]
-    scores = np.where(visible, np.einsum("brnh,bsnh->bnrs", phi(query[:, rows]), phi(key)), 0)
-    total = scores.sum(-1, keepdims=True)
-    weights = scores / total
-    d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
-    d_scores = np.where(visible, d_weights - (weights * d_weights).sum(-1, keepdims=True), 0) / total
-    last = rows >= tail
-    d_key = np.einsum("bnrs,brnh->bsnh", d_scores[:, :, last, tail:], phi(query[:, rows[last]]))
-    d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
-    out = np.einsum("bnrs,bsnh->brnh", weights, value)
-    d_query = np.einsum("bnrs,bsnh->brnh", d_scores, phi(key)) * slope(query[:, rows])
-    return out, d_query, d_key * slope(key[:, tail:]), d_value
-
-
-# How far a token's value replaces what the state holds for its key.
-_BETA = 0.5
-
-
 def _delta(options: SpeedOptions) -> Callable:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return delta_rule(query, key, value, jnp.full(key.shape[:3], _BETA, key.dtype))
+        return delta_rule(query, key, value, jnp.full(key.shape[:3], BETA, key.dtype))
 
     return attend
 
@@ -130,7 +113,7 @@ def _delta_scan(options: SpeedOptions) -> Callable:
         def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
             q, k, v = token
             error = v - jnp.einsum("bnfh,bnf->bnh", state, k)
-            state = state + _BETA * k[..., None] * error[..., None, :]
+            state = state + BETA * k[..., None] * error[..., None, :]
             return state, jnp.einsum("bnfh,bnf->bnh", state, q)
 
         _, batch, heads, size = key.shape
@@ -140,47 +123,16 @@ def _delta_scan(options: SpeedOptions) -> Callable:
     return attend
 
 
-def delta_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
-) -> tuple[np.ndarray, ...]:
-    """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient."""
-    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
-    size = np.linalg.norm(key, axis=-1, keepdims=True)
-    key = key / size
-    length = key.shape[1]
-    state = np.zeros((*key.shape[::2], key.shape[3], value.shape[3]))
-    out, d_query, before = np.zeros_like(value), np.zeros_like(query), {}
-    sampled = set(rows.tolist())
-    for t in range(length):
-        if t >= tail:
-            before[t] = state
-        error = value[:, t] - np.einsum("bnfh,bnf->bnh", state, key[:, t])
-        state = state + _BETA * key[:, t, :, :, None] * error[:, :, None]
-        if t in sampled:
-            out[:, t] = np.einsum("bnfh,bnf->bnh", state, query[:, t])
-            d_query[:, t] = np.einsum("bnfh,bnh->bnf", state, d_out[:, t])
-    d_state = np.zeros_like(state)
-    d_key, d_value = np.zeros_like(key), np.zeros_like(value)
-    for t in reversed(range(tail, length)):
-        k, held = key[:, t], before[t]
-        d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
-        error = value[:, t] - np.einsum("bnfh,bnf->bnh", held, k)
-        d_error = _BETA * np.einsum("bnfh,bnf->bnh", d_state, k)
-        d_unit = _BETA * np.einsum("bnfh,bnh->bnf", d_state, error)
-        d_unit = d_unit - np.einsum("bnfh,bnh->bnf", held, d_error)
-        d_key[:, t] = (d_unit - k * (k * d_unit).sum(-1, keepdims=True)) / size[:, t]
-        d_value[:, t] = d_error
-        d_state = d_state - k[..., None] * d_error[:, :, None]
-    return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]
-
-
 _FULL_REFERENCE = softmax_reference(lambda options, i, j: j <= i)
+_MLR_REFERENCE = softmax_reference(lambda options, i, j: j <= i, _mlr_levels)
 
 CASES: dict[str, FunctionCase] = {
     "full": FunctionCase(_full, _FULL_REFERENCE, growth=2),
     "local": FunctionCase(
         _local, softmax_reference(lambda options, i, j: (j <= i) & (i - j < options.window)), growth=1
     ),
+    "mlr": FunctionCase(_mlr, _MLR_REFERENCE, growth=2),
+    "mlr_dense": FunctionCase(_mlr_dense, _MLR_REFERENCE, growth=2),
     "diag": FunctionCase(
         _diag, softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)), growth=1
     ),

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from brl_jax.layers import (
     MECHANISMS,
+    BilinearBTTConfig,
+    BilinearMLRConfig,
     BRLConfig,
     BSBRConfig,
     CosformerConfig,
@@ -20,11 +22,13 @@ from brl_jax.layers import (
     FlashConfig,
     FullConfig,
     GauConfig,
+    GlobalWindowConfig,
     HopfieldConfig,
     LinearConfig,
     LinformerConfig,
     LocalConfig,
     Mechanism,
+    MLRConfig,
     NormConfig,
     PerformerConfig,
     TLinFormerConfig,
@@ -82,6 +86,19 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
     "gau": {"": GauConfig(key_dim=8, chunk_size=8)},
     "flash": {"": FlashConfig(key_dim=8, chunk_size=8)},
     "bsbr": {"": BSBRConfig(chunk_size=6), "compressed": BSBRConfig(chunk_size=8, compressed=5)},
+    "mlr": {
+        "": MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4)),
+        "context": MLRConfig(ranks=(2, 2), context=16, divide_by_levels=True, score_scale=2.0, qk_norm=False),
+    },
+    "bilinear_mlr": {
+        "": BilinearMLRConfig(),
+        "bare": BilinearMLRConfig(ranks=(3, 1), normalize=False, limit_weights=False),
+    },
+    "bilinear_btt": {
+        "": BilinearBTTConfig(),
+        "rank2": BilinearBTTConfig(rank=2, normalize=False, score_scale=0.5),
+    },
+    "global_window": {"": GlobalWindowConfig(window=4, ranks=(1, 3), score_scale=1.5)},
     "performer": {"": PerformerConfig(num_features=6, chunk_size=8)},
     "tlinformer": {"": TLinFormerConfig(window=8, context=5, hidden=1)},
 }

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import MECHANISMS, HopfieldConfig
+from brl_jax.layers import MECHANISMS, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack
 from tests.laws.cases import CASES, dimensions, named
 from tests.laws.networks import LAYERS, LENGTH, as_float64, jit, network, relative_error, slope_of
 from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
 from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
+from tests.laws.structured_oracles import NETWORKS as STRUCTURED_NETWORKS
 
-NETWORKS = {**SOFTMAX_NETWORKS, **STATE_NETWORKS}
+NETWORKS = {**SOFTMAX_NETWORKS, **STATE_NETWORKS, **STRUCTURED_NETWORKS}
 
 CAUSAL = named(lambda m: m.causal)
 FORMS = [(name, True) for name in CAUSAL] + [(name, False) for name in named(lambda m: m.bidirectional)]
@@ -259,6 +260,20 @@ def test_law_5_one_diagonal_block_is_full_attention():
 def test_law_5_one_hopfield_step_is_full_attention():
     full = network("full", True)
     one, two = (Stack((HopfieldConfig(steps=steps),) * LAYERS, dimensions(True)) for steps in (1, 2))
+    expected = full.run(full.variables, full.x)
+    assert relative_error(jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
+    assert relative_error(jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
+
+
+def test_law_5_one_mlr_level_is_full_attention():
+    full = network("full", True)
+    # The scale 1 / r of a level against full attention's 1 / sqrt(head_dim), here 1 / 4 and 1 / 2.
+    one, two = (
+        Stack(
+            (MLRConfig(ranks=ranks, context=16, qk_norm=False, score_scale=2.0),) * LAYERS, dimensions(True)
+        )
+        for ranks in ((4,), (2, 2))
+    )
     expected = full.run(full.variables, full.x)
     assert relative_error(jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
     assert relative_error(jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2

@@ -32,7 +32,7 @@ sizes = {}
 for name in sys.argv[2:]:
     known = {field.name for field in dataclasses.fields(CASES[name])}
     changes = {"window": 128, "num_compressed": 64, "block_size": 256, "num_projected": 128, "max_length": 1024}
-    changes |= {"context": 64}
+    changes |= {"context": 64 if name == "tlinformer" else 1024, "ranks": None, "block_sizes": None}
     mechanism = dataclasses.replace(CASES[name], **{k: v for k, v in changes.items() if k in known})
     d = dimensions(mechanism.causal, d_model=256, head_dim=64, num_kv_heads=4, d_ff=256, dtype=jnp.bfloat16)
     stack = make_stack((mechanism,) * (2 * mechanism.group), d)
@@ -43,7 +43,7 @@ for name in sys.argv[2:]:
     compiled = step.lower(jax.tree.map(place, variables), x).compile()
     sizes[name] = compiled.memory_analysis().temp_size_in_bytes
     text = compiled.as_text()
-    assert ("tpu_custom_call" in text) == name.startswith(("local", "brl", "tlinformer")), name
+    assert ("tpu_custom_call" in text) == name.startswith(("local", "brl", "global_window", "tlinformer")), name
     kernels = {"brl": ("compress", "propagate"), "tlinformer": ("compress",)}.get(name.split("-")[0], ())
     missing = [k + p for k in kernels for p in ("_forward", "_backward") if k + p not in text]
     assert not missing, (name, missing)

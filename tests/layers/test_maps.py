@@ -19,6 +19,10 @@ PLAIN = {
     "cosformer": {"chunk_size": 4},
     "performer": {"chunk_size": 4},
     "bsbr": {"chunk_size": 4},
+    "mlr": {"ranks": (2, 2), "block_sizes": (None, 4)},
+    "bilinear_mlr": {},
+    "bilinear_btt": {},
+    "global_window": {"window": 4},
 }
 LENGTH = 10
 

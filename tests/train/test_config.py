@@ -264,7 +264,25 @@ TABLE = {
 
 
 def test_the_table_has_every_preset_of_the_paper():
-    assert set(TABLE) == set(PRESETS) - {"small"}
+    characters = {f"owt-chars-mlr{width}" for width in ("", "-256", "-1024")}
+    assert set(TABLE) == set(PRESETS) - {"small"} - characters
+
+
+@pytest.mark.parametrize(("suffix", "width"), [("", 512), ("-256", 256), ("-1024", 1024)])
+def test_mlr_presets_are_the_papers(suffix, width):
+    """Section 5.1 of the paper on structured matrices: six layers, heads of 64, characters, length 1024."""
+    config = PRESETS[f"owt-chars-mlr{suffix}"]
+    model = config.model
+    assert (model.num_layers, model.d_model, model.d_model // model.num_heads) == (6, width, 64)
+    assert (model.d_ff, model.ffn, config.loop.length) == (4 * width, "relu", 1024)
+    assert config.data.tokenizer.startswith("chars")
+    assert model.mechanism.levels(64, 1024) == {
+        "ranks": (32, 8, 8, 8, 4, 4),
+        "block_sizes": (None, 512, 256, 128, 64, 32),
+    }
+    changed = _parse(f"owt-chars-mlr{suffix} --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
+    assert changed.model.mechanism.block_sizes == (None, 64)
+    build_model(changed)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -338,5 +356,7 @@ def test_a_mechanism_whose_layers_come_in_blocks_gets_whole_ones():
     assert (model.num_layers, model.mechanism.group) == (4, 4)
     model = _parse("--mechanism tlinformer --mechanism.hidden 1 --num_layers 9").model
     assert (model.num_layers, model.mechanism.hidden) == (9, 1)
-    with pytest.raises(UserError, match="num_layers must be a multiple of 4, the layers of a block of .*, got 6"):
+    with pytest.raises(
+        UserError, match=r"num_layers must be a multiple of 4, the layers of a block of .*, got 6"
+    ):
         _parse("--mechanism tlinformer --num_layers 6")

@@ -32,7 +32,7 @@ class DataConfig:
     train, valid or test in them are those splits), tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG] (or a
     folder)."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT or words:max=SIZE."""
+    """bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise, chars."""
     holdout: float = 0.05
     """Share of the text held out for evaluation where it has no validation split of its own."""
     cache_dir: str | None = None

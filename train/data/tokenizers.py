@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-level BPE and words, behind one interface that also counts the text's bytes."""
+"""Tokenizers: bytes, characters, byte-level BPE and words, behind one interface that also counts the text's bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from jaxtyping import Int
 from train.data.files import write_whole
 from train.errors import UserError
 
-_EXPECTED = "bytes, bpe:SIZE, words, words:MIN_COUNT or words:max=SIZE"
+_EXPECTED = (
+    "bytes, chars, chars:MIN_COUNT, chars:max=SIZE, bpe:SIZE, words, words:MIN_COUNT or words:max=SIZE"
+)
 _PIECE = 1 << 20
 # BPE learns from this much text at most: merges settle long before, and the trainer keeps every distinct word
 # in memory.
@@ -30,6 +32,7 @@ _BPE_PIECE, _BPE_BATCH = 1 << 16, 64
 _NO_EXTRA = np.zeros((0, 2), np.int64)
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
+UNKNOWN_CHARACTER = "\ufffd"
 
 
 class Encoded(NamedTuple):
@@ -88,7 +91,8 @@ class Tokenizer(abc.ABC):
         return {}
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes tokenizer_config.json and what belongs to it (bpe: tokenizer.json, words: vocab.txt).
+        """Writes tokenizer_config.json and what belongs to it (bpe: tokenizer.json, words: vocab.txt, chars:
+        characters.json).
 
         Each file is written aside and renamed; the configuration comes last, so that a folder that has it is
         whole.
@@ -116,6 +120,64 @@ class BytesTokenizer(Tokenizer):
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
         for piece in pieces:
             yield Encoded(np.frombuffer(piece, np.uint8), _NO_EXTRA)
+
+
+class CharactersTokenizer(Tokenizer):
+    """The characters of the training text, and U+FFFD for others (character-level language modeling: 002, 5.1)."""
+
+    def __init__(self, spec: str, characters: Sequence[str]):
+        self.spec = spec
+        self._characters = list(characters)
+        self._unknown = self._characters.index(UNKNOWN_CHARACTER)
+        codes = np.array([ord(c) for c in self._characters], np.uint32)
+        self._order = np.argsort(codes).astype(np.int32)
+        self._codes = codes[self._order]
+        self.token_bytes = np.array([len(c.encode()) for c in self._characters], np.int64)
+
+    @classmethod
+    def train(
+        cls, spec: str, pieces: Iterable[bytes], min_count: int, size: int | None
+    ) -> CharactersTokenizer:
+        """Keeps the characters seen `min_count` times, the `size` most frequent with U+FFFD included."""
+        counts: Counter[str] = Counter()
+        for piece in pieces:
+            counts.update(_decode(piece))
+        kept = [c for c, n in counts.items() if n >= min_count and c != UNKNOWN_CHARACTER]
+        kept.sort(key=lambda c: (-counts[c], c))
+        return cls(spec, [UNKNOWN_CHARACTER, *kept][:size])
+
+    def _find(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token of each character, and whether it has one of its own."""
+        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+        places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        known = self._codes[places] == codes
+        return np.where(known, self._order[places], self._unknown).astype(np.int32), known
+
+    def encode(self, text: str) -> Int[np.ndarray, " length"]:
+        ids, known = self._find(text)
+        unknown = list(dict.fromkeys(text[i] for i in np.flatnonzero(~known)))
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            raise UserError(
+                f"text has {len(unknown)} characters outside the vocabulary of {self.vocab_size}: {shown}; "
+                "expected characters of the training text"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
+        return "".join(self._characters[i] for i in np.asarray(ids).tolist())
+
+    def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
+        for piece in pieces:
+            text = _decode(piece)
+            ids, known = self._find(text)
+            unknown = np.flatnonzero(~known)
+            sizes = np.array([len(text[i].encode()) for i in unknown], np.int64)
+            extra = np.stack([unknown, sizes - self.token_bytes[self._unknown]], 1)
+            yield Encoded(ids.astype(self.dtype), extra)
+
+    def _payload(self) -> dict[str, str]:
+        return {"characters.json": json.dumps(self._characters) + "\n"}
 
 
 class BPETokenizer(Tokenizer):
@@ -303,28 +365,29 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
         if not rest.isdecimal() or int(rest) <= 256:
             raise UserError(f"--tokenizer: bpe:SIZE needs a whole number above 256, got {spec!r}")
         return lambda pieces: BPETokenizer.train(int(rest), pieces())
-    if kind == "words":
+    if kind in ("words", "chars"):
+        learner, least = (WordsTokenizer, 3) if kind == "words" else (CharactersTokenizer, 2)
         match = re.fullmatch(r"(max=)?(\d+)", rest) if colon else None
-        if colon and (match is None or int(match[2]) < (3 if match[1] else 1)):
+        if colon and (match is None or int(match[2]) < (least if match[1] else 1)):
             raise UserError(
-                f"--tokenizer: words takes a count of at least 1 (words:3) "
-                f"or a size of at least 3 (words:max=50000), got {spec!r}"
+                f"--tokenizer: {kind} takes a count of at least 1 ({kind}:3) "
+                f"or a size of at least {least} ({kind}:max=50000), got {spec!r}"
             )
         number = int(match[2]) if match else 1
         limits = (
             {"min_count": 1, "size": number} if match and match[1] else {"min_count": number, "size": None}
         )
-        return lambda pieces: WordsTokenizer.train(spec, pieces(), **limits)
-    near = difflib.get_close_matches(kind.lower(), ["bytes", "bpe", "words"], n=1)
+        return lambda pieces: learner.train(spec, pieces(), **limits)
+    near = difflib.get_close_matches(kind.lower(), ["bytes", "chars", "bpe", "words"], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UserError(f"--tokenizer: unknown tokenizer {spec!r}, expected {_EXPECTED}{hint}")
 
 
 def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokenizer:
-    """Makes the tokenizer that `spec` asks for; bpe and words learn their vocabulary from the pieces.
+    """Makes the tokenizer that `spec` asks for; all but bytes learn their vocabulary from the pieces.
 
     Args:
-      spec: bytes, bpe:SIZE, words[:MIN_COUNT] or words:max=SIZE.
+      spec: bytes, bpe:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise.
       pieces: gives the training text as `text_pieces`; called only where something is learnt.
 
     Raises:
@@ -350,6 +413,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
             return BPETokenizer(
                 spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
             )
+        if spec.startswith("chars"):
+            return CharactersTokenizer(spec, json.loads((folder / "characters.json").read_text()))
         return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])
     except FileNotFoundError as error:
         raise UserError(

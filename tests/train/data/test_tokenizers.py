@@ -12,7 +12,7 @@ from train.data import load_tokenizer
 from train.data.tokenizers import text_pieces, train_tokenizer
 from train.errors import UserError
 
-SPECS = ("bytes", "bpe:300", "words", "words:2", "words:max=8")
+SPECS = ("bytes", "bpe:300", "words", "words:2", "words:max=8", "chars", "chars:max=8")
 TEXT = " the cat sat on the mat , the dog did not \n \n the café was on the mat \n" * 3
 # Letters, blanks of several widths, line ends, signs of two to four bytes, the marks themselves.
 TEXTS = st.lists(
@@ -115,6 +115,20 @@ def test_words_round_trip_and_vocabulary():
     assert [words.decode([i]) for i in range(3)] == ["<unk>", "\n", "the"]
 
 
+def test_characters_round_trip_and_vocabulary():
+    chars = TOKENIZERS["chars"]
+    assert chars.decode(chars.encode(TEXT)) == TEXT
+    assert chars.vocab_size == len(set(TEXT)) + 1
+    assert [chars.decode([i]) for i in range(3)] == ["\ufffd", " ", "t"]  # by how often they come
+    assert TOKENIZERS["chars:max=8"].vocab_size == 8
+    assert make("chars:4", "abbb" * 3 + "cc").vocab_size == 2
+    ids, sizes = encoded(chars, ["z é 🙂".encode()])
+    assert chars.decode(ids) == "\ufffd é \ufffd"
+    assert sizes.tolist() == [1, 1, 2, 1, 4]
+    with pytest.raises(UserError, match=r"2 characters outside the vocabulary of \d+: 'z', '🙂'"):
+        chars.encode("the z 🙂z")
+
+
 def test_words_refuse_a_prompt_with_unknown_words():
     with pytest.raises(UserError, match=r"2 words outside the vocabulary of \d+: 'zebra', 'Ünknown'"):
         TOKENIZERS["words"].encode("the zebra sat the Ünknown zebra")
@@ -127,7 +141,7 @@ def test_bytes_that_are_no_text():
     assert tokenizer.encode(os.fsdecode(b"a\xff")).tolist() == [97, 255]
     with pytest.raises(UserError, match="not UTF-8"):
         TOKENIZERS["bpe:300"].encode("a\udcff")
-    for spec in ("bpe:300", "words"):
+    for spec in ("bpe:300", "words", "chars"):
         with pytest.raises(UserError, match=r"not UTF-8.*--tokenizer bytes"):
             list(TOKENIZERS[spec].encode_corpus([b"caf\xe9 \n"]))
 
@@ -146,7 +160,8 @@ def test_saved_and_loaded_it_is_the_same(spec, tmp_path):
     loaded = load_tokenizer(tmp_path / "run")
     assert loaded.spec == spec
     assert loaded.digest == TOKENIZERS[spec].digest
-    assert loaded.encode("the mat\n").tolist() == TOKENIZERS[spec].encode("the mat\n").tolist()
+    pair = [list(encoded(t, [b"the mat\n"])[0]) for t in (loaded, TOKENIZERS[spec])]
+    assert pair[0] == pair[1]
     assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
 
 
@@ -172,13 +187,15 @@ def test_dtype_is_the_smallest():
     ("spec", "message"),
     [
         ("byte", "unknown tokenizer 'byte'.*did you mean 'bytes'"),
-        ("sentencepiece", "unknown tokenizer 'sentencepiece', expected bytes, bpe:SIZE"),
+        ("sentencepiece", "unknown tokenizer 'sentencepiece', expected bytes, chars, "),
         ("bpe", "bpe:SIZE needs a whole number above 256, got 'bpe'"),
         ("bpe:256", "above 256, got 'bpe:256'"),
         ("bpe:many", "above 256, got 'bpe:many'"),
         ("words:0", "at least 1"),
         ("words:", "at least 1"),
         ("words:max=2", "at least 3"),
+        ("chars:max=1", "at least 2"),
+        ("char", "did you mean 'chars'"),
         ("words:min=2", "got 'words:min=2'"),
     ],
 )

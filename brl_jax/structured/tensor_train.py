@@ -1,0 +1,211 @@
+"""Block tensor trains and the matrices that they generalise: Monarch, Kronecker and butterfly (002, section 3.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brl_jax.structured.base import StructuredMatrix, check_rank, check_same, check_vectors
+from brl_jax.structured.mlbtc import MLBTC, BlockContraction
+from brl_jax.structured.scale import draw
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class BTT(StructuredMatrix):
+    """A block tensor train of rank t (002, eqs. 5 and 11): (a b) rows, (c e) columns,
+
+    M[(a, b), (c, e)] = sum_t left[b, a, c, t] right[c, e, b, t].
+    """
+
+    left: Float[Array, "b a c t"]
+    right: Float[Array, "c e b t"]
+
+    def check(self) -> None:
+        check_rank("left", self.left, "b a c t")
+        check_rank("right", self.right, "c e b t")
+        b, _, c, t = self.left.shape
+        check_same("c, b, t", (c, b, t), (self.right.shape[0], *self.right.shape[2:]))
+
+    @classmethod
+    def init(cls, key: Array, rows: tuple[int, int], columns: tuple[int, int], rank: int) -> BTT:
+        """rows = (a, b), columns = (c, e)."""
+        left, right = jax.random.split(key)
+        (a, b), (c, e) = rows, columns
+        return cls(draw(left, (b, a, c, rank), c * rank, a), draw(right, (c, e, b, rank), e, b * rank))
+
+    def as_mlbtc(self) -> MLBTC:
+        return MLBTC((BlockContraction(self.left[None], self.right[None]),))
+
+    def to_dense(self) -> Float[Array, "rows columns"]:
+        (b, a, c, _), e = self.left.shape, self.right.shape[1]
+        # (a, c, 1, b, t) times (1, c, e, b, t), the pairs of each (c, b) on their own.
+        products = self.left.transpose(1, 2, 0, 3)[:, :, None] * self.right[None]
+        return products.sum(-1).transpose(0, 3, 1, 2).reshape(a * b, c * e)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Monarch(StructuredMatrix):
+    """P^T diag(left_1 .. left_b) P diag(right_1 .. right_c) with P a transposition (Dao et al. 2022, arXiv 2204.00595).
+
+    Attributes:
+      left: (b, a, c), b blocks of a x c; right: (c, b, e), c blocks of b x e.
+    """
+
+    left: Float[Array, "b a c"]
+    right: Float[Array, "c b e"]
+
+    def check(self) -> None:
+        check_rank("left", self.left, "b a c")
+        check_rank("right", self.right, "c b e")
+        check_same("c, b", self.left.shape[2:] + self.left.shape[:1], self.right.shape[:2])
+
+    @classmethod
+    def init(cls, key: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Monarch:
+        """rows = (a, b), columns = (c, e)."""
+        left, right = jax.random.split(key)
+        (a, b), (c, e) = rows, columns
+        return cls(draw(left, (b, a, c), c, a), draw(right, (c, b, e), e, b))
+
+    def as_mlbtc(self) -> MLBTC:
+        return BTT(self.left[..., None], self.right.swapaxes(1, 2)[..., None]).as_mlbtc()
+
+    def to_dense(self) -> Float[Array, "rows columns"]:
+        b, a, c = self.left.shape
+        inner = jax.scipy.linalg.block_diag(*self.right)  # (c b, c e)
+        inner = inner.reshape(c, b, -1).swapaxes(0, 1).reshape(b * c, -1)
+        outer = jax.scipy.linalg.block_diag(*self.left) @ inner  # (b a, c e)
+        return outer.reshape(b, a, -1).swapaxes(0, 1).reshape(a * b, -1)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Kronecker(StructuredMatrix):
+    """The Kronecker product of left (a, c) and right (b, e)."""
+
+    left: Float[Array, "a c"]
+    right: Float[Array, "b e"]
+
+    def check(self) -> None:
+        check_rank("left", self.left, "a c")
+        check_rank("right", self.right, "b e")
+
+    @classmethod
+    def init(cls, key: Array, rows: tuple[int, int], columns: tuple[int, int]) -> Kronecker:
+        """rows = (a, b), columns = (c, e)."""
+        left, right = jax.random.split(key)
+        (a, b), (c, e) = rows, columns
+        return cls(draw(left, (a, c), c, a), draw(right, (b, e), e, b))
+
+    @property
+    def rank(self) -> int:
+        return min(self.left.shape) * min(self.right.shape)
+
+    def as_mlbtc(self) -> MLBTC:
+        (a, c), (b, e) = self.left.shape, self.right.shape
+        left = jnp.broadcast_to(self.left[None, :, :, None], (b, a, c, 1))
+        right = jnp.broadcast_to(self.right.T[None, :, :, None], (c, e, b, 1))
+        return BTT(left, right).as_mlbtc()
+
+    def to_dense(self) -> Float[Array, "rows columns"]:
+        return jnp.kron(self.left, self.right)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Butterfly(StructuredMatrix):
+    """A product of log2(n) sparse matrices (Dao et al. 2019, arXiv 1903.05895), n a power of two.
+
+    Factor i maps each pair of places j and j + 2^i (j's bit i being 0) by a 2 x 2 matrix of its own; factor 0 comes
+    first.
+
+    Attributes:
+      factors: (log2(n), n / 2, 2, 2): factor, pair by rising j, output, input.
+    """
+
+    factors: Float[Array, "k pairs 2 2"]
+
+    def check(self) -> None:
+        check_rank("factors", self.factors, "k pairs out in")
+        k = self.factors.shape[0]
+        if k < 1 or self.factors.shape != (k, 2 ** (k - 1), 2, 2):
+            raise ValueError(
+                f"factors must have shape (k, 2^(k-1), 2, 2) for a size of 2^k, got {self.factors.shape}"
+            )
+
+    @classmethod
+    def init(cls, key: Array, size: int) -> Butterfly:
+        k = size.bit_length() - 1
+        if size < 2 or size != 2**k:
+            raise ValueError(f"size must be a power of two from 2 on, got {size}")
+        return cls(draw(key, (k, size // 2, 2, 2), 2, 2))
+
+    @property
+    def size(self) -> int:
+        return 2 ** self.factors.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.size, self.size
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.size * self.factors.shape[0]
+
+    @property
+    def rank(self) -> int:
+        return self.size
+
+    def matmul(self, x: Float[Array, "*batch columns"]) -> Float[Array, "*batch rows"]:
+        self.check()
+        check_vectors("x", x, "columns", self.size)
+        return self._apply(x, 0, self.factors.shape[0])
+
+    def bilinear(
+        self, x: Float[Array, "*batch rows"], y: Float[Array, "*batch columns"]
+    ) -> Float[Array, "*batch"]:
+        self.check()
+        check_vectors("x", x, "rows", self.size)
+        return jnp.sum(x * self.matmul(y), axis=-1)
+
+    def _apply(self, x: Array, start: int, stop: int) -> Array:
+        """The product of the factors start .. stop with each vector of x."""
+        shape = x.shape
+        for i in range(start, stop):
+            stride = 2**i
+            pairs = self.factors[i].reshape(-1, stride, 2, 2)
+            cut = x.reshape(*shape[:-1], -1, 2, stride)
+            x = jnp.einsum("nsoi,...nis->...nos", pairs, cut).reshape(shape)
+        return x
+
+    def as_mlbtc(self) -> MLBTC:
+        """As a Monarch matrix: the factors of small strides act inside blocks of consecutive places, the others on
+        places that are the same in all blocks."""
+        split, k = self.factors.shape[0] // 2, self.factors.shape[0]
+        inside, blocks = 2**split, 2 ** (k - split)
+        unit = jnp.eye(inside, dtype=self.factors.dtype)
+        low = jnp.broadcast_to(unit[:, None], (inside, blocks, inside)).reshape(inside, self.size)
+        right = self._apply(low, 0, split).reshape(inside, blocks, inside)  # (e, c, b)
+        unit = jnp.eye(blocks, dtype=self.factors.dtype)
+        high = jnp.broadcast_to(unit[:, :, None], (blocks, blocks, inside)).reshape(blocks, self.size)
+        left = self._apply(high, split, k).reshape(blocks, blocks, inside)  # (c, a, b)
+        return Monarch(left.transpose(2, 1, 0), right.transpose(1, 2, 0)).as_mlbtc()
+
+    def to_dense(self) -> Float[Array, "rows columns"]:
+        """Factor after factor as a sparse n x n matrix."""
+        dense = jnp.eye(self.size, dtype=self.factors.dtype)
+        places = jnp.arange(self.size // 2, dtype=jnp.int32)
+        for i, pairs in enumerate(self.factors):
+            stride = 2**i
+            first = places // stride * 2 * stride + places % stride
+            factor = jnp.zeros_like(dense)
+            for out in (0, 1):
+                for into in (0, 1):
+                    factor = factor.at[first + out * stride, first + into * stride].set(pairs[:, out, into])
+            dense = factor @ dense
+        return dense

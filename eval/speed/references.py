@@ -1,0 +1,123 @@
+"""Float64 references of attention functions, forward and gradients, on a sample of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from eval.speed.options import SpeedOptions
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # query, key, value, cotangent: (B, n, N, H)
+
+
+# How far a token's value replaces what the state holds for its key.
+BETA = 0.5
+
+
+class Level(NamedTuple):
+    """Features of the head whose products, times a scale, count in the scores of the pairs (i, j) that it holds."""
+
+    features: slice
+    scale: float
+    holds: Callable[[Any, Any], Any]
+
+
+def _one_level(options: SpeedOptions, length: int) -> list[Level]:
+    return [Level(slice(None), options.head_dim**-0.5, lambda i, j: 1.0)]
+
+
+def softmax_reference(
+    sees: Callable[[SpeedOptions, Any, Any], Any],
+    levels: Callable[[SpeedOptions, int], list[Level]] = _one_level,
+) -> Callable:
+    """The reference of causal softmax attention in which query i sees key j where sees(options, i, j)."""
+
+    def reference(
+        options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+    ) -> tuple[np.ndarray, ...]:
+        query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+        columns = np.arange(key.shape[1])
+        parts = [
+            (level.features, level.scale * level.holds(rows[:, None], columns[None, :]))
+            for level in levels(options, key.shape[1])
+        ]
+        scores = sum(w * np.einsum("brnh,bsnh->bnrs", query[:, rows][..., f], key[..., f]) for f, w in parts)
+        scores = np.where(sees(options, rows[:, None], columns[None, :]), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
+        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+        # No query before the tail sees a key of the tail, and all queries of the tail are among the rows.
+        last = rows >= tail
+        d_query, d_key = np.zeros_like(query[:, rows]), np.zeros_like(key[:, tail:])
+        for f, weight in parts:
+            own = weight * d_scores
+            d_query[..., f] = np.einsum("bnrs,bsnh->brnh", own, key[..., f])
+            d_key[..., f] = np.einsum("bnrs,brnh->bsnh", own[:, :, last, tail:], query[:, rows[last]][..., f])
+        d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
+        return np.einsum("bnrs,bsnh->brnh", weights, value), d_query, d_key, d_value
+
+    return reference
+
+
+def linear_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    """The reference of causal linear attention with the features 1 + elu, by its matrix of weights."""
+    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+
+    def phi(x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+    def slope(x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, 1, np.exp(np.minimum(x, 0)))
+
+    visible = np.arange(key.shape[1])[None, :] <= rows[:, None]
+    scores = np.where(visible, np.einsum("brnh,bsnh->bnrs", phi(query[:, rows]), phi(key)), 0)
+    total = scores.sum(-1, keepdims=True)
+    weights = scores / total
+    d_weights = np.einsum("brnh,bsnh->bnrs", d_out[:, rows], value)
+    d_scores = np.where(visible, d_weights - (weights * d_weights).sum(-1, keepdims=True), 0) / total
+    last = rows >= tail
+    d_key = np.einsum("bnrs,brnh->bsnh", d_scores[:, :, last, tail:], phi(query[:, rows[last]]))
+    d_value = np.einsum("bnrs,brnh->bsnh", weights[:, :, last, tail:], d_out[:, rows[last]])
+    out = np.einsum("bnrs,bsnh->brnh", weights, value)
+    d_query = np.einsum("bnrs,bsnh->brnh", d_scores, phi(key)) * slope(query[:, rows])
+    return out, d_query, d_key * slope(key[:, tail:]), d_value
+
+
+def delta_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient."""
+    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+    size = np.linalg.norm(key, axis=-1, keepdims=True)
+    key = key / size
+    length = key.shape[1]
+    state = np.zeros((*key.shape[::2], key.shape[3], value.shape[3]))
+    out, d_query, before = np.zeros_like(value), np.zeros_like(query), {}
+    sampled = set(rows.tolist())
+    for t in range(length):
+        if t >= tail:
+            before[t] = state
+        error = value[:, t] - np.einsum("bnfh,bnf->bnh", state, key[:, t])
+        state = state + BETA * key[:, t, :, :, None] * error[:, :, None]
+        if t in sampled:
+            out[:, t] = np.einsum("bnfh,bnf->bnh", state, query[:, t])
+            d_query[:, t] = np.einsum("bnfh,bnh->bnf", state, d_out[:, t])
+    d_state = np.zeros_like(state)
+    d_key, d_value = np.zeros_like(key), np.zeros_like(value)
+    for t in reversed(range(tail, length)):
+        k, held = key[:, t], before[t]
+        d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
+        error = value[:, t] - np.einsum("bnfh,bnf->bnh", held, k)
+        d_error = BETA * np.einsum("bnfh,bnf->bnh", d_state, k)
+        d_unit = BETA * np.einsum("bnfh,bnh->bnf", d_state, error)
+        d_unit = d_unit - np.einsum("bnfh,bnh->bnf", held, d_error)
+        d_key[:, t] = (d_unit - k * (k * d_unit).sum(-1, keepdims=True)) / size[:, t]
+        d_value[:, t] = d_error
+        d_state = d_state - k[..., None] * d_error[:, :, None]
+    return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]

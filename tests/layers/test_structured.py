@@ -1,0 +1,117 @@
+"""Layers with structured scores: their defaults, caches and errors (their mathematics: tests/laws)."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import (
+    BilinearBTTConfig,
+    BilinearMLRConfig,
+    Dimensions,
+    GlobalWindowConfig,
+    MLRConfig,
+)
+from brl_jax.models import DecoderConfig
+from brl_jax.structured import rms_limit
+
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def dimensions(width=64, heads=4, kv_heads=2, **changes):
+    return Dimensions(width, heads, kv_heads, width // heads, width, is_causal=True, **changes)
+
+
+def test_default_ranks():
+    assert MLRConfig().level_ranks(64) == (32, 8, 8, 8, 4, 4)
+    assert [MLRConfig().level_ranks(size) for size in (16, 20, 7, 1)] == [
+        (8, 2, 2, 2, 1, 1), (10, 10), (4, 3), (1,)
+    ]  # fmt: skip
+    for width, heads in ((64, 4), (64, 8), (96, 8), (256, 4), (32, 1), (36, 4)):
+        ranks = BilinearMLRConfig().level_ranks(dimensions(width, heads, 1))
+        assert sum(ranks) == width // heads
+        assert width % 2 ** (len(ranks) - 1) == 0
+        full_rank = sum(rank * 2**level for level, rank in enumerate(ranks)) >= width
+        assert full_rank == ((width, heads) != (36, 4)), (width, heads, ranks)
+
+
+def test_mlr_cache_is_as_large_as_the_formula_says():
+    """sum_l r_l T / 2^(l-1) numbers for each key head, beside the values (002, section 3.4)."""
+    layer = MLRConfig(context=256).layer(dimensions(256, 4, 2))
+    state = layer.init_cache(3, 256)["state"]
+    ranks = (32, 8, 8, 8, 4, 4)
+    assert sum(keys.size for keys in state.keys) == 3 * 2 * sum(r * 256 // 2**i for i, r in enumerate(ranks))
+    # Longer sequences add to the coarsest level only.
+    longer = layer.init_cache(3, 1024)["state"]
+    assert [k.shape[1] for k in longer.keys] == [1024, *(k.shape[1] for k in state.keys[1:])]
+
+
+def test_sizes_that_grow_with_the_sequence():
+    """They are those of the cache's length in generation: a full one gives what training gives."""
+    d = dimensions(16, 4, 2)
+    layer = MLRConfig(ranks=(2, 1, 1), context=None).layer(d)
+    x = jax.random.normal(jax.random.key(0), (2, 12, 16))
+    variables = nn.unbox(jit(layer.init)(jax.random.key(1), x))
+    expected, _, _ = jit(layer.apply)(variables, x)
+    step = jit(lambda v, x, cache: layer.apply(v, x, cache=cache))
+    cache, outputs = layer.init_cache(2, 12), []
+    assert [keys.shape[1] for keys in cache["state"].keys] == [12, 6, 3]
+    for start, stop in ((0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
+        y, _, cache = step(variables, x[:, start:stop], cache)
+        outputs.append(y)
+    np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+    fixed = MLRConfig(ranks=(2, 1, 1), context=48).layer(d)
+    assert np.abs(jit(fixed.apply)(variables, x)[0] - expected).max() > 1e-4
+
+
+def test_other_caches():
+    d = dimensions()
+    split = GlobalWindowConfig(window=5, ranks=(6, 10)).layer(d).init_cache(3, 40)
+    assert [split[name].shape for name in ("key", "window_key", "value")] == [
+        (3, 40, 2, 6), (3, 5, 2, 10), (3, 40, 2, 16)
+    ]  # fmt: skip
+    assert BilinearBTTConfig().layer(d).init_cache(3, 40)["key"].shape == (3, 40, 4, 64)
+    ranks = BilinearMLRConfig(ranks=(8, 8))
+    assert ranks.layer(d).init_cache(3, 40)["key"].shape == (3, 40, 2, 8 + 16)
+
+
+def test_weights_start_at_their_limit():
+    """The bilinear weights are drawn with RMS_0, so that the limit holds nothing back at first."""
+    layer = BilinearBTTConfig(rank=2).layer(dimensions())
+    params = nn.unbox(jit(layer.init)(jax.random.key(0), jnp.ones((1, 3, 64))))["params"]
+    assert params["right"].shape == (8, 8, 4, 8, 2)
+    assert params["left"].shape == (4, 8, 8, 8, 2)
+    for name, fans in (("right", (8, 64)), ("left", (16, 8))):
+        rms = float(jnp.sqrt(jnp.mean(params[name] ** 2)))
+        assert rms == pytest.approx(rms_limit(*fans), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MLRConfig(ranks=(8, 4)).check(dimensions()), r"ranks must sum to the head_dim 16, got 8\+4 = 12"),
+        (lambda: MLRConfig(ranks=(8, 0)), "ranks must be one or more ints of at least 1"),
+        (lambda: MLRConfig(ranks=(8, 4, 4), block_sizes=(None, 24, 16)), "nested.*got 24 before 16"),
+        (lambda: MLRConfig(ranks=(8, 8), block_sizes=(None, 24, 12)), "one size for each of the 2 ranks, got 3"),
+        (lambda: MLRConfig(block_sizes=(None, 24)), "block_sizes need ranks"),
+        (lambda: MLRConfig(context=0), "context must be at least 1 or None, got 0"),
+        (lambda: BilinearMLRConfig(ranks=(8, 4)).check(dimensions()), r"sum to the head_dim 16, got 8\+4 = 12"),
+        (
+            lambda: BilinearMLRConfig(ranks=(2,) * 8).check(dimensions()),
+            "ranks of 8 levels need a d_model that is a multiple of 128, got 64",
+        ),
+        (lambda: BilinearBTTConfig(rank=0), "rank must be at least 1"),
+        (
+            lambda: DecoderConfig(d_model=46, num_heads=1, mechanism=BilinearBTTConfig()),
+            r"d_model: .*got 46 = 2\*23; the nearest such widths are 45 = 5\*9 and 48 = 6\*8",
+        ),
+        (lambda: GlobalWindowConfig(ranks=(8, 4)).check(dimensions()), r"ranks must sum to the head_dim 16, got 8\+4"),
+        (lambda: GlobalWindowConfig(window=0), "window must be at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
