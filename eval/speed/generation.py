@@ -210,7 +210,7 @@ def _at(cache: Any, **places: int) -> Any:
 
 
 def _compile(function: Callable, params: Any, tokens: Any, cache: Any) -> Any:
-    compiled = jax.jit(function, donate_argnums=2).lower(params, tokens, cache).compile()
+    compiled: Any = jax.jit(function, donate_argnums=2).lower(params, tokens, cache).compile()
     temp, room = compiled.memory_analysis().temp_size_in_bytes, available_bytes()
     if temp > 0.8 * room:
         raise NoNumber(

@@ -34,10 +34,14 @@ class Program:
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def warm_up(self) -> None:
-        """Decides how often a round calls it: a short program often enough for the clock."""
+        """Decides how often a round calls it: a short program often enough for the clock. For a long one this is a
+        round: it is compiled already, and what a first run costs besides is nothing beside a second."""
         start = time.perf_counter()
         self.run()
-        self.calls = max(1, min(50, int(0.005 / (time.perf_counter() - start))))
+        spent = time.perf_counter() - start
+        self.calls = max(1, min(50, int(0.005 / spent)))
+        if spent > 1.0:
+            self.seconds.append(spent / self.steps)
 
     def measure(self) -> float:
         """Notes the time of one step in one round; returns that of the round."""
@@ -150,11 +154,12 @@ def measure(
                 notes[case.name] = "no room: ran out of memory"
             progress.advance(task)
         progress.reset(task, total=repeats * len(candidates))
-        spent = dict.fromkeys(candidates, 0.0)
-        for done in range(repeats):
+        spent = {name: sum(sum(p.seconds) for p in c.programs.values()) for name, c in candidates.items()}
+        for _ in range(repeats):
             for name, candidate in candidates.items():
                 progress.update(task, description=f"{label}, n = {length}: timing {name}")
-                if spent[name] < patience or done < 2:
+                done = min(len(program.seconds) for program in candidate.programs.values())
+                if done < repeats and (spent[name] < patience or done < 2):
                     spent[name] += sum(program.measure() for program in candidate.programs.values())
                 progress.advance(task)
     finally:

@@ -265,7 +265,33 @@ TABLE = {
 
 def test_the_table_has_every_preset_of_the_paper():
     characters = {f"owt-chars-mlr{width}" for width in ("", "-256", "-1024")}
-    assert set(TABLE) == set(PRESETS) - {"small"} - characters
+    windows = {name for name in PRESETS if name.startswith("wikitext103-tlinformer")}
+    assert windows == {f"wikitext103-tlinformer-{name}" for name in WINDOWS}
+    assert set(TABLE) == set(PRESETS) - {"small"} - characters - windows
+
+
+# Length of training, and of the observed window's two parts (003, section 6.2.3): the generation's and the context's.
+WINDOWS = {
+    "base-512": (512, None, None),
+    "base-1k": (1024, None, None),
+    "base-2k": (2048, None, None),
+    "512-512-0.382": (512, 316, 196),
+    "512-512-0.5": (512, 256, 256),
+    "512-512-0.618": (512, 196, 316),
+    "1k-512-0.5": (1024, 256, 256),
+    "1k-1k-0.5": (1024, 512, 512),
+    "2k-512-0.5": (2048, 256, 256),
+    "2k-2k-0.5": (2048, 1024, 1024),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_tlinformers_presets_are_the_papers(name):
+    config = PRESETS[f"wikitext103-tlinformer-{name}"]
+    model, mechanism = config.model, config.model.mechanism
+    found = (getattr(mechanism, "window", None), getattr(mechanism, "context", None))
+    assert (config.loop.length, *found) == WINDOWS[name]
+    assert (model.num_layers, model.d_model, model.num_heads, config.loop.batch) == (8, 432, 12, 256)
 
 
 @pytest.mark.parametrize(("suffix", "width"), [("", 512), ("-256", 256), ("-1024", 1024)])
