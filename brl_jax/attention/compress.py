@@ -21,6 +21,7 @@ from brl_jax.attention.scores import (
     check_score,
     elementwise_weights,
 )
+from brl_jax.attention.varying import vary_like
 
 # Longer histories are read in pieces of this many keys, so that the (M, S) logits never exist at once.
 _CHUNK = 4096
@@ -233,7 +234,7 @@ def _pieces(query, key, contrast_key, value, gamma, bias, mask, *, scale, score)
         ), None
 
     xs = ([split_keys(k) for k in keys], split_keys(value), split_last(bias), split_last(mask))
-    states, _ = jax.lax.scan(piece, tuple(start() for _ in keys), xs)
+    states, _ = jax.lax.scan(piece, vary_like(tuple(start() for _ in keys), (query, xs)), xs)
     outs = [_finish(state, score) for state in states]
     out = outs[0] if contrast_key is None else outs[0] - gamma[None, None, :, None] * outs[1]
     return out.astype(query.dtype)

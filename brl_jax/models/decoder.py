@@ -14,6 +14,7 @@ from brl_jax.layers.mechanism import Dimensions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.stack import Stack
+from brl_jax.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +93,10 @@ class DecoderLM(nn.Module):
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
         # Inputs of size 1 beside logits of size 1, from one table: else what layers add drowns the tokens at first.
-        x = jnp.take(self.embedding, tokens, axis=0) * math.sqrt(self.config.d_model)
-        x = x.astype(self.config.dimensions.dtype)
+        x = jnp.take(constrain(self.embedding, ("vocab", None)), tokens, axis=0) * math.sqrt(
+            self.config.d_model
+        )
+        x = constrain(x.astype(self.config.dimensions.dtype), ("batch", "length", "embed"))
         x = self.dropout(x, deterministic=deterministic)
         return self.stack(
             x,
@@ -106,7 +109,8 @@ class DecoderLM(nn.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32."""
         embedding = self.embedding.astype(hidden.dtype)
-        return jnp.einsum("btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32)
+        return constrain(logits, ("batch", "length", "vocab"))
 
     def __call__(self, tokens: Int[Array, "B T"], **kwargs: Any):
         """Logits (B, T, V) in float32 and the new memory or cache; arguments as for `hidden`."""
