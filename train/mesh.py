@@ -102,7 +102,7 @@ def sharded_state(
 
 def held_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " held"]:
     """Numbers of the rows of a batch that this process's devices hold, ascending; all where they don't divide."""
-    parts = _rows_sharding(mesh, rows, 1).addressable_devices_indices_map((rows,)).values()
+    parts = rows_sharding(mesh, rows, 1).addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
 
 
@@ -120,12 +120,13 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
             first = int(np.searchsorted(held, start))
             return value[first : first + stop - start]
 
-        sharding = _rows_sharding(mesh, rows, value.ndim)
+        sharding = rows_sharding(mesh, rows, value.ndim)
         return jax.make_array_from_callback((rows, *value.shape[1:]), sharding, shard)
 
     return {name: place(name, value) for name, value in batch.items()}
 
 
-def _rows_sharding(mesh: Mesh, rows: int, dims: int) -> NamedSharding:
+def rows_sharding(mesh: Mesh, rows: int, dims: int) -> NamedSharding:
+    """Of an array of a batch of so many rows."""
     names = ("batch", *(None for _ in range(dims - 1)))
     return NamedSharding(mesh, partition_spec(names, (rows,) + (1,) * (dims - 1), dict(mesh.shape)))

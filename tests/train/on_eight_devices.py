@@ -31,7 +31,7 @@ from train.mesh import held_rows, place_batch, sharded_state  # noqa: E402
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule  # noqa: E402
 from train.step import make_train_step  # noqa: E402
 
-ROWS, LENGTH, STEPS = 16, 24, 4
+ROWS, LENGTH, STEPS = 16, 16, 4
 MESHES = {
     "data": MeshConfig(data=8),
     "fsdp": MeshConfig(fsdp=8),
