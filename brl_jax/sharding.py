@@ -41,20 +41,20 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "compressed_embed": ("fsdp",),
     "features": ("fsdp",),
+    "position": ("fsdp",),
     # Never cut: too short, or cut along another dimension of the same array.
     "head_dim": (),
     "layers": (),
     "compressed": (),
     "compressed_out": (),
     "pixel": (),
-    "position": (),
     "projected": (),
     "classes": (),
 }
 
-# Dimensions that stay whole where the mesh axis doesn't divide them; of the others that is an error. The tokenizer, not
-# the user, decides how many tokens there are.
-_MAY_STAY_WHOLE = frozenset(("vocab",))
+# Dimensions that stay whole where the mesh axis doesn't divide them; of the others that is an error. The data, not the
+# user, decide how many tokens there are and how long a text is.
+_MAY_STAY_WHOLE = frozenset(("vocab", "position"))
 
 # Neighbours that share one copy of the parameters by default: the chips of one or two hosts.
 _NEIGHBOURS = 8

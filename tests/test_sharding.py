@@ -95,7 +95,7 @@ def _mesh(**sizes):
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_matrix_of_every_mechanism_has_a_place(name):
-    """Names are in the table, and on 2 x 2 devices each matrix is cut, most of them in four."""
+    """Names are in the table, and on 2 x 2 devices each matrix is cut."""
     mechanism = MECHANISMS[name]()
     sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "mechanism": mechanism}
     if mechanism.causal:
@@ -106,15 +106,12 @@ def test_every_matrix_of_every_mechanism_has_a_place(name):
         lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0)
     )
     places = parameter_shardings(_mesh(fsdp=2, tensor=2), boxed)
-    whole = 0
     for (path, leaf), place in zip(
         jax.tree_util.tree_leaves_with_path(nn.unbox(boxed)), jax.tree.leaves(places)
     ):
         shares = np.prod(leaf.shape) / np.prod(place.shard_shape(leaf.shape))
-        if leaf.size > 4 * 32:  # no vector of the stack
-            whole += shares == 1
-            assert shares > 1 or min(leaf.shape[-2:]) < 32, jax.tree_util.keystr(path)
-    assert whole <= 3
+        if leaf.size >= 2 * 32 * 16:  # no vector of the two layers
+            assert shares > 1, jax.tree_util.keystr(path)
 
 
 def test_a_width_that_the_mesh_does_not_divide_is_named():

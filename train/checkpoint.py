@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.errors import RunError, UserError, one_line
+from train.hosts import is_lead
 from train.step import TrainState
 
 _DAMAGED = "damaged_checkpoints"
@@ -294,6 +295,8 @@ class Checkpoints:
         )
 
     def _set_aside(self, step: int) -> None:
+        if not is_lead():
+            return
         folder = self.folder.parent / _DAMAGED
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / str(step)

@@ -28,6 +28,7 @@ from brl_jax.models import DecoderConfig, StackConfig
 from brl_jax.sharding import AXES, MeshConfig
 from train.data import DataConfig
 from train.errors import UserError
+from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
 
 T = TypeVar("T")
@@ -151,6 +152,8 @@ class LmConfig:
     optimizer: Annotated[OptimizerConfig, Flat]
     mesh: MeshConfig = MeshConfig()
     """The devices."""
+    hosts: HostsConfig = HostsConfig()
+    """The processes."""
     sample_prompt: str = ""
     """Text that the sample printed at the end goes on from; empty: the first words of the held-out text."""
     sample_tokens: int = 256
@@ -278,7 +281,7 @@ def _one_line(complaint: str) -> str:
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
     message = " ".join(lines[: rules[0]] if rules else lines)
     message = re.sub(r"^Error parsing (loop|data|model|optimizer|[A-Z]\w*): ", "", message)
-    message = re.sub(r"^Error parsing (?:model\.)?(mesh|(?:late_)?mechanism): ", r"\1.", message)
+    message = re.sub(r"^Error parsing (?:model\.)?(mesh|hosts|(?:late_)?mechanism): ", r"\1.", message)
     message = message.removeprefix("Error parsing ")
     message = re.sub(r"invalid choice '(.*?)' .*Expected one of \((.*?)\)\.?", _with_nearest, message)
     usage = [lines[i + 1] for i, line in enumerate(lines[:-1]) if line == "Argument helptext:"]

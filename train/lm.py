@@ -24,6 +24,7 @@ from brl_jax.models import DecoderLM
 from train.config import LmConfig, parse, to_json
 from train.data import Corpus, EvalStream, Tokenizer, TokenStreams, load
 from train.errors import UserError, command
+from train.hosts import is_lead, join, lead_first
 from train.loop import train
 from train.mesh import held_rows, open_mesh
 from train.metrics import say
@@ -99,8 +100,10 @@ def main(argv: Sequence[str]) -> None:
     config = parse(
         PRESETS, "small", argv, prog="python -m train.lm", about="Trains a decoder language model on text."
     )
+    join(config.hosts)
     mesh = open_mesh(config.mesh, config.loop, config.model)
-    tokenizer, corpora = load(config.data, config.loop.workdir)
+    with lead_first("data"):
+        tokenizer, corpora = load(config.data, config.loop.workdir)
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     )
@@ -139,7 +142,8 @@ def main(argv: Sequence[str]) -> None:
                 rng=jax.random.key(config.loop.seed),
                 temperature=_SAMPLE_TEMPERATURE,
             )
-        print(tokenizer.decode(np.asarray(tokens[0])))
+        if is_lead():
+            print(tokenizer.decode(np.asarray(tokens.addressable_data(0)[0])))
 
 
 def _sample_prompt(config: LmConfig, tokenizer: Tokenizer, held_out: Corpus) -> Int[np.ndarray, " tokens"]:

@@ -27,6 +27,7 @@ from brl_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig, differences, write_json
 from train.errors import RunError, Stopped, UserError, one_line
+from train.hosts import is_lead, preempted
 from train.mesh import place_batch, sharded_state
 from train.metrics import MetricsLog, Reporter, say
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
@@ -64,14 +65,14 @@ class HeldOut(Protocol):
 
 class Signals:
     """Notes SIGTERM and Ctrl-C, in place of ending the process; a second Ctrl-C ends it. A context
-    manager."""
+    manager. Among many processes it notes nothing: `train.hosts.preempted` tells them all at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ():
             self._before[signum] = signal.signal(signum, self._note)
         return self
 
@@ -172,21 +173,29 @@ def train(
 
     Raises:
       UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be
-      written. RunError: the loss is no longer finite, or a checkpoint can't be written; names the last good
-      one. Stopped: a signal came; the run is saved.
+      written. RunError: the loss is no longer finite, a checkpoint can't be written (names the last good
+      one), or another process is gone. Stopped: a signal came; the run is saved.
     """
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
-    with jax.set_mesh(mesh):
-        return _train(
-            objective,
-            loop,
-            optimizer_config,
-            config=config,
-            stream=stream,
-            held_out=held_out,
-            full_held_out=full_held_out,
-            mesh=mesh,
-        )
+    try:
+        with jax.set_mesh(mesh):
+            return _train(
+                objective,
+                loop,
+                optimizer_config,
+                config=config,
+                stream=stream,
+                held_out=held_out,
+                full_held_out=full_held_out,
+                mesh=mesh,
+            )
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise RunError(
+            f"process {jax.process_index()} of {jax.process_count()} has lost another one, or cannot go on itself: "
+            f"{one_line(error)}; started again, all of them go on from the last checkpoint in {loop.workdir}"
+        ) from error
 
 
 def _train(
@@ -225,7 +234,8 @@ def _train(
         best = _Best(**meta.get("best", {}))
         say(f"going on from step {step} of {loop.steps}")
     try:
-        write_json(config, epath.Path(loop.workdir) / "config.json")
+        if is_lead():
+            write_json(config, epath.Path(loop.workdir) / "config.json")
         log = MetricsLog(loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard)
     except OSError as error:
         raise UserError(
@@ -243,6 +253,8 @@ def _train(
                     batch = place_batch(mesh, next(stream), loop.batch)
                     state, metrics = train_step(state, batch)
                     step += 1
+                    if preempted(step):
+                        signals.received = signal.SIGTERM
                     finished = reader.exchange(step, metrics, num_tokens(batch))
                     if finished is not None:
                         log.write(finished)

@@ -24,6 +24,7 @@ from train.config import parse, to_json
 from train.data.lra import TASKS, EvalBatches, TrainBatches, load
 from train.data.lra.examples import Examples
 from train.errors import UserError, command
+from train.hosts import join, lead_first
 from train.loop import train
 from train.lra_config import LraConfig
 from train.lra_presets import PRESETS
@@ -109,9 +110,11 @@ def main(argv: Sequence[str]) -> None:
         max_length=config.data.padded_lengths[-1],
     )
     config = dataclasses.replace(config, model=model_config)
+    join(config.hosts)
     mesh = open_mesh(config.mesh, config.loop, config.model)
     model = build_model(config)
-    source, examples = load(config.data, config.loop.workdir, ("train", "valid"))
+    with lead_first("data"):
+        source, examples = load(config.data, config.loop.workdir, ("train", "valid"))
     say(f"{config.data.task}: {source.name}, {len(examples['train'])} training examples")
     stream = TrainBatches(
         examples["train"],

@@ -11,6 +11,7 @@ from brl_jax.models import EncoderConfig
 from brl_jax.sharding import MeshConfig
 from train.config import Flat, LoopConfig
 from train.data.lra import LraDataConfig
+from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
 
 
@@ -42,3 +43,5 @@ class LraConfig:
     optimizer: Annotated[OptimizerConfig, Flat]
     mesh: MeshConfig = MeshConfig()
     """The devices."""
+    hosts: HostsConfig = HostsConfig()
+    """The processes."""
