@@ -56,6 +56,7 @@ _FREE = (
     )
     | {"data.cache_dir", "data.processes", "data.test_examples", "sample_prompt", "sample_tokens"}
     | {f"mesh.{axis}" for axis in AXES}
+    | {f"hosts.{field.name}" for field in dataclasses.fields(HostsConfig)}
 )
 
 # Fields that the data decide: no options of the command line.

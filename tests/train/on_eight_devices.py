@@ -101,9 +101,14 @@ def shares(state):
 
 
 def gathers(hlo):
-    """(shape, where in the program) of everything gathered in a compiled program."""
-    pattern = r"= \(?\w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(.*?op_name=\"([^\"]*)\""
-    return [([int(n) for n in m[1].split(",") if n], m[2]) for m in re.finditer(pattern, hlo)]
+    """(shape, where in the program, "" for what the compiler added) of everything gathered in a compiled program."""
+    found = []
+    for line in hlo.splitlines():
+        gather = re.search(r"= \(?(.*?) all-gather(?:-start)?\(", line)
+        where = re.search(r'op_name="([^"]*)"', line)
+        for dims in re.findall(r"\w+\[([\d,]*)\]", gather[1]) if gather else ():
+            found.append(([int(n) for n in dims.split(",") if n], where[1] if where else ""))
+    return found
 
 
 def careless(mesh):
