@@ -237,6 +237,8 @@ class Checkpoints:
             try:
                 items = self._read_checked(step, meta, abstract)
             except Exception as error:
+                if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+                    raise  # another process is gone; nothing is wrong with the checkpoint
                 self._skip(step, error, skipped)
                 continue
             for damaged in skipped:
@@ -265,14 +267,16 @@ class Checkpoints:
             raise UserError(f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})") from error
 
     def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
-        """Items of one checkpoint; raises OSError, whatever the cause, where they are not all there and
-        whole."""
+        """Items of one checkpoint; raises OSError where they are not all there and whole, and JaxRuntimeError where
+        another process is gone."""
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(
                     self.folder.resolve() / str(step), args=ocp.args.Composite(**args)
                 )
         except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+                raise
             reason = one_line(error)
         _silence_abandoned_reads()
         raise OSError(reason)

@@ -61,7 +61,9 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results, mesh):
     assert len(gathered) > 20 or mesh == "data"
     for shape, where in gathered:
         assert "DecoderLM." in where, f"{shape} gathered outside of the network: {where}"
-        assert tuple(sorted(n for n in shape if n > 1)) in weights, f"{shape} is no weight of a layer: {where}"
+        assert tuple(sorted(n for n in shape if n > 1)) in weights, (
+            f"{shape} is no weight of a layer: {where}"
+        )
 
 
 def test_the_look_at_gathers_sees_them(results):
