@@ -11,6 +11,7 @@ import dataclasses
 import glob
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -104,3 +105,24 @@ def preempted(step: int) -> bool:
     Asked by every process once a step; False where there is one process, which hears signals by itself.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
+
+
+@contextlib.contextmanager
+def ending_together(workdir: str) -> Iterator[None]:
+    """A context in which the loss of another process ends this one at once, with a line and exit status 1.
+
+    To leave in order would mean to wait for the lost one. Where JAX itself hears of the loss first, by the other's
+    silence, it ends the process with a message of its own.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(
+            f"process {jax.process_index()} of {jax.process_count()} has lost another one, or cannot go on itself: "
+            f"{one_line(error)}; started again, all go on from the last checkpoint in {workdir}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)

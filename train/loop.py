@@ -27,7 +27,7 @@ from brl_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig, differences, write_json
 from train.errors import RunError, Stopped, UserError, one_line
-from train.hosts import is_lead, preempted
+from train.hosts import ending_together, is_lead, preempted
 from train.mesh import place_batch, sharded_state
 from train.metrics import MetricsLog, Reporter, say
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
@@ -173,29 +173,21 @@ def train(
 
     Raises:
       UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be
-      written. RunError: the loss is no longer finite, a checkpoint can't be written (names the last good
-      one), or another process is gone. Stopped: a signal came; the run is saved.
+      written. RunError: the loss is no longer finite, or a checkpoint can't be written; names the last good
+      one. Stopped: a signal came; the run is saved.
     """
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
-    try:
-        with jax.set_mesh(mesh):
-            return _train(
-                objective,
-                loop,
-                optimizer_config,
-                config=config,
-                stream=stream,
-                held_out=held_out,
-                full_held_out=full_held_out,
-                mesh=mesh,
-            )
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        raise RunError(
-            f"process {jax.process_index()} of {jax.process_count()} has lost another one, or cannot go on itself: "
-            f"{one_line(error)}; started again, all of them go on from the last checkpoint in {loop.workdir}"
-        ) from error
+    with jax.set_mesh(mesh), ending_together(loop.workdir):
+        return _train(
+            objective,
+            loop,
+            optimizer_config,
+            config=config,
+            stream=stream,
+            held_out=held_out,
+            full_held_out=full_held_out,
+            mesh=mesh,
+        )
 
 
 def _train(
@@ -243,7 +235,8 @@ def _train(
         ) from error
 
     with contextlib.closing(checkpoints), contextlib.closing(log), Signals() as signals:
-        with Reporter(loop.steps, step) as reporter:
+        # Inside of all the rest: to leave that in order, a process waits for the others.
+        with Reporter(loop.steps, step) as reporter, ending_together(loop.workdir):
             reader = _MetricsReader(checkpoints)
             while line is not None or step < loop.steps:
                 if line is None and loop.patience and best.misses >= loop.patience:

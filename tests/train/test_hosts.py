@@ -88,8 +88,9 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     with contextlib.suppress(ProcessLookupError):
         processes[1].communicate()
     assert time.monotonic() - killed < 60
-    assert processes[0].returncode == 1, error
-    assert "train.lm: process 0 of 2 has lost another one" in error.splitlines()[-1]
+    # Whichever notices first: the communication of a step, or JAX, because the other is silent.
+    assert processes[0].returncode in (1, -signal.SIGABRT), error
+    assert "process 0 of 2 has lost another one" in error or "another task died" in error
 
     # One process goes on from the checkpoint: the batches that the two had, none lost, none twice.
     before = _losses(workdir)
