@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.errors import RunError, UserError, one_line
+from train.hosts import is_lead
 from train.step import TrainState
 
 _DAMAGED = "damaged_checkpoints"
@@ -240,6 +241,8 @@ class Checkpoints:
             try:
                 items = self._read_checked(step, meta, abstract)
             except Exception as error:
+                if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+                    raise  # another process is gone; nothing is wrong with the checkpoint
                 self._skip(step, error, skipped)
                 continue
             for damaged in skipped:
@@ -268,14 +271,16 @@ class Checkpoints:
             raise UserError(f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})") from error
 
     def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
-        """Items of one checkpoint; raises OSError, whatever the cause, where they are not all there and
-        whole."""
+        """Items of one checkpoint; raises OSError where they are not all there and whole, and JaxRuntimeError where
+        another process is gone."""
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(
                     self.folder.resolve() / str(step), args=ocp.args.Composite(**args)
                 )
         except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+                raise
             reason = one_line(error)
         _silence_abandoned_reads()
         raise OSError(reason)
@@ -298,6 +303,8 @@ class Checkpoints:
         )
 
     def _set_aside(self, step: int) -> None:
+        if not is_lead():
+            return
         folder = self.folder.parent / _DAMAGED
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / str(step)

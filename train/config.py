@@ -25,8 +25,10 @@ from etils import epath
 
 from brl_jax.layers import MECHANISMS, Mechanism, mechanism_name
 from brl_jax.models import DecoderConfig, StackConfig
+from brl_jax.sharding import AXES, MeshConfig
 from train.data import DataConfig
 from train.errors import UserError
+from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
 
 T = TypeVar("T")
@@ -36,21 +38,26 @@ Flat = tyro.conf.arg(name="")
 # Command-line options that take a mechanism's name, and the model's field each stands for.
 _MECHANISM_FIELDS = ("mechanism", "late_mechanism")
 
-# What a run may change when it goes on: how long it lasts, what is measured and what is kept.
-_FREE = frozenset(
-    f"loop.{name}"
-    for name in (
-        "workdir",
-        "steps",
-        "eval_every",
-        "eval_tokens",
-        "full_eval",
-        "patience",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "tensorboard",
+# What a run may change when it goes on: how long it lasts, what is measured, what is kept, and the devices.
+_FREE = (
+    frozenset(
+        f"loop.{name}"
+        for name in (
+            "workdir",
+            "steps",
+            "eval_every",
+            "eval_tokens",
+            "full_eval",
+            "patience",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "tensorboard",
+        )
     )
-) | {"data.cache_dir", "data.processes", "data.test_examples", "sample_prompt", "sample_tokens"}
+    | {"data.cache_dir", "data.processes", "data.test_examples", "sample_prompt", "sample_tokens"}
+    | {f"mesh.{axis}" for axis in AXES}
+    | {f"hosts.{field.name}" for field in dataclasses.fields(HostsConfig)}
+)
 
 # Fields that the data decide: no options of the command line.
 _DECIDED = frozenset(("vocab_size", "num_classes", "max_length", "task"))
@@ -144,6 +151,10 @@ class LmConfig:
     data: Annotated[DataConfig, Flat]
     model: Annotated[ModelConfig, Flat]
     optimizer: Annotated[OptimizerConfig, Flat]
+    mesh: MeshConfig = MeshConfig()
+    """The devices."""
+    hosts: HostsConfig = HostsConfig()
+    """The processes."""
     sample_prompt: str = ""
     """Text that the sample printed at the end goes on from; empty: the first words of the held-out text."""
     sample_tokens: int = 256
@@ -274,7 +285,7 @@ def _one_line(complaint: str) -> str:
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
     message = " ".join(lines[: rules[0]] if rules else lines)
     message = re.sub(r"^Error parsing (loop|data|model|optimizer|[A-Z]\w*): ", "", message)
-    message = re.sub(r"^Error parsing (?:model\.)?((?:late_)?mechanism): ", r"\1.", message)
+    message = re.sub(r"^Error parsing (?:model\.)?(mesh|hosts|(?:late_)?mechanism): ", r"\1.", message)
     message = message.removeprefix("Error parsing ")
     message = re.sub(r"invalid choice '(.*?)' .*Expected one of \((.*?)\)\.?", _with_nearest, message)
     usage = [lines[i + 1] for i, line in enumerate(lines[:-1]) if line == "Argument helptext:"]
@@ -365,7 +376,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Fields, as "name old -> new", that keep a run of `old` from going on as `new` (both from `to_json`).
 
-    How long a run lasts, what is measured and what is kept may differ.
+    How long a run lasts, what is measured, what is kept and the devices may differ.
     """
     old_flat, new_flat = flatten(old), flatten(new)
     names = [name for name in old_flat | new_flat if name not in _FREE]

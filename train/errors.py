@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+
+import jax
 
 
 class UserError(ValueError):
@@ -60,4 +63,8 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
 
 def _complain(name: str, message: str, status: int) -> int:
     print(f"{name}: {message}", file=sys.stderr, flush=True)
+    if status in (1, 2) and jax.distributed.is_initialized():
+        # To leave in order, one process among many would wait for others, which may be gone or wait for it.
+        sys.stdout.flush()
+        os._exit(status)
     return status

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from brl_jax.decoding import generate
@@ -23,7 +24,9 @@ from brl_jax.models import DecoderLM
 from train.config import LmConfig, parse, to_json
 from train.data import Corpus, EvalStream, Tokenizer, TokenStreams, load
 from train.errors import UserError, command
+from train.hosts import is_lead, join, lead_first
 from train.loop import train
+from train.mesh import held_rows, open_mesh
 from train.metrics import say
 from train.presets import PRESETS
 from train.step import Batch, Objective
@@ -77,13 +80,19 @@ def build_model(config: LmConfig) -> DecoderLM:
     return model
 
 
-def held_out_stream(corpus: Corpus, config: LmConfig, limit: int) -> EvalStream:
+def held_out_stream(corpus: Corpus, config: LmConfig, limit: int, mesh: Mesh | None = None) -> EvalStream:
     """One pass over a held-out corpus, or its first `limit` tokens (0: all), in batches of a microbatch's
-    shape."""
+    shape; on a mesh, the rows of this process."""
     rows = config.loop.batch // config.loop.accumulation
     # A row needs a few targets, or a short text would be cut in rows without past.
     rows = max(1, min(rows, len(corpus.tokens) // config.loop.length))
-    return EvalStream(corpus, batch=rows, length=config.loop.length, limit=limit or None)
+    return EvalStream(
+        corpus,
+        batch=rows,
+        length=config.loop.length,
+        limit=limit or None,
+        rows=None if mesh is None else held_rows(mesh, rows),
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -91,15 +100,23 @@ def main(argv: Sequence[str]) -> None:
     config = parse(
         PRESETS, "small", argv, prog="python -m train.lm", about="Trains a decoder language model on text."
     )
-    tokenizer, corpora = load(config.data, config.loop.workdir)
+    join(config.hosts)
+    mesh = open_mesh(config.mesh, config.loop, config.model)
+    with lead_first("data"):
+        tokenizer, corpora = load(config.data, config.loop.workdir)
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     )
     prompt = _sample_prompt(config, tokenizer, corpora["valid"])
     model = build_model(config)
-    held_out = held_out_stream(corpora["valid"], config, config.loop.eval_tokens)
+    held_out = held_out_stream(corpora["valid"], config, config.loop.eval_tokens, mesh)
+    whole = held_out_stream(corpora["valid"], config, 0, mesh) if config.loop.full_eval else held_out
     stream = TokenStreams(
-        corpora["train"], batch=config.loop.batch, length=config.loop.length, seed=config.loop.seed
+        corpora["train"],
+        batch=config.loop.batch,
+        length=config.loop.length,
+        seed=config.loop.seed,
+        rows=held_rows(mesh, config.loop.batch),
     )
     try:
         state = train(
@@ -109,21 +126,24 @@ def main(argv: Sequence[str]) -> None:
             config=to_json(config),
             stream=stream,
             held_out=held_out,
-            full_held_out=held_out_stream(corpora["valid"], config, 0) if config.loop.full_eval else held_out,
+            full_held_out=whole,
+            mesh=mesh,
         )
     finally:
         stream.close()
     say(f"done: {config.loop.steps} steps in {config.loop.workdir}")
     if config.sample_tokens:
-        tokens = generate(
-            model,
-            {"params": state.params},
-            jnp.asarray(prompt, jnp.int32)[None],
-            max_new_tokens=config.sample_tokens,
-            rng=jax.random.key(config.loop.seed),
-            temperature=_SAMPLE_TEMPERATURE,
-        )
-        print(tokenizer.decode(np.asarray(tokens[0])))
+        with jax.set_mesh(mesh):
+            tokens = generate(
+                model,
+                {"params": state.params},
+                jnp.asarray(prompt, jnp.int32)[None],
+                max_new_tokens=config.sample_tokens,
+                rng=jax.random.key(config.loop.seed),
+                temperature=_SAMPLE_TEMPERATURE,
+            )
+        if is_lead():
+            print(tokenizer.decode(np.asarray(tokens.addressable_data(0)[0])))
 
 
 def _sample_prompt(config: LmConfig, tokenizer: Tokenizer, held_out: Corpus) -> Int[np.ndarray, " tokens"]:

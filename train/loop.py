@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -18,21 +19,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-import flax.linen as nn
 import jax
-import optax
 from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from brl_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig, differences, write_json
 from train.errors import RunError, Stopped, UserError, one_line
+from train.hosts import ending_together, is_lead, preempted
+from train.mesh import place_batch, sharded_state
 from train.metrics import MetricsLog, Reporter, say
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
 from train.step import (
     Batch,
     Objective,
     TrainState,
-    init_state,
     make_eval_step,
     make_train_step,
     means,
@@ -51,8 +53,11 @@ class Stream(Protocol):
 
 
 class HeldOut(Protocol):
-    """One pass over held-out data; `num_bytes` is what its targets stand for in a text (None: they are no text)."""
+    """One pass over held-out data, in batches of `batch` rows; `num_bytes` is what its targets stand for in a text
+    (None: they are no text)."""
 
+    @property
+    def batch(self) -> int: ...
     @property
     def num_bytes(self) -> int | None: ...
     def __iter__(self) -> Iterator[Batch]: ...
@@ -60,14 +65,14 @@ class HeldOut(Protocol):
 
 class Signals:
     """Notes SIGTERM and Ctrl-C, in place of ending the process; a second Ctrl-C ends it. A context
-    manager."""
+    manager. Among many processes it notes nothing: `train.hosts.preempted` tells them all at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ():
             self._before[signum] = signal.signal(signum, self._note)
         return self
 
@@ -91,6 +96,7 @@ def evaluate(
     params: Any,
     held_out: Iterable[Batch],
     interrupted: Callable[[], bool] = lambda: False,
+    place: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> dict[str, float] | None:
     """Sums over held-out data, memory carried from batch to batch: "loss" (nats), "weight" and the objective's
     averages.
@@ -100,14 +106,17 @@ def evaluate(
       params: the parameters.
       held_out: batches, all of one shape.
       interrupted: asked before each batch; where it is true the result is None.
+      place: puts a batch where the step wants it.
     """
     memory = None
     sums: list[dict[str, Any]] = []
     for i, batch in enumerate(held_out):
         if interrupted():
             return None
+        batch = place(batch)
         if i == 0:
-            memory = objective.init_memory(num_rows(batch))
+            rows = num_rows(batch)
+            memory = jax.jit(lambda rows=rows: objective.cut_memory(objective.init_memory(rows), rows))()
         added, memory = eval_step(params, memory, batch)
         sums.append(added)
     # Summed as Python floats, in double precision: a long text has more tokens than float32 counts.
@@ -146,6 +155,7 @@ def train(
     stream: Stream,
     held_out: HeldOut,
     full_held_out: HeldOut,
+    mesh: Mesh | None = None,
 ) -> TrainState:
     """Trains until `loop.steps`, going on from the newest whole checkpoint in the run's folder.
 
@@ -155,6 +165,8 @@ def train(
       config: the whole configuration as JSON; kept in config.json and in each checkpoint.
       stream: the training batches.
       held_out, full_held_out: data of the evaluations on the way, and of the last one.
+      mesh: what the arrays are cut over; by default all devices in the default shape. The streams give the rows of
+        this process (`train.mesh.held_rows`).
 
     Returns:
       The last state.
@@ -164,15 +176,45 @@ def train(
       written. RunError: the loss is no longer finite, or a checkpoint can't be written; names the last good
       one. Stopped: a signal came; the run is saved.
     """
+    mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    with jax.set_mesh(mesh), ending_together(loop.workdir):
+        return _train(
+            objective,
+            loop,
+            optimizer_config,
+            config=config,
+            stream=stream,
+            held_out=held_out,
+            full_held_out=full_held_out,
+            mesh=mesh,
+        )
+
+
+def _train(
+    objective: Objective,
+    loop: LoopConfig,
+    optimizer_config: OptimizerConfig,
+    *,
+    config: Mapping[str, Any],
+    stream: Stream,
+    held_out: HeldOut,
+    full_held_out: HeldOut,
+    mesh: Mesh,
+) -> TrainState:
     schedule = make_schedule(optimizer_config, loop.steps)
     optimizer = make_optimizer(
         optimizer_config, schedule, decayed(jax.eval_shape(objective.init, jax.random.key(0)))
     )
-    train_step = jax.jit(make_train_step(objective, optimizer, schedule, loop.accumulation), donate_argnums=0)
     eval_step = jax.jit(make_eval_step(objective))
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, say=say)
 
-    state, meta = _begin(objective, loop, config, optimizer, checkpoints)
+    fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
+    train_step = jax.jit(
+        make_train_step(objective, optimizer, schedule, loop.accumulation),
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+    )
+    state, meta = _begin(loop, config, jax.jit(fresh, out_shardings=shardings), checkpoints)
     step = int(state.step)
     # A step's line is written when its evaluation is done; a run stopped before that left the line in the
     # checkpoint.
@@ -184,7 +226,8 @@ def train(
         best = _Best(**meta.get("best", {}))
         say(f"going on from step {step} of {loop.steps}")
     try:
-        write_json(config, epath.Path(loop.workdir) / "config.json")
+        if is_lead():
+            write_json(config, epath.Path(loop.workdir) / "config.json")
         log = MetricsLog(loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard)
     except OSError as error:
         raise UserError(
@@ -192,16 +235,19 @@ def train(
         ) from error
 
     with contextlib.closing(checkpoints), contextlib.closing(log), Signals() as signals:
-        with Reporter(loop.steps, step) as reporter:
+        # Inside of all the rest: to leave that in order, a process waits for the others.
+        with Reporter(loop.steps, step) as reporter, ending_together(loop.workdir):
             reader = _MetricsReader(checkpoints)
             while line is not None or step < loop.steps:
                 if line is None and loop.patience and best.misses >= loop.patience:
                     say(f"step {step}: no better for {best.misses} evaluations; the run ends here")
                     break
                 if line is None:
-                    batch = next(stream)
+                    batch = place_batch(mesh, next(stream), loop.batch)
                     state, metrics = train_step(state, batch)
                     step += 1
+                    if preempted(step):
+                        signals.received = signal.SIGTERM
                     finished = reader.exchange(step, metrics, num_tokens(batch))
                     if finished is not None:
                         log.write(finished)
@@ -215,7 +261,10 @@ def train(
                 if evaluating:
                     reporter.busy("evaluating")
                     data = full_held_out if step == loop.steps else held_out
-                    sums = evaluate(eval_step, objective, state.params, data, lambda: bool(signals.received))
+                    place = functools.partial(place_batch, mesh, rows=data.batch)
+                    sums = evaluate(
+                        eval_step, objective, state.params, data, lambda: bool(signals.received), place
+                    )
                     whole = sums is not None
                     line |= held_out_metrics(sums, data.num_bytes) if sums is not None else {}
                 score = _score(objective, line)
@@ -253,25 +302,12 @@ def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
 
 
 def _begin(
-    objective: Objective,
     loop: LoopConfig,
     config: Mapping[str, Any],
-    optimizer: optax.GradientTransformation,
+    fresh: Callable[[], TrainState],
     checkpoints: Checkpoints,
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """The state to go on from and what its checkpoint kept beside it; None for a new run."""
-
-    def fresh() -> TrainState:
-        params_key, run_key = jax.random.split(jax.random.key(loop.seed))
-        return init_state(
-            objective,
-            nn.unbox(objective.init(params_key)),
-            optimizer,
-            key=run_key,
-            rows=loop.batch // loop.accumulation,
-            accumulation=loop.accumulation,
-            log_gradient_std=loop.log_gradient_std,
-        )
 
     def check(meta: dict[str, Any]) -> None:
         differing = differences(meta["config"], config)
@@ -281,7 +317,7 @@ def _begin(
                 "expected the same, or another --workdir"
             )
 
-    state = jax.jit(fresh)()
+    state = fresh()
     restored = checkpoints.restore(state, check)
     return (state, None) if restored is None else (restored.state, restored.meta)
 

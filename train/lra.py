@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.models import Classifier, PairClassifier
@@ -23,9 +24,11 @@ from train.config import parse, to_json
 from train.data.lra import TASKS, EvalBatches, TrainBatches, load
 from train.data.lra.examples import Examples
 from train.errors import UserError, command
+from train.hosts import join, lead_first
 from train.loop import train
 from train.lra_config import LraConfig
 from train.lra_presets import PRESETS
+from train.mesh import held_rows, open_mesh
 from train.metrics import say
 from train.step import Batch, Objective
 
@@ -83,10 +86,11 @@ def build_model(config: LraConfig) -> Classifier | PairClassifier:
     return model
 
 
-def held_out_batches(examples: Examples, config: LraConfig) -> EvalBatches:
-    """One pass over a held-out split in batches of a microbatch's rows."""
+def held_out_batches(examples: Examples, config: LraConfig, mesh: Mesh | None = None) -> EvalBatches:
+    """One pass over a held-out split in batches of a microbatch's rows; on a mesh, those of this process."""
     rows = config.loop.batch // config.loop.accumulation
-    return EvalBatches(examples, batch=rows, buckets=config.data.padded_lengths)
+    held = None if mesh is None else held_rows(mesh, rows)
+    return EvalBatches(examples, batch=rows, buckets=config.data.padded_lengths, rows=held)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -106,13 +110,20 @@ def main(argv: Sequence[str]) -> None:
         max_length=config.data.padded_lengths[-1],
     )
     config = dataclasses.replace(config, model=model_config)
+    join(config.hosts)
+    mesh = open_mesh(config.mesh, config.loop, config.model)
     model = build_model(config)
-    source, examples = load(config.data, config.loop.workdir, ("train", "valid"))
+    with lead_first("data"):
+        source, examples = load(config.data, config.loop.workdir, ("train", "valid"))
     say(f"{config.data.task}: {source.name}, {len(examples['train'])} training examples")
     stream = TrainBatches(
-        examples["train"], batch=config.loop.batch, buckets=config.data.padded_lengths, seed=config.loop.seed
+        examples["train"],
+        batch=config.loop.batch,
+        buckets=config.data.padded_lengths,
+        seed=config.loop.seed,
+        rows=held_rows(mesh, config.loop.batch),
     )
-    held_out = held_out_batches(examples["valid"], config)
+    held_out = held_out_batches(examples["valid"], config, mesh)
     try:
         train(
             lra_objective(model),
@@ -122,6 +133,7 @@ def main(argv: Sequence[str]) -> None:
             stream=stream,
             held_out=held_out,
             full_held_out=held_out,
+            mesh=mesh,
         )
     finally:
         stream.close()

@@ -8,8 +8,10 @@ from typing import Annotated
 import tyro
 
 from brl_jax.models import EncoderConfig
+from brl_jax.sharding import MeshConfig
 from train.config import Flat, LoopConfig
 from train.data.lra import LraDataConfig
+from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
 
 
@@ -39,3 +41,7 @@ class LraConfig:
     data: Annotated[TaskDataConfig, Flat]
     model: Annotated[LraModelConfig, Flat]
     optimizer: Annotated[OptimizerConfig, Flat]
+    mesh: MeshConfig = MeshConfig()
+    """The devices."""
+    hosts: HostsConfig = HostsConfig()
+    """The processes."""

@@ -21,6 +21,8 @@ from rich.progress import (
 )
 from tensorboardX import SummaryWriter
 
+from train.hosts import is_lead
+
 # Without a terminal a line comes at the first step and then this often.
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -30,14 +32,16 @@ _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(message: str) -> None:
-    """A line on stderr, above the progress bar if there is one."""
-    _CONSOLE.print(message, markup=False)
+    """A line on stderr, above the progress bar if there is one; of many processes, the first one's."""
+    if is_lead():
+        _CONSOLE.print(message, markup=False)
 
 
 class MetricsLog:
     """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events beside it.
 
-    A run that goes on after step s begins by cutting off what came after s, so that no step appears twice.
+    A run that goes on after step s begins by cutting off what came after s, so that no step appears twice. Of many
+    processes the first one writes.
 
     Args:
       workdir: the run's folder.
@@ -49,6 +53,9 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, last_step: int, tensorboard: bool):
+        self._file = self._events = None
+        if not is_lead():
+            return
         folder = Path(workdir)
         path = folder / "metrics.jsonl"
         kept = "".join(f"{line}\n" for line, step in _whole_lines(path) if step <= last_step)
@@ -61,6 +68,8 @@ class MetricsLog:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds a line; it must have "step", and finite numbers otherwise."""
+        if self._file is None:
+            return
         self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
         if self._events is not None:
             for name, value in line.items():
@@ -69,7 +78,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the files."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._events is not None:
             self._events.close()
 
@@ -95,7 +105,7 @@ class Reporter:
         self._began = self._spoke = time.monotonic()
         self._first = True
         self._progress: Progress | None = None
-        if _CONSOLE.is_terminal:
+        if _CONSOLE.is_terminal and is_lead():
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -143,6 +143,28 @@ def _characters(width: int) -> LmConfig:
     )
 
 
+def _pod() -> LmConfig:
+    """1.3 billion parameters on 32k tokens, for pods: every layer's compressed tokens read that layer's own past, all
+    blocks at once."""
+    return LmConfig(
+        loop=LmLoopConfig(
+            steps=50_000, batch=64, length=32_768, eval_every=1_000, checkpoint_every=500, eval_tokens=2**24
+        ),
+        data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="bpe:32768"),
+        model=ModelConfig(
+            num_layers=20,
+            d_model=1536,
+            num_heads=12,
+            d_ff=3840,
+            mechanism=BRLConfig(window=512, num_compressed=128, block_size=1024, memory="layer"),
+            norm="rms",
+            dtype="bfloat16",
+            remat="full",
+        ),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2_000),
+    )
+
+
 PRESETS: dict[str, LmConfig] = {
     "small": _small(),
     "wikitext103-full": _wikitext103(FullConfig()),
@@ -170,4 +192,5 @@ PRESETS: dict[str, LmConfig] = {
     "owt-chars-mlr": _characters(512),
     "owt-chars-mlr-256": _characters(256),
     "owt-chars-mlr-1024": _characters(1024),
+    "pod-1b": _pod(),
 }

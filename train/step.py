@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, UInt32
 
+from brl_jax.sharding import constrain
 from train.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
 from train.optimizer import Schedule
 
@@ -54,7 +55,25 @@ class Objective:
     def sums(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[dict[str, Array], Any]:
         """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""
         total, weight, memory, *averages = self.loss(params, memory, batch, key)
+        memory = self.cut_memory(memory, num_rows(batch))
         return {"loss": total, "weight": weight, **(averages[0] if averages else {})}, memory
+
+    def memory_names(self, memory: Any, rows: int, name: Callable[[Any, tuple[str | None, ...]], Any]) -> Any:
+        """name(array, names of its dimensions) for each array of a memory of so many rows.
+
+        What is carried the task alone understands; the dimension "batch" is the one that grows with the rows.
+        """
+
+        def one(array: Any, shape: Any, larger: Any) -> Any:
+            pairs = zip(shape.shape, larger.shape)
+            return name(array, tuple(None if size == more else "batch" for size, more in pairs))
+
+        shapes = (jax.eval_shape(lambda n=n: self.init_memory(n)) for n in (rows, rows + 1))
+        return jax.tree.map(one, memory, *shapes)
+
+    def cut_memory(self, memory: Any, rows: int) -> Any:
+        """The memory, cut over the mesh by its rows."""
+        return self.memory_names(memory, rows, constrain)
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -150,7 +169,12 @@ def make_train_step(
                 f"batch rows must be a multiple of accumulation={accumulation}, got {total_rows}"
             )
         rows = total_rows // accumulation
-        micro = jax.tree.map(lambda x: x.reshape(accumulation, rows, *x.shape[1:]), arrays)
+        micro = {
+            name: constrain(
+                x.reshape(accumulation, rows, *x.shape[1:]), (None, "batch", *(None for _ in x.shape[1:]))
+            )
+            for name, x in arrays.items()
+        }
         memory = jax.tree.map(
             lambda fresh, old: jnp.where(batch["reset"], fresh, old),
             fresh_memory(objective, rows, accumulation),

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.arguments import check_dtypes, check_lengths, check_segments, is_int
 from brl_jax.attention.checks import check_qkv, require
 from brl_jax.attention.scores import accumulation_dtype
+from brl_jax.attention.varying import vary_like
 
 # Step of a mechanism: state, chunk of the inputs, what its tokens see -> next state, outputs.
 Step = Callable[[Any, Any, "Sight"], tuple[Any, Any]]
@@ -78,17 +79,10 @@ def scan_chunks(
     if chunks == 1:
         (state, _), outputs = one((state, run), (inputs, runs))
         return state, outputs
-    carry = jax.tree.map(lambda leaf: vary_like(leaf, leaves), (state, run))
+    carry = vary_like((state, run), leaves)
     chunked = (jax.tree.map(cut, inputs), None if runs is None else cut(runs, -1))
     (state, _), outputs = lax.scan(jax.checkpoint(one, prevent_cse=False), carry, chunked)
     return state, jax.tree.map(join, outputs)
-
-
-def vary_like(x: Array, others: list[Array]) -> Array:
-    """x as an array that varies over the mesh axes that the others vary over, as a loop under shard_map needs it."""
-    axes = frozenset[str]().union(*(jax.typeof(other).manual_axis_type.varying for other in others))
-    missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 # --- Which tokens see which ---

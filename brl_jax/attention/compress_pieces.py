@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.scores import Score, accumulation_dtype, elementwise_weights
+from brl_jax.attention.varying import vary_like
 
 
 class Operands(NamedTuple):
@@ -140,7 +141,9 @@ def _forward(x: Operands, piece: int, scale: float, score: Score):
         jnp.zeros(rows, accumulate),
         jnp.zeros((*rows, head_dim), accumulate),
     )
-    states = lax.fori_loop(jnp.int32(0), jnp.int32(_steps(x, piece)), step, (start,) * len(x.keys))
+    states = lax.fori_loop(
+        jnp.int32(0), jnp.int32(_steps(x, piece)), step, vary_like((start,) * len(x.keys), x)
+    )
     outs, log_sums = [], []
     for state in states:
         total, log_sum = state.total, None
@@ -210,7 +213,7 @@ def _read_bwd(piece: int, scale: float, score: Score, kept: Any, grads: tuple[Ar
         None if x.bias is None else jnp.zeros(x.bias.shape, accumulate),
     )
     steps = jnp.int32(_steps(x, piece))
-    d_query, d_keys, d_value, d_bias = lax.fori_loop(jnp.int32(0), steps, step, zeros)
+    d_query, d_keys, d_value, d_bias = lax.fori_loop(jnp.int32(0), steps, step, vary_like(zeros, (x, grads)))
     d_bias = None if d_bias is None else d_bias.astype(x.bias.dtype)
     return (Operands(jnp.swapaxes(d_query, 1, 2).astype(x.query.dtype), d_keys, d_value, d_bias, None, None),)
 

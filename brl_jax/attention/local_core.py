@@ -38,6 +38,7 @@ from brl_jax.attention.local_steps import (
     product,
     softmax_block,
 )
+from brl_jax.attention.varying import vary_like
 
 
 def split_heads(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
@@ -291,7 +292,8 @@ def _loop_gradients(
         d_bias = d_bias if d_bias is None else add_bias(d_bias, step, d_bias_piece)
         return (add_keys(dk, step, dk_piece), add_keys(dv, step, dv_piece), d_bias), dq
 
-    (dk, dv, d_bias), dq = lax.scan(body, (d_keys, d_keys, d_bias), walk.steps)
+    totals = vary_like((d_keys, d_keys, d_bias), (arranged, inputs, rows))
+    (dk, dv, d_bias), dq = lax.scan(body, totals, walk.steps)
     return walk.join(dq), dk, dv, d_bias
 
 

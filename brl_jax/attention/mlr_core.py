@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.chunked import vary_like
 from brl_jax.attention.local_core import combine, merge_heads, split_heads
 from brl_jax.attention.local_steps import MASKED
 from brl_jax.attention.mlr_blocks import Rectangle
+from brl_jax.attention.varying import vary_like
 
 # The scores of one step of the CPU's loop, in bytes: about what stays in the second-level caches.
 _CACHE_BYTES = 2**21

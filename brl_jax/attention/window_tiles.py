@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.arguments import starts
 from brl_jax.attention.local_steps import MASKED, Inputs, Spec
 from brl_jax.attention.patterns import SlidingWindow
+from brl_jax.attention.varying import vary_like
 
 _CHAINS = 8
 _MOST_BEFORE = 8
@@ -136,7 +137,8 @@ def forward(tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, 
 
     empty_out = jnp.zeros(q.shape, jnp.float32)
     empty_lse = jnp.zeros((q.shape[0], walk.kv_heads, walk.queries_per_key, tiling.size), jnp.float32)
-    (out, lse), _ = lax.scan(run, (empty_out, empty_lse), walk.steps)
+    empty = vary_like((empty_out, empty_lse), (query, key, value, inputs))
+    (out, lse), _ = lax.scan(run, empty, walk.steps)
     return out[:, : query.shape[1]], lse[..., : query.shape[1]]
 
 
@@ -171,7 +173,8 @@ def backward(tiling: Tiling, spec: Spec, query, key, value, inputs: Inputs, out,
         d_key, d_value = walk.add_keys(d_key, step, d_keys), walk.add_keys(d_value, step, d_values)
         return (d_query, d_key, d_value), None
 
-    (d_query, d_key, d_value), _ = lax.scan(run, (jnp.zeros(q.shape, jnp.float32), total, total), walk.steps)
+    zeros = vary_like((jnp.zeros(q.shape, jnp.float32), total, total), (query, key, value, inputs, d_out))
+    (d_query, d_key, d_value), _ = lax.scan(run, zeros, walk.steps)
     first = before * tile - tiling.shift
     d_key, d_value = (lax.slice_in_dim(x, first, first + key.shape[1], axis=1) for x in (d_key, d_value))
     return d_query[:, : query.shape[1]], d_key, d_value

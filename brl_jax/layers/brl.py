@@ -8,6 +8,7 @@ by the block's tokens. In an encoder there is one block, the sequence itself, an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -25,9 +26,12 @@ from brl_jax.attention.scores import Score
 from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter
 from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
+from brl_jax.sharding import constrain, shard_call
 
 # exp(10) = 22026: large enough for any spike, small enough for sums of products in bfloat16.
 _SPIKE_LIMIT = 10.0
+# The dimensions of compressed tokens, for a mesh.
+_COMPRESSED = ("batch", None, "compressed", "compressed_embed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +195,7 @@ class BRLCarrier(nn.Module):
         table = parameter(self, "tokens", init, shape, ("compressed", "compressed_embed"))
         blocks = _num_blocks(mechanism, x.shape[1], _is_decoding(cache)) if d.is_causal else 1
         tokens = jnp.broadcast_to(table.astype(d.dtype)[None, None], (x.shape[0], blocks, *table.shape))
+        tokens = constrain(tokens, _COMPRESSED)
         if not d.is_causal:
             source = norm(d, name="history_norm")(x) if mechanism.memory == "output" else None
             return {"tokens": tokens, "history": source, "filled": None}
@@ -285,15 +290,14 @@ class CompressedStream(nn.Module):
         carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
         beta = mechanism.beta
         evolved = (1.0 - beta) * norm(d, name="read_norm", axis="compressed_embed")(read) + beta * carried
-        if equations:
-            evolved = jax.nn.relu(evolved)
+        evolved = constrain(jax.nn.relu(evolved) if equations else evolved, _COMPRESSED)
         shape = (d.num_heads, d.d_model // d.num_heads)
         key = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_key")(evolved)
         value = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_value")(evolved)
         if not equations:
-            tokens = tokens + evolved
+            tokens = constrain(tokens + evolved, _COMPRESSED)
             normed = norm(d, name="ffn_norm", axis="compressed_embed")(tokens)
-            tokens = tokens + FeedForward(d, name="ffn")(normed)
+            tokens = constrain(tokens + FeedForward(d, name="ffn")(normed), _COMPRESSED)
             return tokens, key, value
         return evolved, key, value
 
@@ -345,17 +349,20 @@ class CompressedStream(nn.Module):
                     mask=None if mask is None else mask[:, None, None],
                 )
                 self.sow("maps", "compress", weights)
-            read = compress(
+            read = _each_shard(
+                functools.partial(
+                    compress,
+                    scale=scale,
+                    score=mechanism.score,
+                    implementation=d.implementation,
+                ),
+                bias,
                 query[:, 0],
                 key,
                 contrast_key,
                 value,
                 gamma=gamma,
-                scale=scale,
-                score=mechanism.score,
-                bias=bias,
                 key_value_seq_lengths=source_lengths,
-                implementation=d.implementation,
             )[:, None]
         else:
             size = mechanism.history
@@ -366,22 +373,50 @@ class CompressedStream(nn.Module):
                 contrast_key = jnp.pad(contrast_key, room)
             if bias is not None:
                 bias = bias(jnp.full((count,), size), jnp.arange(size))
-            read = compress_blocks(
+            read = _each_shard(
+                functools.partial(
+                    compress_blocks,
+                    block_size=mechanism.block_size,
+                    history_size=size,
+                    scale=scale,
+                    score=mechanism.score,
+                    implementation=d.implementation,
+                ),
+                bias,
                 query,
                 key,
                 contrast_key,
                 value,
                 gamma=gamma,
-                block_size=mechanism.block_size,
-                history_size=size,
                 history_lengths=history_lengths,
-                scale=scale,
-                score=mechanism.score,
-                bias=bias,
-                implementation=d.implementation,
             )
         read = head_norm(d, name="compress_norm")(read)
-        return rearrange(read, "b c m n h -> b c m (n h)")
+        return constrain(rearrange(read, "b c m n h -> b c m (n h)"), _COMPRESSED)
+
+
+def _each_shard(function: Any, bias: Any, *arrays: Any, **parts: Any) -> Any:
+    """function(*arrays, **parts, bias=bias), by each device of a mesh on its own rows and heads.
+
+    With a bias, which only XLA's forms of the functions take, the compiler divides the work.
+
+    Args:
+      arrays: (B, ..., N, H) or None, the first shaped like the result.
+      parts: one number a head, (N,) or a plain one, except for lengths: (B,), or (C,) for each block.
+    """
+    if bias is not None:
+        return function(*arrays, **parts, bias=bias)
+    given = {name: part for name, part in parts.items() if isinstance(part, jax.Array)}
+    function = functools.partial(function, **{name: parts[name] for name in parts.keys() - given.keys()})
+    heads = [
+        ("batch", *(None for _ in x.shape[1:-2]), "heads", None) if x is not None else () for x in arrays
+    ]
+    axis = {"history_lengths": None, "key_value_seq_lengths": "batch"}
+    return shard_call(
+        lambda *operands: function(*operands[: len(arrays)], **dict(zip(given, operands[len(arrays) :]))),
+        (*arrays, *given.values()),
+        (*heads, *((axis.get(name, "heads"),) for name in given)),
+        heads[0],
+    )
 
 
 def _spread(count: int, length: int, lengths: Any) -> jax.Array:
@@ -542,19 +577,18 @@ class BRLAttention(nn.Module):
             merged = rearrange(key, "b c m n h -> (b c) m n h")
             weights = propagate_weights(query, merged, strength=strength, score=mechanism.score, bias=bias)
             self.sow("maps", "propagate", weights)
-        out = propagate(
+        out = _each_shard(
+            functools.partial(propagate, score=mechanism.score, implementation=d.implementation),
+            bias,
             query,
             rearrange(key, "b c m n h -> (b c) m n h"),
             rearrange(value, "b c m n h -> (b c) m n h"),
             strength=strength,
-            score=mechanism.score,
-            bias=bias,
-            implementation=d.implementation,
         )
         if aligned:
             out = rearrange(out, "(b c) t n h -> b (c t) n h", c=blocks)
             out = jax.lax.dynamic_slice_in_dim(out, offset, length, axis=1)
-        out = rearrange(out, "b t n h -> b t (n h)")
+        out = constrain(rearrange(out, "b t n h -> b t (n h)"), ("batch", "length", "embed"))
         if mechanism.formulation == "algorithm":
             # It writes into the residual stream without a projection, so its norm takes over the scale of those.
             first = math.sqrt(d.residual_scale)

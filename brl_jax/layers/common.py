@@ -14,9 +14,23 @@ from brl_jax.attention.checks import check_choice
 from brl_jax.attention.rotary import rotate
 from brl_jax.attention.weights import implied_weights
 from brl_jax.layers.mechanism import Dimensions
+from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
 FeedForwardKind = Literal["glu_relu", "swiglu", "relu"]
+
+
+class _Dense(nn.DenseGeneral):
+    """A linear map whose output is cut over the mesh by the names of its kernel's last dimensions."""
+
+    output_axes: tuple[str, ...] = ()
+
+    def __call__(self, inputs: Any) -> Any:
+        y = super().__call__(inputs)
+        # Rows first, tokens next in (B, T, D); what else there may be between them and the features stays whole.
+        middle = y.ndim - len(self.output_axes) - 1
+        between = ("length",) if middle == 1 else (None,) * middle
+        return constrain(y, ("batch", *between, *self.output_axes))
 
 
 def dense(
@@ -38,7 +52,7 @@ def dense(
     outputs = len(axes) - contract
     # DenseGeneral hands its initialiser the flattened (in, out) shape, so fan-in counts every contracted axis.
     kernel_init = nn.initializers.variance_scaling(scale, "fan_in", "truncated_normal")
-    return nn.DenseGeneral(
+    return _Dense(
         features,
         axis=tuple(range(-contract, 0)),
         use_bias=use_bias,
@@ -46,6 +60,7 @@ def dense(
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), axes[-outputs:]),
         dtype=dimensions.dtype,
         param_dtype=dimensions.param_dtype,
+        output_axes=axes[-outputs:],
         name=name,
         **kwargs,
     )

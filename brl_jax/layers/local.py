@@ -15,6 +15,7 @@ from brl_jax.attention import patterns
 from brl_jax.attention.local import local_attention
 from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
 from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
+from brl_jax.sharding import shard_call
 
 _BIDIRECTIONAL_ONLY = ("global", "bigbird")
 _NOT_LINEAR = ("strided", "fixed")
@@ -121,13 +122,13 @@ class LocalAttention(MemorylessLayer):
         )
         if cache is None:
             attend = functools.partial(
-                local_attention,
+                _attend,
                 query,
                 key,
                 pattern=pattern,
                 is_causal=d.is_causal,
-                key_value_seq_lengths=None if d.is_causal else lengths,
-                segment_ids=segment_ids,
+                lengths=None if d.is_causal else lengths,
+                segment_ids=(segment_ids, segment_ids),
                 implementation=d.implementation,
             )
             sow_weights(self, attend, value)
@@ -138,7 +139,7 @@ class LocalAttention(MemorylessLayer):
         value = jnp.concatenate([cache["value"], value], axis=1)
         # Slots of the cache that no token has filled yet are a segment of their own.
         filled = jnp.arange(reach + length) >= reach - start
-        attended = local_attention(
+        attended = _attend(
             query,
             key,
             value,
@@ -159,3 +160,28 @@ class LocalAttention(MemorylessLayer):
             "index": start + count,
         }
         return merge_heads(d, attended), carry, cache
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    lengths: Any = None,
+    segment_ids: tuple[Any, Any],
+    key_offset: Any = None,
+    **static: Any,
+) -> jax.Array:
+    """`local_attention`, by each device of a mesh on its own rows and heads."""
+
+    def attend(query, key, value, lengths, query_segments, key_segments, key_offset):
+        segments = None if query_segments is None else (query_segments, key_segments)
+        offset = {} if key_offset is None else {"key_offset": key_offset}
+        return local_attention(
+            query, key, value, key_value_seq_lengths=lengths, segment_ids=segments, **offset, **static
+        )
+
+    keys = ("batch", None, "kv_heads", None)
+    names = [("batch", None, "heads", None), keys, keys, ("batch",), ("batch", None), ("batch", None), ()]
+    operands = (query, key, value, lengths, *segment_ids, key_offset)
+    return shard_call(attend, operands, names, ("batch", None, "heads", None))

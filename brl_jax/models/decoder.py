@@ -16,6 +16,7 @@ from brl_jax.models.config import StackConfig
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.stack import Stack
 from brl_jax.models.tlinformer import TLinFormerStack, make_stack
+from brl_jax.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +109,9 @@ class DecoderLM(nn.Module):
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         # Inputs of size 1 beside logits of size 1, from one table: else what layers add drowns the tokens at first.
-        x = jnp.take(self.embedding, tokens, axis=0) * math.sqrt(self.config.d_model)
-        return x.astype(self.config.dimensions.dtype)
+        x = jnp.take(constrain(self.embedding, ("vocab", None)), tokens, axis=0)
+        x = (x * math.sqrt(self.config.d_model)).astype(self.config.dimensions.dtype)
+        return constrain(x, ("batch", "length", "embed"))
 
     def _recall(self, tokens: Int[Array, "B T"], cache: Any) -> dict[str, Any]:
         """What a stack's call needs that goes back to the tokens: a cache that holds them, and their embedding."""
@@ -135,7 +137,8 @@ class DecoderLM(nn.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32."""
         embedding = self.embedding.astype(hidden.dtype)
-        return jnp.einsum("btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32)
+        return constrain(logits, ("batch", "length", "vocab"))
 
     def __call__(self, tokens: Int[Array, "B T"], **kwargs: Any):
         """Logits (B, T, V) in float32 and the new memory or cache; arguments as for `hidden`."""

@@ -16,6 +16,7 @@ from brl_jax.layers.common import dense, parameter
 from brl_jax.layers.mechanism import Dimensions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.stack import Stack
+from brl_jax.sharding import constrain
 
 Inputs = Literal["embed", "scale"]
 Positions = Literal["rope", "learned", "sinusoidal"]
@@ -102,14 +103,14 @@ class Encoder(nn.Module):
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         c, dtype = self.config, self.dimensions.dtype
         if c.inputs == "embed":
-            x = jnp.take(self.embedding, tokens, axis=0) * math.sqrt(c.d_model)
+            x = jnp.take(constrain(self.embedding, ("vocab", None)), tokens, axis=0) * math.sqrt(c.d_model)
         else:
             x = self.embedding(tokens.astype(jnp.float32)[..., None] * (2.0 / max(c.vocab_size - 1, 1)) - 1.0)
         if c.positions == "learned":
             x = x + self.position_table[: tokens.shape[1]].astype(x.dtype)[None]
         elif c.positions == "sinusoidal":
             x = x + sinusoidal_positions(tokens.shape[1], c.d_model).astype(x.dtype)[None]
-        return x.astype(dtype)
+        return constrain(x.astype(dtype), ("batch", "length", "embed"))
 
     def __call__(
         self,

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Logits that exist at a time, at the most (floats in float32: 64 MB).
+from brl_jax.sharding import current_row_shards
+
+# Logits that exist at a time on a device, at the most (floats in float32: 64 MB).
 _LOGITS = 2**24
 
 
@@ -23,7 +25,7 @@ def cross_entropy(
     """Sum of -log p(target) over all tokens, in nats, and the sum of weights, both float32.
 
     The sequence is cut along T (the batch axis stays whole, so that its sharding does), in pieces of at most 16M
-    logits; each piece's logits are made, used and, for the gradient, made again.
+    logits on a device; each piece's logits are made, used and, for the gradient, made again.
 
     Args:
       hidden: (B, T, D), what `to_logits` maps to (B, C, V) logits.
@@ -39,7 +41,7 @@ def cross_entropy(
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * weights)
 
-    size = max(1, _LOGITS // (batch * vocab_size))
+    size = max(1, _LOGITS * current_row_shards() // (batch * vocab_size))
     if size >= length:
         return piece(hidden, targets, weights), weights.sum()
     count = -(-length // size)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.layers.common import FeedForward, norm
 from brl_jax.layers.mechanism import Dimensions, Mechanism
+from brl_jax.sharding import constrain
 
 Remat = Literal["none", "full", "dots"]
 
@@ -61,14 +62,19 @@ class Block(nn.Module):
         )
         if residual == "post":
             mixed = self.mixer_norm(mixed)
-        x = x + self.dropout(mixed, deterministic=deterministic)
+        x = _whole_width(x + self.dropout(mixed, deterministic=deterministic))
         if residual == "mixer":
             return x, carry, cache
         if residual == "post":
             mixed = self.feed_forward_norm(self.feed_forward(x))
         else:
             mixed = self.feed_forward(self.feed_forward_norm(x))
-        return x + self.dropout(mixed, deterministic=deterministic), carry, cache
+        return _whole_width(x + self.dropout(mixed, deterministic=deterministic)), carry, cache
+
+
+def _whole_width(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The residual stream, of which each device of a mesh has its rows in full: norms need no word from others."""
+    return constrain(x, ("batch", "length", "embed"))
 
 
 class Period(nn.Module):

@@ -68,7 +68,7 @@ class ToyStream:
 class ToyHeldOut:
     """Three batches; `at` as in ToyStream."""
 
-    num_bytes = 20
+    batch, num_bytes = 2, 20
 
     def __init__(self, at=None):
         self.at = at or {}

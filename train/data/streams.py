@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -16,16 +16,14 @@ from train.errors import UserError
 READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
-def rows_of_process(batch: int, process_index: int, process_count: int) -> slice:
-    """The rows of a batch that belong to one process of many. Raises UserError where they can't share it evenly."""
-    if batch < 1 or batch % process_count:
-        raise UserError(
-            f"--batch: expected a positive multiple of the {process_count} processes, got {batch}"
-        )
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index must be in [0, {process_count}), got {process_index}")
-    rows = batch // process_count
-    return slice(process_index * rows, (process_index + 1) * rows)
+def check_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
+    """The numbers of the rows to give, all by default. Raises UserError where there is none to give."""
+    if batch < 1:
+        raise UserError(f"--batch: expected at least 1 row, got {batch}")
+    chosen = np.arange(batch) if rows is None else np.asarray(rows)
+    if len(chosen) == 0 or chosen.min() < 0 or chosen.max() >= batch:
+        raise ValueError(f"rows must be numbers in [0, {batch}), got {rows}")
+    return chosen
 
 
 def _check_length(length: int) -> None:
@@ -42,19 +40,19 @@ class TokenStreams(grain.DatasetIterator):
     seed and the pass's number alone.
 
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32, "reset": bool scalar}; reset is True on the
-    first batch of a pass, where the rows jump and memory must be cleared. A process among many gets its share
-    of the rows, in order. The state is the number of batches handed out, whatever the number of processes;
-    going to it reads nothing.
+    first batch of a pass, where the rows jump and memory must be cleared. A process among many gives some of
+    the rows. The state is the number of batches handed out, whichever rows are given; going to it reads
+    nothing.
 
     Args:
       corpus: the text; at least batch * length + 1 tokens.
       batch: rows of all processes together.
       length: tokens of a row in one batch.
       seed: seed of the passes' offsets.
-      process_index, process_count: which rows to give; one process by default.
+      rows: numbers of the rows to give, where other processes give the rest; all by default.
 
     Raises:
-      UserError: a text too short, or batch, length or seed out of range.
+      UserError: a text too short, or batch, length, seed or rows out of range.
     """
 
     def __init__(
@@ -64,13 +62,12 @@ class TokenStreams(grain.DatasetIterator):
         batch: int,
         length: int,
         seed: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: Sequence[int] | np.ndarray | None = None,
     ):
         _check_length(length)
         if seed < 0:
             raise UserError(f"--seed: expected 0 or more, got {seed}")
-        rows = rows_of_process(batch, process_index, process_count)
+        chosen_rows = check_rows(batch, rows)
         size = len(corpus.tokens)
         if size < batch * length + 1:
             raise UserError(
@@ -78,7 +75,7 @@ class TokenStreams(grain.DatasetIterator):
                 f"--batch {batch} times --length {length}, and the token after, take {batch * length + 1}"
             )
         tokens, steps = corpus.tokens, size // (batch * length)
-        row_starts = np.arange(batch)[rows, None] * (steps * length) + np.arange(length + 1)
+        row_starts = chosen_rows[:, None] * (steps * length) + np.arange(length + 1)
 
         def make(index: int, step: int) -> dict[str, np.ndarray | np.bool_]:
             offset = np.random.default_rng([seed, index // steps]).integers(size)
@@ -144,7 +141,7 @@ class EvalStream:
       batch: rows of all processes together.
       length: tokens of a row in one batch.
       limit: use the first `limit` tokens only.
-      process_index, process_count: which rows to give; one process by default.
+      rows: numbers of the rows to give, where other processes give the rest; all by default.
 
     Raises:
       UserError: a text too short, or batch, length or limit out of range.
@@ -157,14 +154,15 @@ class EvalStream:
         batch: int,
         length: int,
         limit: int | None = None,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: Sequence[int] | np.ndarray | None = None,
     ):
         _check_length(length)
-        rows = rows_of_process(batch, process_index, process_count)
+        chosen_rows = check_rows(batch, rows)
         tokens: Int[np.ndarray, " N"] = corpus.tokens[:limit]
         if (limit is not None and limit < 2) or len(tokens) < 2:
             raise UserError(f"--data: evaluation takes at least 2 tokens, got {len(tokens)}")
+        self.batch = batch
+        """Rows of a batch, of all processes together."""
         self.num_targets = len(tokens) - 1
         """Targets of weight 1, over all processes."""
         self.num_bytes = corpus.num_bytes(1, len(tokens))
@@ -175,7 +173,7 @@ class EvalStream:
 
         def make(step: int) -> dict[str, np.ndarray | np.bool_]:
             within = places + step * length
-            at = np.arange(batch)[rows, None] * row + within
+            at = chosen_rows[:, None] * row + within
             counted = (within < row) & (at < self.num_targets)
             at = np.where(counted, at, 0)
             return {

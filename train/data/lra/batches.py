@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.lra.examples import Examples
-from train.data.streams import READ_AHEAD, rows_of_process
+from train.data.streams import READ_AHEAD, check_rows
 from train.errors import UserError
 
 
@@ -64,12 +64,13 @@ class TrainBatches(grain.DatasetIterator):
     A batch is {"tokens": (B, T) or, for pairs, (B, 2, T) int32, zeros after each sequence's end, "lengths": (B,)
     or (B, 2) int32, "targets": (B,) int32, "weights": (B,) float32 ones, "reset": False}; T is the batch's bucket.
     What is left of a bucket fills up a batch of the next longer one, and a remainder of less than a batch, drawn anew
-    in each pass, is left out. A process among many gets its share of each batch's rows. The state is the number of
-    batches handed out, whatever the number of processes; going to it reads nothing.
+    in each pass, is left out. A process among many gives some of each batch's rows. The state is the number of
+    batches handed out, whichever rows are given; going to it reads nothing.
 
     Args:
       examples: the split; at least `batch`. batch: rows of all processes together. buckets: lengths to pad to, the
-      longest at least the longest sequence. seed: of the passes' orders. process_index, process_count: which rows.
+      longest at least the longest sequence. seed: of the passes' orders. rows: which of them to give;
+      all by default.
 
     Raises:
       UserError: too few examples, or batch, buckets or seed out of range.
@@ -82,10 +83,9 @@ class TrainBatches(grain.DatasetIterator):
         batch: int,
         buckets: Sequence[int],
         seed: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: Sequence[int] | np.ndarray | None = None,
     ):
-        rows = rows_of_process(batch, process_index, process_count)
+        chosen_rows = check_rows(batch, rows)
         if len(examples) < batch:
             raise UserError(f"--batch: expected at most the {len(examples)} training examples, got {batch}")
         widths = _widths(examples, buckets)
@@ -102,7 +102,7 @@ class TrainBatches(grain.DatasetIterator):
 
         def make(index: int, step: int) -> dict[str, Any]:
             chosen = plan(index // steps)
-            return _batch(examples, chosen.rows[step, rows], int(chosen.widths[step]))
+            return _batch(examples, chosen.rows[step, chosen_rows], int(chosen.widths[step]))
 
         dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
         self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
@@ -147,7 +147,8 @@ class EvalBatches:
 
     Args:
       examples: the split. batch: rows of all processes together. buckets: as there. limit: the first examples only
-      (0: all). process_index, process_count: which rows.
+      (0: all). rows: which of them to give;
+      all by default.
     """
 
     num_bytes = None
@@ -159,10 +160,9 @@ class EvalBatches:
         batch: int,
         buckets: Sequence[int],
         limit: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: Sequence[int] | np.ndarray | None = None,
     ):
-        rows = rows_of_process(batch, process_index, process_count)
+        chosen_rows = check_rows(batch, rows)
         widths = _widths(examples, buckets)[: limit or None]
         plans = []
         for width in np.unique(widths):
@@ -170,11 +170,12 @@ class EvalBatches:
             filled = np.full(-(-len(members) // batch) * batch, -1)
             filled[: len(members)] = members
             plans += [(row, int(width)) for row in filled.reshape(-1, batch)]
+        self.batch = batch
         self._steps = len(plans)
 
         def make(step: int) -> dict[str, Any]:
             row, width = plans[step]
-            return _batch(examples, row[rows], width)
+            return _batch(examples, row[chosen_rows], width)
 
         self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
 

@@ -1,0 +1,25 @@
+"""What loops need under `shard_map`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+T = TypeVar("T")
+
+
+def vary_like(tree: T, others: Any) -> T:
+    """The arrays of a pytree, as arrays that vary over the mesh axes that any array of `others` varies over.
+
+    Under `shard_map` what a loop carries must vary from the start over the axes it comes to vary over: zeros do not.
+    """
+    arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array))
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+    def widen(x: Any) -> Any:
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(widen, tree) if axes else tree

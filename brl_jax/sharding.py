@@ -1,0 +1,266 @@
+"""Meshes of devices, and the one table that says over which of their axes an array's dimensions are cut.
+
+Parameters carry a name for each dimension ("embed", "heads"); layers name those of their activations. `RULES` maps
+names to mesh axes:
+
+    data      rows of a batch; every group of devices has all parameters
+    fsdp      rows of a batch too, and the parameters' model width: gathered where a layer needs them
+    sequence  tokens of a row
+    tensor    heads, the feed-forward width, the vocabulary
+
+A mesh axis cuts one dimension of an array: the first that asks for it. An activation's rows take fsdp, so its width
+stays whole; a parameter has no rows, so its width is cut.
+
+`with jax.set_mesh(make_mesh(config)):` around a jitted call is all that layers need to know of devices; without it,
+or on one device, everything here that layers call does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "sequence", "tensor")
+
+RULES: Mapping[str, tuple[str, ...]] = {
+    # Activations.
+    "batch": ("data", "fsdp"),
+    "length": ("sequence",),
+    # Parameters and activations.
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "compressed_embed": ("fsdp",),
+    "features": ("fsdp",),
+    "position": ("fsdp",),
+    # Never cut: too short, or cut along another dimension of the same array.
+    "head_dim": (),
+    "layers": (),
+    "compressed": (),
+    "compressed_out": (),
+    "pixel": (),
+    "projected": (),
+    "classes": (),
+}
+
+# Dimensions that stay whole where the mesh axis doesn't divide them; of the others that is an error. The data, not the
+# user, decide how many tokens there are and how long a text is.
+_MAY_STAY_WHOLE = frozenset(("vocab", "position"))
+
+# Neighbours that share one copy of the parameters by default: the chips of one or two hosts.
+_NEIGHBOURS = 8
+
+Names = Sequence[str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How many devices stand along each axis of the mesh; one of the sizes may be -1, for what the others leave."""
+
+    data: int | None = None
+    """Groups of devices that each hold a whole copy of parameters and optimiser, and take their share of the rows.
+    None: what the others leave."""
+    fsdp: int | None = None
+    """Devices that share the rows of a group and one copy of parameters and optimiser. None: what --mesh.data leaves;
+    where that is None too, up to 8."""
+    sequence: int = 1
+    """Devices that share the tokens of a row."""
+    tensor: int = 1
+    """Devices that share heads and feed-forward width."""
+
+    def __post_init__(self):
+        for name in AXES:
+            size = getattr(self, name)
+            if size is not None and size != -1 and size < 1:
+                raise ValueError(f"{name} must be at least 1, or -1 for what is left, got {size}")
+        left = [name for name in AXES if getattr(self, name) == -1]
+        if len(left) > 1:
+            raise ValueError(
+                f"{left[1]} must be at least 1 where {left[0]} is -1 and takes what is left, got -1"
+            )
+
+    def sizes(self, devices: int) -> tuple[int, ...]:
+        """The sizes of `AXES` on so many devices.
+
+        Raises:
+          ValueError: they don't multiply to that number.
+        """
+        asked = {name: getattr(self, name) for name in AXES}
+        given = math.prod(size for size in asked.values() if size is not None and size != -1)
+        rest = devices // given
+        chosen = {name: rest if size == -1 else size for name, size in asked.items()}
+        if -1 in asked.values():
+            chosen |= {name: 1 for name, size in asked.items() if size is None}
+        elif self.fsdp is None:
+            most = rest if self.data is not None else _NEIGHBOURS
+            chosen["fsdp"] = max((n for n in range(1, most + 1) if rest % n == 0), default=1)
+        if chosen["data"] is None:
+            chosen["data"] = rest // (chosen["fsdp"] if self.fsdp is None else 1)
+        if math.prod(chosen.values()) != devices:
+            words = " x ".join(f"{name} {size}" for name, size in asked.items() if size not in (None, 1))
+            raise ValueError(
+                f"mesh: expected sizes that multiply to the {devices} devices, got {words or 'data 1'}"
+            )
+        return tuple(chosen[name] for name in AXES)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a configuration over `devices` (default: all of all processes).
+
+    Devices are laid out so that the inner axes run between neighbours: along the torus of a TPU slice, inside one host
+    on GPUs. On several slices, "data" runs across them.
+
+    Raises:
+      ValueError: sizes that don't multiply to the number of devices, or a data axis that slices don't divide.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = config.sizes(len(devices))
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1:
+        if sizes[0] % slices:
+            raise ValueError(f"mesh.data must be a multiple of the {slices} slices, got {sizes[0]}")
+        inner = (sizes[0] // slices, *sizes[1:])
+        across = (slices, *(1 for _ in sizes[1:]))
+        grid = mesh_utils.create_hybrid_device_mesh(inner, across, devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def partition_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Over which mesh axes the dimensions of an array are cut; those that don't divide evenly stay whole.
+
+    Args:
+      names: a name of `RULES` or None for each dimension.
+      shape: the array's. sizes: of the mesh axes that may be used.
+
+    Raises:
+      ValueError: a name that is not in `RULES`, or not one for each dimension.
+    """
+    if len(names) != len(shape):
+        raise ValueError(f"names must be one for each dimension of shape {tuple(shape)}, got {tuple(names)}")
+    free = {axis: size for axis, size in sizes.items() if size > 1}
+    spec: list[Any] = []
+    for name, size in zip(names, shape):
+        if name is not None and name not in RULES:
+            raise ValueError(f"names must be out of {', '.join(RULES)}, got {name!r}")
+        axes = tuple(axis for axis in RULES[name] if axis in free) if name is not None else ()
+        if not axes or size % math.prod(free[axis] for axis in axes):
+            spec.append(None)
+            continue
+        for axis in axes:
+            del free[axis]
+        spec.append(axes if len(axes) > 1 else axes[0])
+    return PartitionSpec(*spec)
+
+
+def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
+    """A sharding for each parameter: a pytree like the unboxed parameters.
+
+    Vectors (norms, biases, one number a head) stay whole: what gathering them costs is more than what they take.
+
+    Args:
+      boxed: parameters with their names, as `model.init` returns them, or their shapes.
+
+    Raises:
+      ValueError: a dimension that its mesh axes don't divide; names the parameter and both sizes.
+    """
+    sizes = dict(mesh.shape)
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        if not isinstance(leaf, nn.meta.AxisMetadata):
+            return NamedSharding(mesh, PartitionSpec())
+        box: Any = leaf
+        names, shape = box.names, box.value.shape
+        if sum(name not in (None, "layers") for name in names) < 2:
+            return NamedSharding(mesh, PartitionSpec())
+        spec = partition_spec(names, shape, sizes)
+        used = {axis for part in spec if part for axis in ((part,) if isinstance(part, str) else part)}
+        for name, size in zip(names, shape):
+            axes = [
+                axis for axis in (RULES[name] if name else ()) if sizes.get(axis, 1) > 1 and axis not in used
+            ]
+            if axes and name not in _MAY_STAY_WHOLE:
+                raise ValueError(
+                    f"mesh.{axes[0]}: expected a divisor of {size}, the dimension {name!r} of the parameter "
+                    f"{jax.tree_util.keystr(path, simple=True, separator='/')}, got {sizes[axes[0]]}"
+                )
+        return NamedSharding(mesh, spec)
+
+    is_box = lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(place, boxed, is_leaf=is_box)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """In how many parts the rows of a batch are cut."""
+    return math.prod(dict(mesh.shape)[axis] for axis in RULES["batch"])
+
+
+# --- What layers call ---
+
+
+def _automatic_axes() -> dict[str, int]:
+    """The mesh set around this trace, as sizes by axis; empty where its compiler has no work to divide."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_names) != set(AXES) or set(mesh.axis_types) != {AxisType.Auto}:
+        return {}  # none, somebody's own, or inside of shard_map
+    return {name: size for name, size in mesh.shape.items() if size > 1}
+
+
+def current_row_shards() -> int:
+    """In how many parts the rows of the batch being traced are cut; 1 without a mesh."""
+    sizes = _automatic_axes()
+    return math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
+
+
+def constrain(x: jax.Array, names: Names) -> jax.Array:
+    """x, cut over the mesh as its dimensions' names ask; x itself without a mesh.
+
+    Args:
+      names: a name of `RULES` or None (whole) for each dimension.
+    """
+    sizes = _automatic_axes()
+    if not sizes:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
+
+
+def shard_call(
+    function: Callable[..., Any], operands: Sequence[Any], names: Sequence[Names], out_names: Names
+) -> Any:
+    """function(*operands), run by every device on its own shards, without any communication.
+
+    For functions that treat rows and heads each by itself, and that the compiler cannot divide: kernels. Without a mesh
+    it is a plain call. A mesh axis that does not divide every dimension it would cut is left out.
+
+    Args:
+      function: of the shards; must not close over arrays.
+      operands: arrays or None. names: of each operand's dimensions; only those of rows and heads may be cut.
+      out_names: of the result's.
+    """
+    sizes = _automatic_axes()
+    arrays = [(x.shape, dims) for x, dims in zip(operands, names) if x is not None]
+    for shape, dims in arrays:
+        for name, size in zip(dims, shape):
+            axes = [axis for axis in (RULES[name] if name else ()) if axis in sizes]
+            if size % math.prod(sizes[axis] for axis in axes):
+                sizes = {axis: size for axis, size in sizes.items() if axis not in axes}
+    specs = [
+        PartitionSpec() if x is None else partition_spec(dims, x.shape, sizes)
+        for x, dims in zip(operands, names)
+    ]
+    if not any(any(spec) for spec in specs):
+        return function(*operands)
+    # The result's sizes need no look: its dimensions are the operands'.
+    cut = [tuple(axis for axis in (RULES[name] if name else ()) if axis in sizes) for name in out_names]
+    out = PartitionSpec(*(axes or None for axes in cut))
+    return jax.shard_map(function, in_specs=tuple(specs), out_specs=out)(*operands)

@@ -1,0 +1,75 @@
+"""Plans for pods: what is refused, and one small plan (needs the package libtpu)."""
+
+import importlib.util
+import json
+
+import pytest
+
+from eval import pod_plan
+from train.errors import RunError, UserError
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+SMALL = "small --num_layers 2 --batch 8 --length 128 --mechanism.block_size 128"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--topology v5e:3x3", "--topology: unknown 'v5e:3x3'; expected one of v4: .*v5e: 1x1, 2x2,"),
+        ("--topology v9:2x2", "--topology: unknown 'v9:2x2'"),
+        ("--tokenizer words", "--tokenizer: expected one that says its size"),
+    ],
+)
+def test_bad_input(options, message):
+    with pytest.raises(UserError, match=message):
+        pod_plan.main(options.split())
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--mesh.data 3", "--mesh: expected sizes that multiply to the 8 devices, got data 3"),
+        ("--batch 4", "--batch: expected a multiple of 8"),
+        ("--mesh.tensor 8", "--mesh.tensor: expected a divisor of --num_heads 4, got 8"),
+    ],
+)
+def test_what_does_not_divide_is_said_before_anything_is_compiled(options, message):
+    with pytest.raises(UserError, match=message):
+        pod_plan.main([*SMALL.split(), "--topology", "v5e:2x4", *options.split()])
+
+
+@needs_libtpu
+def test_a_small_plan(capsys):
+    pod_plan.main([*SMALL.split(), "--topology", "v5e:2x4", "--json"])
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert plan["fits"]
+    assert plan["mesh"] == {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
+    # One copy on eight devices, but for the vectors; two moments.
+    assert plan["parameters"] * 4 / 8 < plan["parameter_bytes"] < plan["parameters"] * 4 / 7
+    assert 1.99 < plan["optimizer_bytes"] / plan["parameter_bytes"] < 2.01
+    parts = ("parameter", "optimizer", "memory", "gradient", "activation", "temporary", "program")
+    assert abs(sum(plan[f"{part}_bytes"] for part in parts) / plan["total_bytes"] - 1) < 0.2
+    assert plan["total_bytes"] < plan["hbm_bytes"] == 16 * 2**30
+    # At least two operations for each parameter and token, forward, and twice that backward.
+    assert plan["matrix_flops"] > 6 * (plan["parameters"] - 128 * 256) * 0.5 * plan["tokens"] / 8
+    # Each weight is gathered for both directions, and its gradient scattered.
+    assert plan["collective_bytes"]["all-gather"] > 0
+    assert plan["bound_seconds"] == max(plan[f"{part}_seconds"] for part in ("matrix", "hbm", "link"))
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_told(monkeypatch, capsys):
+    plan = pod_plan.Plan(
+        "v5e:2x2", 4, {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}, 1, 1, 2, 0, 1, 1, 1, 1, 2**35, 2**34,
+        1.0, {}, 1.0, 2.0, 0.5, 8, 1.0,
+    )  # fmt: skip
+    mesh = type("Mesh", (), {"shape": plan.mesh})()
+    monkeypatch.setattr(pod_plan, "make_plan", lambda config: (plan, mesh))
+    with pytest.raises(RunError, match=r"v5e:2x2: does not fit; to change: .*--remat full"):
+        pod_plan.main(["small", "--topology", "v5e:2x2"])
+    out = capsys.readouterr().out
+    assert "does not fit: 32.00 of 16 GiB" in out
+    assert "matrix products are 50% of it" in out

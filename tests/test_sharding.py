@@ -1,0 +1,132 @@
+"""Sizes of meshes, and which dimension goes over which of their axes; for the numbers see tests/train/test_mesh.py."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from brl_jax.layers import MECHANISMS
+from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
+from brl_jax.sharding import (
+    AXES,
+    RULES,
+    MeshConfig,
+    constrain,
+    parameter_shardings,
+    partition_spec,
+    shard_call,
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "sizes"),
+    [
+        ({}, 1, (1, 1, 1, 1)),
+        ({}, 8, (1, 8, 1, 1)),
+        ({}, 12, (2, 6, 1, 1)),
+        ({}, 256, (32, 8, 1, 1)),
+        ({"data": 8}, 8, (8, 1, 1, 1)),
+        ({"data": 2}, 32, (2, 16, 1, 1)),
+        ({"fsdp": 4}, 32, (8, 4, 1, 1)),
+        ({"tensor": 4}, 256, (8, 8, 1, 4)),
+        ({"sequence": 8}, 8, (1, 1, 8, 1)),
+        ({"fsdp": -1}, 32, (1, 32, 1, 1)),
+        ({"data": -1}, 32, (32, 1, 1, 1)),
+        ({"data": 2, "sequence": -1}, 8, (2, 1, 4, 1)),
+        ({"data": 2, "fsdp": 2, "tensor": -1}, 8, (2, 2, 1, 2)),
+    ],
+)
+def test_what_is_left_out_is_filled_in(given, devices, sizes):
+    assert MeshConfig(**given).sizes(devices) == sizes
+
+
+@pytest.mark.parametrize(
+    "given", [{"data": 3}, {"data": 16}, {"data": 2, "fsdp": 2}, {"tensor": 5}, {"fsdp": -1, "data": 3}]
+)
+def test_sizes_that_do_not_multiply_are_refused(given):
+    words = ".*".join(f"{name} {size}" for name, size in sorted(given.items()))
+    with pytest.raises(ValueError, match=f"mesh: expected sizes that multiply to the 8 devices, got {words}"):
+        MeshConfig(**given).sizes(8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": 0}, "data must be at least 1, or -1"),
+        ({"tensor": -2}, "tensor must be at least 1, or -1"),
+        ({"data": -1, "tensor": -1}, "tensor must be at least 1 where data is -1"),
+    ],
+)
+def test_bad_sizes_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        MeshConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "spec"),
+    [
+        (("batch", "length", "embed"), (16, 40, 32), (("data", "fsdp"), "sequence", None)),
+        (("batch", "length", "heads", None), (16, 40, 6, 8), (("data", "fsdp"), "sequence", "tensor", None)),
+        (("embed", "mlp"), (32, 64), ("fsdp", "tensor")),
+        (("layers", "heads", "head_dim", "embed"), (2, 4, 8, 32), (None, "tensor", None, "fsdp")),
+        (("vocab", "embed"), (257, 32), (None, "fsdp")),
+        (("batch",), (6,), (None,)),
+    ],
+)
+def test_each_mesh_axis_cuts_one_dimension_that_it_divides(names, shape, spec):
+    sizes = {"data": 2, "fsdp": 4, "sequence": 2, "tensor": 2}
+    assert partition_spec(names, shape, sizes) == PartitionSpec(*spec)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match=r"names must be out of batch, length, .*got 'haeds'"):
+        partition_spec(("haeds",), (4,), {"tensor": 2})
+    with pytest.raises(ValueError, match="one for each dimension"):
+        partition_spec(("heads",), (4, 4), {"tensor": 2})
+
+
+def _mesh(**sizes):
+    return AbstractMesh(
+        tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_matrix_of_every_mechanism_has_a_place(name):
+    """Names are in the table, and on 2 x 2 devices each matrix is cut."""
+    mechanism = MECHANISMS[name]()
+    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "mechanism": mechanism}
+    if mechanism.causal:
+        model = DecoderLM(DecoderConfig(**sizes))
+    else:
+        model = Classifier(EncoderConfig(**sizes, max_length=1024))
+    boxed = jax.eval_shape(
+        lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0)
+    )
+    places = parameter_shardings(_mesh(fsdp=2, tensor=2), boxed)
+    for (path, leaf), place in zip(
+        jax.tree_util.tree_leaves_with_path(nn.unbox(boxed)), jax.tree.leaves(places)
+    ):
+        shares = np.prod(leaf.shape) / np.prod(place.shard_shape(leaf.shape))
+        if leaf.size >= 2 * 32 * 16:  # no vector of the two layers
+            assert shares > 1, jax.tree_util.keystr(path)
+
+
+def test_a_width_that_the_mesh_does_not_divide_is_named():
+    boxed = {"up": nn.LogicallyPartitioned(jnp.zeros((30, 64)), ("embed", "mlp"))}
+    with pytest.raises(
+        ValueError, match=r"mesh.fsdp: expected a divisor of 30, the dimension 'embed' of .* up, got 4"
+    ):
+        parameter_shardings(_mesh(fsdp=4), boxed)
+
+
+def test_without_a_mesh_nothing_happens():
+    x = jnp.ones((4, 3))
+    assert constrain(x, ("batch", "embed")) is x
+    assert shard_call(lambda x, y: (x, y), (x, None), (("batch", None), ()), ("batch", None))[0] is x
+
+
+def test_every_rule_is_of_mesh_axes():
+    assert {axis for axes in RULES.values() for axis in axes} == set(AXES)

@@ -1,0 +1,193 @@
+"""What `test_mesh.py` looks at, made in a process of its own, because a process keeps the devices it began with:
+python -m tests.train.on_eight_devices FOLDER.
+
+A network of four mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
+"""
+
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+from brl_jax.layers import MECHANISMS, BRLConfig, LocalConfig  # noqa: E402
+from brl_jax.models import DecoderConfig, DecoderLM  # noqa: E402
+from brl_jax.sharding import MeshConfig, make_mesh  # noqa: E402
+from train.config import LoopConfig  # noqa: E402
+from train.lm import lm_objective  # noqa: E402
+from train.loop import train  # noqa: E402
+from train.mesh import held_rows, place_batch, sharded_state  # noqa: E402
+from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule  # noqa: E402
+from train.step import make_train_step  # noqa: E402
+
+ROWS, LENGTH, STEPS = 16, 16, 4
+MESHES = {
+    "data": MeshConfig(data=8),
+    "fsdp": MeshConfig(fsdp=8),
+    "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
+}
+BRL = BRLConfig(window=8, num_compressed=4, block_size=16)
+
+
+class FourMechanisms(DecoderConfig):
+    """A decoder with one layer of each kind of mechanism, twice."""
+
+    @property
+    def mechanisms(self):
+        kinds = (BRL, LocalConfig(window=8), MECHANISMS["full"](), MECHANISMS["deltanet"](chunk_size=8))
+        return kinds * 2
+
+
+def take_steps(mesh):
+    """(losses, the first step's gradients as the optimiser keeps them, last state, HLO) on a mesh."""
+    model = DecoderLM(
+        FourMechanisms(num_layers=8, d_model=32, num_heads=4, d_ff=64, dropout=0.1, vocab_size=64)
+    )
+    objective, loop = lm_objective(model), LoopConfig(batch=2 * ROWS, accumulation=2)
+    settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, clip_norm=0.0)
+    schedule = make_schedule(settings, STEPS)
+    boxed = jax.eval_shape(objective.init, jax.random.key(0))
+    optimizer = make_optimizer(settings, schedule, decayed(boxed))
+    rng, losses, first = np.random.default_rng(0), [], None
+    with jax.set_mesh(mesh):
+        fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
+        state = jax.jit(fresh, out_shardings=shardings)()
+        step = jax.jit(
+            make_train_step(objective, optimizer, schedule, loop.accumulation),
+            donate_argnums=0,
+            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        )
+        compiled = None
+        for i in range(STEPS):
+            text = rng.integers(64, size=(loop.batch, LENGTH + 1)).astype(np.int32)
+            batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "reset": np.bool_(i == 0)}
+            batch = place_batch(mesh, batch, loop.batch)
+            compiled = compiled or step.lower(state, batch).compile()
+            state, metrics = compiled(state, batch)
+            losses.append(float(metrics["loss"]))
+            first = first or {
+                jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu)
+            }
+    return losses, first, state, compiled.as_text()
+
+
+def shares(state):
+    """For each array of the state with two dimensions or more: (elements, elements on one device)."""
+    parts = {
+        "params": state.params,
+        "mu": state.opt_state[0].mu,
+        "nu": state.opt_state[0].nu,
+        "memory": state.memory,
+    }
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            leaf.size,
+            leaf.addressable_shards[0].data.size,
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parts)
+    }
+
+
+def gathers(hlo):
+    """(shape, where in the program, "" for what the compiler added) of everything gathered in a compiled program."""
+    found = []
+    for line in hlo.splitlines():
+        gather = re.search(r"= \(?(.*?) all-gather(?:-start)?\(", line)
+        where = re.search(r'op_name="([^"]*)"', line)
+        for dims in re.findall(r"\w+\[([\d,]*)\]", gather[1]) if gather else ():
+            found.append(([int(n) for n in dims.split(",") if n], where[1] if where else ""))
+    return found
+
+
+def careless(mesh):
+    """A program that gathers a moment it should have left where it is."""
+    cut, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((None, "fsdp"), ()))
+    mean = jax.ShapeDtypeStruct((2, 64, 32), jnp.float32, sharding=cut)
+    return jax.jit(lambda x: 0.9 * x, out_shardings=whole).lower(mean).compile().as_text()
+
+
+class Stream:
+    """Random text whose batch depends on its number alone; the rows of this process."""
+
+    def __init__(self, mesh):
+        self.step, self.held = 0, held_rows(mesh, 8)
+
+    def __next__(self):
+        text = (
+            np.random.default_rng([7, self.step])
+            .integers(64, size=(8, LENGTH + 1))
+            .astype(np.int32)[self.held]
+        )
+        self.step += 1
+        return {"tokens": text[:, :-1], "targets": text[:, 1:], "reset": np.bool_(self.step == 1)}
+
+    def get_state(self):
+        return {"step": self.step}
+
+    def set_state(self, state):
+        self.step = state["step"]
+
+
+class HeldOut:
+    """One batch."""
+
+    batch, num_bytes = 8, None
+
+    def __init__(self, mesh):
+        self.stream = Stream(mesh)
+
+    def __iter__(self):
+        self.stream.step = 1000
+        yield next(self.stream)
+
+
+def run(workdir, mesh, steps):
+    """Trains in `workdir` up to `steps`; every loss there, and the held-out losses."""
+    model = DecoderLM(
+        DecoderConfig(num_layers=1, d_model=32, num_heads=4, d_ff=32, mechanism=BRL, vocab_size=64)
+    )
+    loop = LoopConfig(workdir=str(workdir), steps=steps, batch=8, eval_every=100, tensorboard=False)
+    held_out = HeldOut(mesh)
+    train(
+        lm_objective(model),
+        loop,
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay="constant"),
+        config={},
+        stream=Stream(mesh),
+        held_out=held_out,
+        full_held_out=held_out,
+        mesh=mesh,
+    )
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines] + [line["val_loss"] for line in lines[-1:]]
+
+
+def main(folder):
+    one = make_mesh(MeshConfig(), jax.devices()[:1])
+    results = {}
+    for name, mesh in {"one": one, **{name: make_mesh(config) for name, config in MESHES.items()}}.items():
+        losses, first, state, hlo = take_steps(mesh)
+        results[name] = {"losses": losses, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
+    fsdp, mixed = (make_mesh(MESHES[name]) for name in ("fsdp", "mixed"))
+    results["careless"] = gathers(careless(fsdp))
+    results["straight"] = run(folder / "straight", one, 6)
+    for name, meshes in {"8 to 1": (fsdp, one), "1 to 8": (one, mixed)}.items():
+        for mesh, steps in zip(meshes, (3, 6)):
+            results[name] = run(folder / name, mesh, steps)
+    (folder / "results.pickle").write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,120 @@
+"""Two processes on this machine as one run: stopped, killed, gone on with by one."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.hosts import HostsConfig
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--batch 8 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --eval_every 100000 --eval_tokens 200 "
+    "--full_eval False --checkpoint_every 100000 --sample_tokens 0 --decay constant --tensorboard False "
+    "--mechanism local --mechanism.window 4 --dropout 0.1"
+)
+
+
+def _start(workdir, text, devices, steps, *more):
+    """A process with so many CPU devices."""
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "compiled")}
+    line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text} --steps {steps}"
+    return subprocess.Popen(
+        [sys.executable, *line.split(), *more],
+        cwd=ROOT,
+        env=os.environ | settings | cache,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _start_two(workdir, text):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = f"--hosts.coordinator 127.0.0.1:{port} --hosts.processes 2 --hosts.process"
+    return [_start(workdir, text, 2, 1_000_000, *hosts.split(), str(process)) for process in range(2)]
+
+
+def _losses(workdir):
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    parsed = [json.loads(line) for line in lines if line.endswith("}")]
+    return {line["step"]: line["loss"] for line in parsed}
+
+
+def _wait_for(step, workdir, processes):
+    """Until the run has reported a step; fails where a process ends before that."""
+    while max(_losses(workdir), default=0) < step:
+        for process in processes:
+            if process.poll() is not None:
+                pytest.fail(process.stderr.read()[-3000:])
+        time.sleep(0.05)
+
+
+def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
+    text = tmp_path / "train.txt"
+    text.write_text(" ".join(f"word{i * i % 97}" for i in range(3000)))
+    (tmp_path / "valid.txt").write_text("word1 word4 word9 " * 20)
+    text, workdir = f"{tmp_path}/*.txt", tmp_path / "run"
+
+    # A preemption notice to the second process: both stop after the same step, with one checkpoint.
+    processes = _start_two(workdir, text)
+    _wait_for(2, workdir, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], errors
+    [stopped] = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
+    for error in errors:
+        assert f"train.lm: stopped after step {stopped} of" in error
+    assert list(_losses(workdir)) == list(range(1, stopped + 1))
+
+    # The same command again; then the second process is killed: the first ends with a line, in bounded time.
+    processes = _start_two(workdir, text)
+    _wait_for(stopped + 5, workdir, processes)
+    processes[1].kill()
+    killed = time.monotonic()
+    error = processes[0].communicate()[1]
+    with contextlib.suppress(ProcessLookupError):
+        processes[1].communicate()
+    assert time.monotonic() - killed < 60
+    # Whichever notices first: the communication of a step, or JAX, because the other is silent.
+    assert processes[0].returncode in (1, -signal.SIGABRT), error
+    assert "process 0 of 2 has lost another one" in error or "another task died" in error
+
+    # One process goes on from the checkpoint: the batches that the two had, none lost, none twice.
+    before = _losses(workdir)
+    one = _start(workdir, text, 1, stopped + 5)
+    error = one.communicate()[1]
+    assert one.returncode == 0, error
+    assert f"going on from step {stopped} of" in error
+    after = _losses(workdir)
+    assert list(after) == list(range(1, stopped + 6))
+    np.testing.assert_allclose(list(after.values()), [before[step] for step in after], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"processes": 2}, "coordinator, processes and process must be given together, got None, 2 and None"),
+        ({"coordinator": "here", "processes": 2, "process": 0}, "coordinator must be HOST:PORT, got 'here'"),
+        ({"coordinator": "a:1", "processes": 0, "process": 0}, "processes must be at least 1"),
+        (
+            {"coordinator": "a:1", "processes": 2, "process": 2},
+            "process must be at least 0 and below 2, got 2",
+        ),
+    ],
+)
+def test_bad_input(given, message):
+    with pytest.raises(ValueError, match=message):
+        HostsConfig(**given)

@@ -1,0 +1,77 @@
+"""One network on several meshes of eight devices: the same numbers, nothing on more devices than need it."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MESHES = ("data", "fsdp", "mixed")
+
+pytestmark = pytest.mark.xdist_group("eight devices")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What `on_eight_devices` wrote."""
+    folder = tmp_path_factory.mktemp("eight")
+    line = [sys.executable, "-m", "tests.train.on_eight_devices", str(folder)]
+    done = subprocess.run(line, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return pickle.loads((folder / "results.pickle").read_bytes())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_are_those_of_one_device(results, mesh):
+    np.testing.assert_allclose(results[mesh]["losses"], results["one"]["losses"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_gradient_is_that_of_one_device(results, mesh):
+    """Losses hardly move where a few gradients are wrong; the first step's tell."""
+    for name, expected in results["one"]["first"].items():
+        error = np.abs(results[mesh]["first"][name] - expected).max()
+        assert error <= 1e-4 * np.abs(expected).max(), name
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [("fsdp", (8,)), ("mixed", (2, 4))])
+def test_every_matrix_its_moments_and_the_memory_are_cut(results, mesh, parts):
+    matrices = 0
+    for name, (size, share) in results[mesh]["shares"].items():
+        vector = name.rsplit("/", 1)[-1] in ("scale", "lambda", "gamma", "filled")
+        if not vector:
+            expected = (8,) if mesh == "fsdp" else (4,) if "memory" in name else parts
+            assert size / share in expected, name
+            matrices += 1
+    assert matrices > 3 * 30
+
+
+@pytest.mark.parametrize("mesh", ["data", "fsdp"])
+def test_only_one_layers_weights_are_gathered_at_a_time(results, mesh):
+    """No activation, no moment, no stack of layers: what is gathered is a weight, for the layer that takes it."""
+    weights = {
+        tuple(sorted(leaf.shape[1:] if "layers_" in name else leaf.shape))
+        for name, leaf in results["one"]["first"].items()
+    }
+    gathered = results[mesh]["gathers"]
+    assert len(gathered) > 20 or mesh == "data"
+    for shape, where in gathered:
+        assert "DecoderLM." in where, f"{shape} gathered outside of the network: {where}"
+        assert tuple(sorted(n for n in shape if n > 1)) in weights, (
+            f"{shape} is no weight of a layer: {where}"
+        )
+
+
+def test_the_look_at_gathers_sees_them(results):
+    [(shape, where)] = results["careless"]
+    assert sorted(shape) == [2, 32, 64]
+    assert "DecoderLM." not in where
+
+
+@pytest.mark.parametrize("way", ["8 to 1", "1 to 8"])
+def test_a_run_goes_on_on_another_mesh(results, way):
+    np.testing.assert_allclose(results[way], results["straight"], rtol=1e-5)

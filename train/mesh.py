@@ -1,0 +1,132 @@
+"""Where a run's arrays lie on the mesh: its state, its batches, and what each process reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from brl_jax.models import StackConfig
+from brl_jax.sharding import MeshConfig, make_mesh, parameter_shardings, partition_spec, row_shards
+from train.config import LoopConfig
+from train.errors import UserError
+from train.step import Batch, Objective, TrainState, init_state
+
+
+def open_mesh(
+    config: MeshConfig, loop: LoopConfig, model: StackConfig, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """The mesh of a run, whose rows, heads and widths it can share evenly.
+
+    Args:
+      config, loop, model: the run's settings.
+      devices: all of all processes by default.
+
+    Raises:
+      UserError: sizes that don't multiply to the number of devices or don't divide what they share.
+    """
+    try:
+        mesh = make_mesh(config, devices)
+    except ValueError as error:
+        raise UserError(f"--{error}") from error
+    rows, shards = loop.batch // loop.accumulation, row_shards(mesh)
+    if rows % shards:
+        each = f" / --accumulation {loop.accumulation} = {rows} rows" if loop.accumulation > 1 else " rows"
+        raise UserError(
+            f"--batch: expected a multiple of {shards * loop.accumulation}, so that mesh.data {mesh.shape['data']} x "
+            f"mesh.fsdp {mesh.shape['fsdp']} share the rows of a step evenly, got {loop.batch}{each}"
+        )
+    tensor = mesh.shape["tensor"]
+    key_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
+    for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", key_heads)):
+        if heads % tensor:
+            raise UserError(f"--mesh.tensor: expected a divisor of --{name} {heads}, got {tensor}")
+    return mesh
+
+
+def sharded_state(
+    mesh: Mesh, objective: Objective, optimizer: optax.GradientTransformation, loop: LoopConfig
+) -> tuple[Callable[[], TrainState], Any]:
+    """The function that makes a run's first state, to be jitted, and a sharding for each of the state's arrays.
+
+    The optimiser's moments lie like their parameters, the memory by its rows; the rest is on every device.
+
+    Raises:
+      UserError: a parameter that the mesh doesn't divide.
+    """
+    rows = loop.batch // loop.accumulation
+
+    def fresh() -> TrainState:
+        params_key, run_key = jax.random.split(jax.random.key(loop.seed))
+        return init_state(
+            objective,
+            nn.unbox(objective.init(params_key)),
+            optimizer,
+            key=run_key,
+            rows=rows,
+            accumulation=loop.accumulation,
+            log_gradient_std=loop.log_gradient_std,
+        )
+
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def stacked(array: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec((None, *names), array.shape, dict(mesh.shape)))
+
+    state = jax.eval_shape(fresh)
+    try:
+        params = parameter_shardings(mesh, jax.eval_shape(objective.init, jax.random.key(0)))
+    except ValueError as error:
+        raise UserError(f"--{error}") from error
+    return fresh, state.replace(
+        step=whole,
+        params=params,
+        opt_state=optax.tree.map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            state.opt_state,
+            params,
+            transform_non_params=lambda _: whole,
+        ),
+        key=whole,
+        memory=objective.memory_names(state.memory, rows, stacked),
+        moments=jax.tree.map(lambda _: whole, state.moments),
+    )
+
+
+def held_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " held"]:
+    """Numbers of the rows of a batch that this process's devices hold, ascending; all where they don't divide."""
+    parts = rows_sharding(mesh, rows, 1).addressable_devices_indices_map((rows,)).values()
+    return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
+
+
+def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
+    """The arrays of a batch of so many rows, cut over the mesh; `batch` has those of `held_rows`."""
+    held = held_rows(mesh, rows)
+
+    def place(name: str, value: Any) -> jax.Array:
+        value = np.asarray(value)
+        if name == "reset":
+            return jax.make_array_from_callback((), NamedSharding(mesh, PartitionSpec()), lambda _: value)
+
+        def shard(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(rows)
+            first = int(np.searchsorted(held, start))
+            return value[first : first + stop - start]
+
+        sharding = rows_sharding(mesh, rows, value.ndim)
+        return jax.make_array_from_callback((rows, *value.shape[1:]), sharding, shard)
+
+    return {name: place(name, value) for name, value in batch.items()}
+
+
+def rows_sharding(mesh: Mesh, rows: int, dims: int) -> NamedSharding:
+    """Of an array of a batch of so many rows."""
+    names = ("batch", *(None for _ in range(dims - 1)))
+    return NamedSharding(mesh, partition_spec(names, (rows,) + (1,) * (dims - 1), dict(mesh.shape)))
