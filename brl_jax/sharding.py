@@ -181,7 +181,7 @@ def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
             return NamedSharding(mesh, PartitionSpec())
         box: Any = leaf
         names, shape = box.names, box.value.shape
-        if sum(name not in (None, "layers") for name in names) < 2:
+        if sum(name != "layers" for name in names) < 2:
             return NamedSharding(mesh, PartitionSpec())
         spec = partition_spec(names, shape, sizes)
         used = {axis for part in spec if part for axis in ((part,) if isinstance(part, str) else part)}
