@@ -46,7 +46,7 @@ class BSBRAttention(StateLayer):
             chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         m, d = self.mechanism, self.dimensions
         query, key, value = project_qkv(d, x, positions)
         function = functools.partial(

@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.checks import check_choice
@@ -143,11 +142,6 @@ class FeedForward(nn.Module):
             hidden = open_gate(gate(x)) * hidden
         down = dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale, use_bias=d.ffn_bias)
         return down(hidden)
-
-
-def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
-    """Positions start..start+length-1 as (1, length)."""
-    return (jnp.arange(length, dtype=jnp.int32) + jnp.asarray(start, jnp.int32))[None]
 
 
 def project_qkv(

@@ -52,7 +52,7 @@ class CosformerAttention(StateLayer):
             )
         return init_cosformer_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         m = self.mechanism
         query, key, value = project_qkv(dataclasses.replace(self.dimensions, rope_theta=None), x, positions)
         function = functools.partial(

@@ -51,7 +51,7 @@ class DeltaNet(StateLayer):
         d = self.dimensions
         return init_delta_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         d = self.dimensions
         unrotated = dataclasses.replace(d, rope_theta=None)
         query, key, value = (jax.nn.silu(part) for part in project_qkv(unrotated, x, positions))

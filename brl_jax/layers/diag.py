@@ -18,9 +18,8 @@ from brl_jax.layers.common import (
     merged_norm,
     project_qkv,
     sow_weights,
-    token_positions,
 )
-from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
+from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,25 +59,9 @@ class DiagAttention(MemorylessLayer):
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        carry: Any = None,
-        cache: Any = None,
-        positions: Any = None,
-        lengths: Any = None,
-        segment_ids: Any = None,
-        count: Any = None,
-        deterministic: bool = True,
-    ):
-        d, mechanism = self.dimensions, self.mechanism
-        check_call(mechanism, segment_ids)
-        start = 0 if cache is None else cache["index"]
-        query, key, value = project_qkv(
-            d, x, token_positions(x.shape[1], start) if positions is None else positions
-        )
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        d, mechanism, cache = self.dimensions, self.mechanism, call.cache
+        query, key, value = project_qkv(d, x, call.positions)
         if cache is None:
             attend = functools.partial(
                 diag_attention,
@@ -87,7 +70,7 @@ class DiagAttention(MemorylessLayer):
                 block_size=mechanism.block_size,
                 score=mechanism.score,
                 is_causal=d.is_causal,
-                key_value_seq_lengths=None if d.is_causal else lengths,
+                key_value_seq_lengths=None if d.is_causal else call.lengths,
                 implementation=d.implementation,
             )
             sow_weights(self, attend, value)
@@ -99,9 +82,9 @@ class DiagAttention(MemorylessLayer):
                 value,
                 cache,
                 score=mechanism.score,
-                count=count,
+                count=call.count,
                 implementation=d.implementation,
             )
         if mechanism.score == "relu":
             attended = merged_norm(d, mechanism.norm, name="attended_norm")(attended)
-        return merge_heads(d, attended), carry, cache
+        return merge_heads(d, attended), cache

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.full import full_attention
-from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
+from brl_jax.layers.common import merge_heads, project_qkv, sow_weights
+from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,46 +48,30 @@ class FullAttention(MemorylessLayer):
             "index": jnp.zeros((), jnp.int32),
         }
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        carry: Any = None,
-        cache: Any = None,
-        positions: Any = None,
-        lengths: Any = None,
-        segment_ids: Any = None,
-        count: Any = None,
-        deterministic: bool = True,
-    ):
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
         d = self.dimensions
-        check_call(self.mechanism, segment_ids)
-        length = x.shape[1]
-        start = 0 if cache is None else cache["index"]
-        query, key, value = project_qkv(
-            d, x, token_positions(length, start) if positions is None else positions
-        )
+        cache, start, length = call.cache, call.start, x.shape[1]
+        query, key, value = project_qkv(d, x, call.positions)
         if cache is None:
             attend = functools.partial(
                 self.attend,
                 query,
                 key,
                 is_causal=d.is_causal,
-                key_value_seq_lengths=None if d.is_causal else lengths,
-                segment_ids=segment_ids,
+                key_value_seq_lengths=None if d.is_causal else call.lengths,
+                segment_ids=call.segment_ids,
                 implementation=d.implementation,
             )
             sow_weights(self, attend, value)
-            return merge_heads(d, attend(value)), carry, None
+            return merge_heads(d, attend(value)), None
         # New tokens that don't exist are written nowhere: their slots lie past the end and are dropped.
         slots = start + jnp.arange(length, dtype=jnp.int32)
-        if count is not None:
-            slots = jnp.where(jnp.arange(length) < count, slots, cache["key"].shape[1])
+        if call.count is not None:
+            slots = jnp.where(jnp.arange(length) < call.count, slots, cache["key"].shape[1])
         cache = {
             "key": cache["key"].at[:, slots].set(key, mode="drop"),
             "value": cache["value"].at[:, slots].set(value, mode="drop"),
-            "index": start + (length if count is None else count),
+            "index": start + call.new(length),
         }
         attended = self.attend(
             query,
@@ -97,4 +81,4 @@ class FullAttention(MemorylessLayer):
             query_offset=start,
             implementation=d.implementation,
         )
-        return merge_heads(d, attended), carry, cache
+        return merge_heads(d, attended), cache

@@ -86,7 +86,7 @@ class GatedAttention(StateLayer):
         m, d = self.mechanism, self.dimensions
         return init_gau_state(batch, length, 1, m.key_dim, m.expansion * d.d_model, dtype=d.dtype)
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         query, key = self.affine_maps(x, positions, 2)
         return self.gate(x, gau_attention, (query, key), call)
 
@@ -127,6 +127,6 @@ class FlashAttention(GatedAttention):
             batch, 1, m.key_dim, m.expansion * d.d_model, chunk_size=m.chunk_size, dtype=d.dtype
         )
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         call = {name: argument for name, argument in call.items() if name != "segment_ids"}
         return self.gate(x, mixed_chunk_attention, self.affine_maps(x, positions, 4), call)

@@ -18,8 +18,8 @@ from brl_jax.attention.global_window import (
     split_window,
     window_part,
 )
-from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
+from brl_jax.layers.common import merge_heads, project_qkv, sow_weights
+from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,31 +73,14 @@ class GlobalWindowAttention(MemorylessLayer):
             "index": jnp.zeros((), jnp.int32),
         }
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        carry: Any = None,
-        cache: Any = None,
-        positions: Any = None,
-        lengths: Any = None,
-        segment_ids: Any = None,
-        count: Any = None,
-        deterministic: bool = True,
-    ):
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
-        check_call(m, segment_ids)
-        length = x.shape[1]
-        start = 0 if cache is None else cache["index"]
-        query, key, value = project_qkv(
-            d, x, token_positions(length, start) if positions is None else positions
-        )
+        query, key, value = project_qkv(d, x, call.positions)
         ranks = m.parts(d.head_dim)
         scale = (m.score_scale / ranks[0], m.score_scale / ranks[1])
-        if cache is not None:
-            attended, cache = self.step(query, key, value, cache, scale, count)
-            return merge_heads(d, attended), carry, cache
+        if call.cache is not None:
+            attended, cache = self.step(query, key, value, call.cache, scale, call.count)
+            return merge_heads(d, attended), cache
         attend = functools.partial(
             global_window_attention,
             query,
@@ -106,12 +89,12 @@ class GlobalWindowAttention(MemorylessLayer):
             window=m.window,
             scale=scale,
             is_causal=d.is_causal,
-            key_value_seq_lengths=None if d.is_causal else lengths,
-            segment_ids=segment_ids,
+            key_value_seq_lengths=None if d.is_causal else call.lengths,
+            segment_ids=call.segment_ids,
             implementation=d.implementation,
         )
         sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), carry, None
+        return merge_heads(d, attend(value)), None
 
     def step(self, query: Array, key: Array, value: Array, cache: Any, scale: Any, count: Any):
         """New tokens behind those in the cache: their outputs and the new cache."""

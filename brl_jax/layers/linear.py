@@ -51,7 +51,7 @@ class LinearAttention(StateLayer):
             batch, d.num_kv_heads, d.head_dim, d.head_dim, normalize=self.mechanism.normalize
         )
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         m = self.mechanism
         query, key, value = project_qkv(self.dimensions, x, positions)
         function = functools.partial(

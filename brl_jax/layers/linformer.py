@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.checks import check_choice
 from brl_jax.attention.linformer import linformer_attention
-from brl_jax.layers.common import merge_heads, parameter, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
+from brl_jax.layers.common import merge_heads, parameter, project_qkv, sow_weights
+from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
 
 Sharing = Literal["none", "heads", "key_value"]
 
@@ -53,21 +53,8 @@ class LinformerAttention(MemorylessLayer):
     mechanism: LinformerConfig
     dimensions: Dimensions
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        carry: Any = None,
-        cache: Any = None,
-        positions: Any = None,
-        lengths: Any = None,
-        segment_ids: Any = None,
-        count: Any = None,
-        deterministic: bool = True,
-    ):
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
         d, mechanism = self.dimensions, self.mechanism
-        check_call(mechanism, segment_ids)
         mechanism.check(d)
         length = x.shape[1]
         if length > mechanism.max_length:
@@ -75,7 +62,7 @@ class LinformerAttention(MemorylessLayer):
                 f"max_length must be at least the sequence's length {length}, got {mechanism.max_length}: "
                 "Linformer has a projection for each position"
             )
-        query, key, value = project_qkv(d, x, token_positions(length) if positions is None else positions)
+        query, key, value = project_qkv(d, x, call.positions)
         key_projection = self._projection("key_projection")
         shared = mechanism.sharing == "key_value"
         value_projection = key_projection if shared else self._projection("value_projection")
@@ -85,11 +72,11 @@ class LinformerAttention(MemorylessLayer):
             key,
             key_projection=key_projection,
             value_projection=value_projection,
-            key_value_seq_lengths=lengths,
+            key_value_seq_lengths=call.lengths,
             implementation=d.implementation,
         )
         sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), carry, cache
+        return merge_heads(d, attend(value)), call.cache
 
     def _projection(self, name: str) -> Float[Array, "..."]:
         d, mechanism = self.dimensions, self.mechanism

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention import patterns
 from brl_jax.attention.local import local_attention
-from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
+from brl_jax.layers.common import merge_heads, project_qkv, sow_weights
+from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
 from brl_jax.sharding import shard_call
 
 _BIDIRECTIONAL_ONLY = ("global", "bigbird")
@@ -99,27 +99,12 @@ class LocalAttention(MemorylessLayer):
             "index": jnp.zeros((), jnp.int32),
         }
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        carry: Any = None,
-        cache: Any = None,
-        positions: Any = None,
-        lengths: Any = None,
-        segment_ids: Any = None,
-        count: Any = None,
-        deterministic: bool = True,
-    ):
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
         d = self.dimensions
-        check_call(self.mechanism, segment_ids)
         batch, length, _ = x.shape
         pattern = self.mechanism.make_pattern(d.is_causal)
-        start = 0 if cache is None else cache["index"]
-        query, key, value = project_qkv(
-            d, x, token_positions(length, start) if positions is None else positions
-        )
+        cache, start = call.cache, call.start
+        query, key, value = project_qkv(d, x, call.positions)
         if cache is None:
             attend = functools.partial(
                 _attend,
@@ -127,12 +112,12 @@ class LocalAttention(MemorylessLayer):
                 key,
                 pattern=pattern,
                 is_causal=d.is_causal,
-                lengths=None if d.is_causal else lengths,
-                segment_ids=(segment_ids, segment_ids),
+                lengths=None if d.is_causal else call.lengths,
+                segment_ids=(call.segment_ids, call.segment_ids),
                 implementation=d.implementation,
             )
             sow_weights(self, attend, value)
-            return merge_heads(d, attend(value)), carry, None
+            return merge_heads(d, attend(value)), None
 
         reach = cache["key"].shape[1]
         key = jnp.concatenate([cache["key"], key], axis=1)
@@ -153,13 +138,13 @@ class LocalAttention(MemorylessLayer):
             key_offset=start - reach,
             implementation=d.implementation,
         )
-        count = length if count is None else count
+        count = call.new(length)
         cache = {
             "key": jax.lax.dynamic_slice_in_dim(key, count, reach, axis=1),
             "value": jax.lax.dynamic_slice_in_dim(value, count, reach, axis=1),
             "index": start + count,
         }
-        return merge_heads(d, attended), carry, cache
+        return merge_heads(d, attended), cache
 
 
 def _attend(

@@ -29,6 +29,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,17 +143,74 @@ class Mechanism:
         return None
 
 
+def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
+    """Positions start..start+length-1 as (1, length)."""
+    return (jnp.arange(length, dtype=jnp.int32) + jnp.asarray(start, jnp.int32))[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a layer is told besides its input; see the module's text.
+
+    Attributes:
+      start: how many tokens the cache holds, 0 without one; positions: of the new ones, counted from there by default.
+    """
+
+    cache: Any
+    start: Any
+    positions: Any
+    lengths: Any
+    segment_ids: Any
+    count: Any
+    deterministic: bool
+
+    def new(self, length: int) -> Any:
+        """How many of `length` new tokens exist."""
+        return length if self.count is None else self.count
+
+
 class MemorylessLayer(nn.Module):
-    """A layer that carries nothing from one training batch to the next."""
+    """A layer that has no part in a carry, and passes nothing from one training batch to the next.
+
+    A mechanism gives `mix`, and `tokens_in` where its cache has no "index".
+    """
 
     mechanism: Any
-    dimensions: Dimensions
+    dimensions: Any
 
     def init_memory(self, batch: int) -> None:
         return None
 
     def memory_from_cache(self, cache: Any) -> None:
         return None
+
+    def tokens_in(self, cache: Any) -> Any:
+        """How many tokens a decoding cache holds."""
+        return cache["index"]
+
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        """The layer's output (B, T, D) and its new cache."""
+        raise NotImplementedError
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        carry: Any = None,
+        cache: Any = None,
+        positions: Any = None,
+        lengths: Any = None,
+        segment_ids: Any = None,
+        count: Any = None,
+        deterministic: bool = True,
+    ):
+        check_call(self.mechanism, segment_ids)
+        start = 0 if cache is None else self.tokens_in(cache)
+        positions = token_positions(x.shape[1], start) if positions is None else positions
+        call = Call(cache, start, positions, lengths, segment_ids, count, deterministic)
+        y, cache = self.mix(x, call)
+        return y, carry, cache
 
 
 def check_call(mechanism: Mechanism, segment_ids: Any) -> None:

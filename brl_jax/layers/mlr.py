@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.mlr import check_block_sizes, check_ranks, doubling_block_sizes, mlr_attention
 from brl_jax.attention.mlr_step import MlrState, init_mlr_state, mlr_attention_step
-from brl_jax.layers.common import merge_heads, project_qkv, sow_weights, token_positions
-from brl_jax.layers.mechanism import Dimensions, Mechanism, MemorylessLayer, check_call
+from brl_jax.layers.common import merge_heads, project_qkv, sow_weights
+from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,39 +80,28 @@ class MLRAttention(MemorylessLayer):
         state = init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)
         return {"state": state}
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        carry: Any = None,
-        cache: Any = None,
-        positions: Any = None,
-        lengths: Any = None,
-        segment_ids: Any = None,
-        count: Any = None,
-        deterministic: bool = True,
-    ):
+    def tokens_in(self, cache: Any) -> Any:
+        return cache["state"].tokens
+
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
-        check_call(m, segment_ids)
-        length = x.shape[1]
-        start = 0 if cache is None else cache["state"].tokens
-        query, key, value = project_qkv(
-            d, x, token_positions(length, start) if positions is None else positions, qk_norm=m.qk_norm
-        )
-        levels = m.levels(d.head_dim, length if cache is None else cache["state"].value.shape[1])
+        cache = call.cache
+        query, key, value = project_qkv(d, x, call.positions, qk_norm=m.qk_norm)
+        levels = m.levels(d.head_dim, x.shape[1] if cache is None else cache["state"].value.shape[1])
         scale = tuple(m.score_scale / rank for rank in levels["ranks"])
         options: dict[str, Any] = {**levels, "scale": scale, "divide_by_levels": m.divide_by_levels}
         if cache is not None:
-            attended, state = mlr_attention_step(query, key, value, cache["state"], **options, count=count)
-            return merge_heads(d, attended), carry, {"state": state}
+            attended, state = mlr_attention_step(
+                query, key, value, cache["state"], **options, count=call.count
+            )
+            return merge_heads(d, attended), {"state": state}
         attend = functools.partial(
             functools.partial(mlr_attention, **options),
             query,
             key,
             is_causal=d.is_causal,
-            key_value_seq_lengths=None if d.is_causal else lengths,
+            key_value_seq_lengths=None if d.is_causal else call.lengths,
             implementation=d.implementation,
         )
         sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), carry, None
+        return merge_heads(d, attend(value)), None

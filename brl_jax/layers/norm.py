@@ -51,7 +51,7 @@ class NormAttention(StateLayer):
         d = self.dimensions
         return init_linear_state(batch, d.num_kv_heads, d.head_dim, d.head_dim, normalize=False)
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         d, m = self.dimensions, self.mechanism
         query, key, value = project_qkv(d, x, positions)
         scale = parameter(

@@ -63,7 +63,7 @@ class PerformerAttention(StateLayer):
         d = self.dimensions
         return init_performer_state(batch, d.num_kv_heads, self.mechanism.features(d.head_dim), d.head_dim)
 
-    def mix(self, x, positions, call):
+    def run(self, x, positions, call):
         d, m = self.dimensions, self.mechanism
         query, key, value = project_qkv(d, x, positions)
         num_features = m.features(d.head_dim)

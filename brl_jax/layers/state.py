@@ -6,25 +6,24 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.layers.common import sow_weights, token_positions
-from brl_jax.layers.mechanism import MemorylessLayer, check_call
+from brl_jax.layers.common import sow_weights
+from brl_jax.layers.mechanism import Call, MemorylessLayer
 
 
 class StateLayer(MemorylessLayer):
     """A layer whose cache is the state of its attention function; see `brl_jax.layers.mechanism` for the call.
 
-    A mechanism gives `init_state` and `mix`.
+    A mechanism gives `init_state` and `run`.
     """
 
     def init_state(self, batch: int, length: int) -> Any:
         """The attention function's state before the first of up to `length` tokens."""
         raise NotImplementedError
 
-    def mix(self, x: Float[Array, "B T D"], positions: Any, call: dict[str, Any]) -> tuple[Array, Any]:
+    def run(self, x: Float[Array, "B T D"], positions: Any, call: dict[str, Any]) -> tuple[Array, Any]:
         """The layer's output and, where call["return_state"], the new state.
 
         `call` is passed to the attention function: is_causal, key_value_seq_lengths, segment_ids, state, return_state
@@ -53,38 +52,22 @@ class StateLayer(MemorylessLayer):
         """The state and the number of tokens in it."""
         return {"state": self.init_state(batch, length), "index": jnp.zeros((), jnp.int32)}
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        *,
-        carry: Any = None,
-        cache: Any = None,
-        positions: Any = None,
-        lengths: Any = None,
-        segment_ids: Any = None,
-        count: Any = None,
-        deterministic: bool = True,
-    ):
-        d = self.dimensions
-        check_call(self.mechanism, segment_ids)
-        batch, length, _ = x.shape
-        call = {"is_causal": d.is_causal, "segment_ids": segment_ids, "implementation": d.implementation}
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        d, cache, batch = self.dimensions, call.cache, x.shape[0]
+        told = {"is_causal": d.is_causal, "segment_ids": call.segment_ids, "implementation": d.implementation}
         if cache is None:
-            positions = token_positions(length) if positions is None else positions
-            call |= {
-                "key_value_seq_lengths": None if d.is_causal else lengths,
+            told |= {
+                "key_value_seq_lengths": None if d.is_causal else call.lengths,
                 "state": None,
                 "return_state": False,
             }
-            y, _ = self.mix(x, positions, call)
-            return y, carry, None
-        positions = token_positions(length, cache["index"]) if positions is None else positions
+            return self.run(x, call.positions, told)[0], None
         # Tokens that don't exist are padding, which leaves no trace in a state.
+        count = call.count
         exist = None if count is None else jnp.broadcast_to(jnp.asarray(count, jnp.int32), (batch,))
-        call |= {"key_value_seq_lengths": exist, "state": cache["state"], "return_state": True}
-        y, state = self.mix(x, positions, call)
-        return y, carry, {"state": state, "index": cache["index"] + (length if count is None else count)}
+        told |= {"key_value_seq_lengths": exist, "state": cache["state"], "return_state": True}
+        y, state = self.run(x, call.positions, told)
+        return y, {"state": state, "index": cache["index"] + call.new(x.shape[1])}
 
 
 def check_chunk_size(chunk_size: int) -> None:
