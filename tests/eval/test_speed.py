@@ -52,7 +52,8 @@ def test_without_torch(capsys):
 
 def test_every_listed_mechanism_has_a_layer_case():
     cases = layers.cases(SpeedOptions(), 64)
-    assert [case.name for case in cases] == list(MECHANISMS)
+    # TLinFormer is no layer; eval.speed --generation measures it.
+    assert [case.name for case in cases] == [name for name in MECHANISMS if name != "tlinformer"]
     assert {case.name: case.growth for case in cases}["full"] == 2
     assert {case.name: case.growth for case in cases}["brl"] == 1
 
@@ -193,7 +194,7 @@ def test_reference_equals_oracle():
     """The sampled reference of the script against the tests' own."""
     rng = np.random.default_rng(0)
     arrays = tuple(rng.standard_normal((1, 90, 2, 4)).astype(np.float32) for _ in range(4))
-    options = SpeedOptions(window=11)
+    options = SpeedOptions(window=11, head_dim=4)
     rows, tail = np.union1d([3, 17], np.arange(60, 90)), 60
     got = functions.CASES["local"].reference(options, arrays, rows, tail)
     visible = oracles.pairs(90, 90, oracles.sliding(10, 0))
