@@ -217,7 +217,8 @@ def test_law_7_composes(name, is_causal):
     remat = jit(slope_of(net.stack.clone(remat="full")))
     for a, b in zip(*(jax.tree.leaves(slope(*arguments)) for slope in (net.slope, remat))):
         assert relative_error(a, b) < 1e-4
-    with jax.enable_x64(True):  # where a Python int becomes an int64
+    # Where a Python int becomes an int64, which users mix with int32 by JAX's usual rules.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         jax.eval_shape(jax.grad(lambda v: net.stack.apply(v, net.x)[0].sum()), net.variables)
     one = net.run(net.variables, net.x[:, :1])
     assert one.shape == (2, 1, 16)
