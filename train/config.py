@@ -237,7 +237,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
 
 def _named(message: str, options: Sequence[str]) -> str:
     """A message that begins with a field's name, beginning with its option instead."""
-    return f"--{message}" if message.split(" ", 1)[0] in options else message
+    return f"--{message}" if message.split(" ", 1)[0].rstrip(",") in options else message
 
 
 def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:

@@ -175,6 +175,8 @@ def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum
 
     original = functions.verify
     monkeypatch.setattr(functions, "verify", interrupt)
+    # Started in the background by a shell, this process would ignore Ctrl-C.
+    ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
     path = tmp_path / "speed.json"
     with pytest.raises(KeyboardInterrupt):
         main([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)])
@@ -188,6 +190,7 @@ def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum
     ]
     assert "local" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is handler
+    signal.signal(signal.SIGINT, ignoring)
 
 
 def test_reference_equals_oracle():
