@@ -27,6 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from brl_jax.models import make_stack
 from tests.laws.cases import CASES, dimensions
 
+KERNELS = ("local", "brl", "bsbr", "global_window", "tlinformer")  # those in which local_attention or compress is
 chip = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0]
 sizes = {}
 for name in sys.argv[2:]:
@@ -43,7 +44,7 @@ for name in sys.argv[2:]:
     compiled = step.lower(jax.tree.map(place, variables), x).compile()
     sizes[name] = compiled.memory_analysis().temp_size_in_bytes
     text = compiled.as_text()
-    assert ("tpu_custom_call" in text) == name.startswith(("local", "brl", "global_window", "tlinformer")), name
+    assert ("tpu_custom_call" in text) == name.startswith(KERNELS), name
     kernels = {"brl": ("compress", "propagate"), "tlinformer": ("compress",)}.get(name.split("-")[0], ())
     missing = [k + p for k in kernels for p in ("_forward", "_backward") if k + p not in text]
     assert not missing, (name, missing)
