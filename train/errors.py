@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from train.allocator import keep_freed_memory
+
 
 class UserError(ValueError):
     """Input that a user can put right: one line that names the option, what came and what is expected."""
@@ -42,6 +44,7 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     0; 2 for a UserError; 1 for a RunError or a file that cannot be read or written; 128 + signal where one
     stopped it.
     """
+    keep_freed_memory()
     try:
         main(sys.argv[1:])
     except UserError as error:

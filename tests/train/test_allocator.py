@@ -1,0 +1,36 @@
+"""Memory that was freed is used again."""
+
+import ctypes
+import resource
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ctypes, resource, sys
+from train.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = ctypes.c_void_p(libc.malloc(2**27))
+    ctypes.memset(block, 1, 2**27)
+    libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how):
+    line = [sys.executable, "-c", PROGRAM, how]
+    return int(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_kept():
+    """The third time 128 MiB are allocated and written, no page is asked for; by default all are."""
+    pages = 2**27 // resource.getpagesize()
+    assert faults("keep") < pages / 100
+    assert faults("leave") > pages / 2
