@@ -1,7 +1,8 @@
 """Every test runs with strict promotion rules, so that a silent upcast or broadcast fails.
 
-Compiled programs are kept in .pytest_cache/xla, where the next run of the same tests finds them; each worker has a
-folder of its own, as none must read what another is writing.
+Tests are about what programs mean, and spend their time in the compiler: it leaves out what makes programs fast, here
+and in the processes that tests start. Compiled programs are kept in .pytest_cache/xla, where the next run of the same
+tests finds them; each worker has a folder of its own, as none must read what another is writing.
 """
 
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+jax.config.update("jax_disable_most_optimizations", True)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -168,7 +168,7 @@ def _radar(rows: Sequence[dict], fit_from: int) -> Figure:
         axes.set_ylim(0, 1)
         axes.set_yticks([0.25, 0.5, 0.75, 1.0], ["", "0.5", "", "1"], fontsize=7, color="#666666")
         axes.set_xticks(angles, labels, fontsize=9)
-        axes.tick_params(axis="x", pad=9)
+        axes.tick_params(axis="x", pad=12)
         axes.set_title(name, color=colour, fontweight="bold", pad=14)
     for axes in panels[len(here) :]:
         axes.set_visible(False)
@@ -206,7 +206,7 @@ def _bubbles(rows: Sequence[dict]) -> Figure:
             va="center",
             color=styles[row["name"]]["color"],
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7},
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "relpos": (0.0, 0.5)},
         )
     plain_log_axis(axes.xaxis)
     plain_log_axis(axes.yaxis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -39,16 +40,18 @@ def oracle_compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
     return out
 
 
-def check_gradients(function, oracle, operands, tolerance=1e-4):
-    """Gradient of a random weighting of the output, along a random direction of each operand."""
+def check(function, oracle, operands, tolerance=1e-4):
+    """The output, and the gradient of a random weighting of it along a random direction of each operand."""
     rng = np.random.default_rng(1)
-    weight = rng.standard_normal(oracle(*operands).shape)
-    grads = jax.jit(
-        jax.grad(
-            lambda *xs: jnp.sum(function(*xs) * jnp.asarray(weight, jnp.float32)),
-            argnums=tuple(range(len(operands))),
-        )
-    )(*(jnp.asarray(x, jnp.float32) for x in operands))
+    expected = oracle(*operands)
+    weight = rng.standard_normal(expected.shape)
+
+    def output_and_gradients(*xs):
+        out, pull = jax.vjp(function, *xs)
+        return out, pull(jnp.asarray(weight, jnp.float32))
+
+    out, grads = jax.jit(output_and_gradients)(*(jnp.asarray(x, jnp.float32) for x in operands))
+    assert relative_error(out, expected) < 1e-5
     for i, grad in enumerate(grads):
         direction = rng.standard_normal(operands[i].shape)
         stepped = [x + 1e-30j * direction if j == i else x for j, x in enumerate(operands)]
@@ -80,12 +83,11 @@ def test_compress_oracle(monkeypatch, score, length, piece):
     def oracle(q, k1, k2, v, gamma):
         return oracle_compress(q, k1, k2, v, gamma, 0.7, score)
 
-    q, k1, k2, v, gamma = (jnp.asarray(x, jnp.float32) for x in operands)
-    assert relative_error(function(q, k1, k2, v, gamma), oracle(*operands)) < 1e-5
-    rough = function(*(x.astype(jnp.bfloat16) for x in (q, k1, k2, v)), gamma)
+    check(function, oracle, operands)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in operands[:4]]
+    rough = jax.jit(function)(*half, jnp.asarray(operands[4], jnp.float32))
     assert rough.dtype == jnp.bfloat16
     assert relative_error(rough, oracle(*operands)) < 2e-2
-    check_gradients(function, oracle, operands)
 
 
 @pytest.mark.parametrize("piece", [4096, 8])
@@ -116,11 +118,13 @@ def test_compress_masks_and_poison(monkeypatch, score, piece):
             key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
         )
 
-    operands = [jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)]
-    out = function(*operands)
+    def output_and_gradients(*xs):
+        out, pull = jax.vjp(function, *xs)
+        return out, pull(out)
+
+    out, grads = jax.jit(output_and_gradients)(*(jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)))
     assert relative_error(out, expected) < 1e-5
     np.testing.assert_array_equal(out[1], 0)
-    grads = jax.grad(lambda *xs: jnp.sum(function(*xs) ** 2), argnums=(0, 1, 2, 3))(*operands)
     assert all(np.isfinite(np.asarray(g)).all() for g in grads)
     for g in grads[1:]:
         np.testing.assert_array_equal(g[0, 13:], 0)
@@ -133,19 +137,21 @@ def test_compress_defaults_and_biases(monkeypatch, piece):
     read_in_pieces(monkeypatch, piece)
     q, k1, v, table = arrays(2, (1, 6, 4, 8), (1, 19, 4, 8), (1, 19, 4, 8), (8, 4))
     js = [jnp.asarray(x, jnp.float32) for x in (q, k1, v)]
-    out = compress(js[0], js[1], None, js[2], gamma=None)
+
+    def read(q, k, v, **options):
+        return compress(q, k, None, v, gamma=None, **options)
+
     expected = oracle_compress(q, k1, None, v, None, 1 / (6 * math.sqrt(8)), "softmax")
-    assert relative_error(out, expected) < 1e-5
+    assert relative_error(jax.jit(read)(*js), expected) < 1e-5
 
     distance = np.abs(np.arange(6)[:, None] - np.arange(19)[None])
     slopes = np.array([2.0 ** (-2 * (i + 1)) for i in range(4)])
-    out = compress(js[0], js[1], None, js[2], gamma=None, scale=0.5, bias=ALiBi(alibi_slopes(4)))
+    out = jax.jit(lambda *xs: read(*xs, scale=0.5, bias=ALiBi(alibi_slopes(4))))(*js)
     expected = oracle_compress(q, k1, None, v, None, 0.5, "softmax", bias=-slopes[:, None, None] * distance)
     assert relative_error(out, expected) < 1e-5
 
     def with_table(table):
-        bias = T5Bias(table, max_distance=16)
-        return compress(js[0], js[1], None, js[2], gamma=None, scale=0.5, bias=bias)
+        return read(*js, scale=0.5, bias=T5Bias(table, max_distance=16))
 
     relative = np.arange(19)[None] - np.arange(6)[:, None]
     buckets = np.zeros((6, 19), int)
@@ -153,18 +159,17 @@ def test_compress_defaults_and_biases(monkeypatch, piece):
         far = max(-relative[i, j], 0)
         buckets[i, j] = far if far < 4 else min(7, 4 + int(math.log(far / 4) / math.log(16 / 4) * 4))
     bias = np.moveaxis(table[buckets], -1, 0)[None]
-    out = with_table(jnp.asarray(table, jnp.float32))
+    out, pull = jax.vjp(jax.jit(with_table), jnp.asarray(table, jnp.float32))
     expected = oracle_compress(q, k1, None, v, None, 0.5, "softmax", bias=bias)
     assert relative_error(out, expected) < 1e-5
-    by_array = compress(js[0], js[1], None, js[2], gamma=None, scale=0.5, bias=jnp.asarray(bias, jnp.float32))
-    assert relative_error(by_array, expected) < 1e-5
-    grad = jax.grad(lambda t: jnp.sum(with_table(t) ** 2))(jnp.asarray(table, jnp.float32))
+    (grad,) = pull(out)
     assert float(jnp.abs(grad[:3]).min()) > 0  # buckets 0..2 are met, and learn
-    check_gradients(
-        lambda q, k, v, b: compress(q, k, None, v, gamma=None, scale=0.5, bias=b),
-        lambda q, k, v, b: oracle_compress(q, k, None, v, None, 0.5, "softmax", bias=b),
-        [q, k1, v, bias[:, :1]],
-    )
+    for array in (bias, bias[:, :1]):
+        check(
+            lambda q, k, v, b: read(q, k, v, scale=0.5, bias=b),
+            lambda q, k, v, b: oracle_compress(q, k, None, v, None, 0.5, "softmax", bias=b),
+            [q, k1, v, array],
+        )
 
 
 @pytest.mark.parametrize(("block", "history"), [(4, 4), (4, 9), (4, 3), (5, 13), (7, 1)])
@@ -174,11 +179,10 @@ def test_compress_blocks_reads_what_precedes_each_block(block, history):
     q, k1, k2, v = arrays(3, (2, blocks, 3, 2, 4), (2, length, 2, 4), (2, length, 2, 4), (2, length, 2, 4))
     gamma, exists = np.array([0.4, 0.1]), np.array([0, 1, history, history])
     bias = arrays(4, (2, 3, history))[0]
-    out = compress_blocks(
+    run = functools.partial(compress_blocks, block_size=block, history_size=history)
+    out = jax.jit(run)(
         *(jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)),
         gamma=jnp.asarray(gamma, jnp.float32),
-        block_size=block,
-        history_size=history,
         history_lengths=jnp.asarray(exists, jnp.int32),
         bias=jnp.asarray(bias, jnp.float32),
     )
@@ -213,11 +217,10 @@ def test_propagate_oracle(score, length):
         return oracle_compress(q, k, None, v, None, 0.5, score) * strength[:, None]
 
     operands = (q, k, v, strength)
-    out = jax.jit(function)(*(jnp.asarray(x, jnp.float32) for x in operands))
-    assert relative_error(out, oracle(*operands)) < 1e-5
-    rough = function(*(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), jnp.asarray(strength, jnp.float32))
+    check(function, oracle, operands)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    rough = jax.jit(function)(*half, jnp.asarray(strength, jnp.float32))
     assert relative_error(rough, oracle(*operands)) < 2e-2
-    check_gradients(function, oracle, operands)
 
 
 def test_long_histories_and_queries_are_linear_in_memory():

@@ -11,7 +11,6 @@ from brl_jax.attention.local import local_attention
 from brl_jax.attention.patterns import BigBird, BlockMask, GlobalWindow, SlidingWindow, Strided
 from tests.attention import oracles
 from tests.attention.test_local import PATTERNS, expect, random_qkv
-from tests.pallas_kernels.tpu.inputs import quick_jit
 
 CASES = [
     (name, causal)
@@ -23,7 +22,7 @@ CASES = [
 def run(arrays, **kwargs):
     """Output and gradients of query, key and value on the kernels."""
 
-    @quick_jit
+    @jax.jit
     def both(query, key, value, d_out, traced):
         f = lambda *a: local_attention(*a, implementation="pallas", **kwargs, **traced)  # noqa: E731
         out, pull = jax.vjp(f, query, key, value)

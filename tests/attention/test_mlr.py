@@ -64,7 +64,6 @@ def oracle(arrays, ranks, sizes, visible, divide=False):
 
 
 # What programs mean is the same without the machine code's optimisation, and compiles in half the time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def run(arrays, **kwargs):
@@ -160,7 +159,7 @@ def test_one_level_is_full_attention(is_causal):
 
 def test_causal_bitwise():
     arrays = random_qkv(150)
-    run_once = jit(
+    run_once = jax.jit(
         functools.partial(mlr_attention, ranks=(4, 2, 2), block_sizes=(None, 32, 16), is_causal=True)
     )
     before = np.asarray(run_once(*arrays[:3]))
@@ -222,7 +221,7 @@ def test_composes_with_vmap_scan_checkpoint():
         return jax.lax.scan(body, 0, (query, key, value))[1]
 
     for f in (mapped, scanned):
-        out, pull = jit(functools.partial(jax.vjp, f))(*arrays[:3])
+        out, pull = jax.jit(functools.partial(jax.vjp, f))(*arrays[:3])
         for x, y in zip((out, *pull(arrays[3])), expected):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
@@ -244,7 +243,7 @@ def test_memory_grows_linearly(schedule):  # noqa: F811
             out, pull = jax.vjp(attend, query, key, value)
             return out, *pull(d_out)
 
-        return jit(both).lower(*[shape] * 4).compile()
+        return jax.jit(both).lower(*[shape] * 4).compile()
 
     small, large = compiled(2**14), compiled(2**15)
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]

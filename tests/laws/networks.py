@@ -14,9 +14,6 @@ from brl_jax.layers import Mechanism
 from brl_jax.models import Stack, make_stack
 from tests.laws.cases import CASES, dimensions
 
-# The laws are about what programs mean: compiling them takes half the time without the machine code's optimisation.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 LENGTH = 29
 LAYERS = 2
 
@@ -37,7 +34,7 @@ def network(name: str, is_causal: bool) -> Network:
     # Both forms have the same parameters, but for mechanisms whose carry one of them makes otherwise.
     variables, x = _variables(name, mechanism.causal if mechanism.carrier(d) is None else is_causal)
     return Network(
-        mechanism, stack, variables, x, jit(lambda v, x: stack.apply(v, x)[0]), jit(slope_of(stack))
+        mechanism, stack, variables, x, jax.jit(lambda v, x: stack.apply(v, x)[0]), jax.jit(slope_of(stack))
     )
 
 
@@ -54,7 +51,7 @@ def _variables(name: str, is_causal: bool) -> tuple[Any, jax.Array]:
     # hardly a key, and bfloat16's rounding of the features moves it by more than law 3 allows; not in this one.
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((2, LENGTH, 16)), jnp.float32)
-    variables = nn.unbox(jit(stack.init)(jax.random.key(8), x[:, :1]))
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(8), x[:, :1]))
     # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.
     return jax.tree.map(lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype), variables), x
 

@@ -14,7 +14,7 @@ import pytest
 from brl_jax.layers import MECHANISMS, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack
 from tests.laws.cases import CASES, dimensions, named
-from tests.laws.networks import LAYERS, LENGTH, as_float64, jit, network, relative_error, slope_of
+from tests.laws.networks import LAYERS, LENGTH, as_float64, network, relative_error, slope_of
 from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
 from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
 from tests.laws.structured_oracles import NETWORKS as STRUCTURED_NETWORKS
@@ -52,7 +52,7 @@ def test_law_2_generation_is_training(name):
     """Prefill of any length and single steps give the parallel forward's outputs, from one structure of cache."""
     net = network(name, True)
     expected = net.run(net.variables, net.x)
-    step = jit(lambda v, x, cache: net.stack.apply(v, x, cache=cache))
+    step = jax.jit(lambda v, x, cache: net.stack.apply(v, x, cache=cache))
     # Chunks of one size begin anywhere in a block, end on its border, or span several.
     for sizes in ([11, 1, 1, 11, 1, 1, 1, 1, 1], [1] * 7 + [11, 11]):
         cache = net.stack.init_cache(2, LENGTH)
@@ -80,7 +80,7 @@ def test_law_3_oracle(name, is_causal):
 
     half = dataclasses.replace(d, dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16 implicitly
-        rough = jit(net.stack.clone(dimensions=half).apply)(net.variables, net.x.astype(jnp.bfloat16))[0]
+        rough = jax.jit(net.stack.clone(dimensions=half).apply)(net.variables, net.x.astype(jnp.bfloat16))[0]
     assert rough.dtype == jnp.bfloat16
     # Where rounding the operands alone moves the exact result further than that, twice as far is allowed.
     rounded = as_float64(
@@ -140,7 +140,7 @@ def test_law_4_packing(name):
             y = function(v, x)
             return jnp.sum(y * weight), y
 
-        gradients, y = jit(jax.grad(loss, has_aux=True))(net.variables)
+        gradients, y = jax.jit(jax.grad(loss, has_aux=True))(net.variables)
         return y, jax.tree.leaves(gradients)
 
     (y, gradients), (expected_y, expected) = map(outputs_and_gradients, (packed, alone))
@@ -168,7 +168,7 @@ def test_law_4_padding(name):
         y = net.stack.apply(v, x, lengths=lengths)[0]
         return jnp.sum(y[0, :real] ** 3), y
 
-    grad = jit(jax.grad(loss, has_aux=True))
+    grad = jax.jit(jax.grad(loss, has_aux=True))
     poisoned = net.x.at[0, real:].set(50.0)
     gradients, padded = grad(net.variables, net.x)
     poisoned_gradients, poisoned_padded = grad(net.variables, poisoned)
@@ -190,7 +190,7 @@ def test_law_6_linear(name, is_causal):
     def compiled(n):
         x = jax.ShapeDtypeStruct((1, n, 32), jnp.float32)
         variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
-        return jit(jax.grad(lambda v, x: stack.apply(v, x)[0].sum())).lower(variables, x).compile()
+        return jax.jit(jax.grad(lambda v, x: stack.apply(v, x)[0].sum())).lower(variables, x).compile()
 
     short, long = compiled(2**14), compiled(2**15)
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (short, long)]
@@ -212,11 +212,11 @@ def test_law_7_composes(name, is_causal):
     """vmap, checkpoint, 64-bit mode, one token (jit, grad, scan, grouped heads and ragged lengths run in all laws)."""
     net = network(name, is_causal)
     expected = net.run(net.variables, net.x)
-    mapped = jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
+    mapped = jax.jit(jax.vmap(lambda x: net.stack.apply(net.variables, x[None])[0][0]))(net.x)
     assert relative_error(mapped, expected) < 1e-5
     weight = np.random.default_rng(0).standard_normal(expected[:1].shape)
     arguments = (net.variables, net.x[:1], jnp.asarray(weight, jnp.float32))
-    remat = jit(slope_of(net.stack.clone(remat="full")))
+    remat = jax.jit(slope_of(net.stack.clone(remat="full")))
     for a, b in zip(*(jax.tree.leaves(slope(*arguments)) for slope in (net.slope, remat))):
         assert relative_error(a, b) < 1e-4
     # Where a Python int becomes an int64, which users mix with int32 by JAX's usual rules.
@@ -232,7 +232,7 @@ def test_law_7_composes(name, is_causal):
 def test_law_8_lowers_for_tpu(name, is_causal):
     """A host without a TPU lowers training for it (compilation: tests/laws/test_tpu.py)."""
     net = network(name, is_causal)
-    step = jit(jax.grad(lambda v, x: net.stack.apply(v, x)[0].sum()))
+    step = jax.jit(jax.grad(lambda v, x: net.stack.apply(v, x)[0].sum()))
     text = step.trace(net.variables, net.x).lower(lowering_platforms=("tpu",)).as_text()
     assert "func.func public @main" in text
 
@@ -240,13 +240,14 @@ def test_law_8_lowers_for_tpu(name, is_causal):
 def test_law_5_window_over_everything_is_full_attention():
     full = network("full", True)
     wide = Stack((dataclasses.replace(CASES["local-sliding"], window=LENGTH),) * LAYERS, dimensions(True))
-    y = jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x)
+    y = jax.jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x)
     assert relative_error(y, full.run(full.variables, full.x)) < 1e-5
     narrow = Stack(
         (dataclasses.replace(CASES["local-sliding"], window=LENGTH - 1),) * LAYERS, dimensions(True)
     )
     assert (
-        relative_error(jit(narrow.apply)(full.variables, full.x)[0], full.run(full.variables, full.x)) > 1e-4
+        relative_error(jax.jit(narrow.apply)(full.variables, full.x)[0], full.run(full.variables, full.x))
+        > 1e-4
     )
 
 
@@ -257,16 +258,16 @@ def test_law_5_one_diagonal_block_is_full_attention():
         for size in (LENGTH, LENGTH - 1)
     )
     expected = full.run(full.variables, full.x)
-    assert relative_error(jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x), expected) < 1e-5
-    assert relative_error(jit(narrow.apply)(full.variables, full.x)[0], expected) > 1e-4
+    assert relative_error(jax.jit(lambda v, x: wide.apply(v, x)[0])(full.variables, full.x), expected) < 1e-5
+    assert relative_error(jax.jit(narrow.apply)(full.variables, full.x)[0], expected) > 1e-4
 
 
 def test_law_5_one_hopfield_step_is_full_attention():
     full = network("full", True)
     one, two = (Stack((HopfieldConfig(steps=steps),) * LAYERS, dimensions(True)) for steps in (1, 2))
     expected = full.run(full.variables, full.x)
-    assert relative_error(jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
-    assert relative_error(jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
+    assert relative_error(jax.jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
+    assert relative_error(jax.jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
 
 
 def test_law_5_one_mlr_level_is_full_attention():
@@ -279,8 +280,8 @@ def test_law_5_one_mlr_level_is_full_attention():
         for ranks in ((4,), (2, 2))
     )
     expected = full.run(full.variables, full.x)
-    assert relative_error(jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
-    assert relative_error(jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
+    assert relative_error(jax.jit(lambda v, x: one.apply(v, x)[0])(full.variables, full.x), expected) < 1e-6
+    assert relative_error(jax.jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
 
 
 @pytest.mark.parametrize("memory", ["output", "layer"])

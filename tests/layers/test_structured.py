@@ -1,7 +1,5 @@
 """Layers with structured scores: their defaults, caches and errors (their mathematics: tests/laws)."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,8 +15,6 @@ from brl_jax.layers import (
 )
 from brl_jax.models import DecoderConfig
 from brl_jax.structured import rms_limit
-
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def dimensions(width=64, heads=4, kv_heads=2, **changes):
@@ -54,9 +50,9 @@ def test_sizes_that_grow_with_the_sequence():
     d = dimensions(16, 4, 2)
     layer = MLRConfig(ranks=(2, 1, 1), context=None).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 12, 16))
-    variables = nn.unbox(jit(layer.init)(jax.random.key(1), x))
-    expected, _, _ = jit(layer.apply)(variables, x)
-    step = jit(lambda v, x, cache: layer.apply(v, x, cache=cache))
+    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))
+    expected, _, _ = jax.jit(layer.apply)(variables, x)
+    step = jax.jit(lambda v, x, cache: layer.apply(v, x, cache=cache))
     cache, outputs = layer.init_cache(2, 12), []
     assert [keys.shape[1] for keys in cache["state"].keys] == [12, 6, 3]
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
@@ -64,7 +60,7 @@ def test_sizes_that_grow_with_the_sequence():
         outputs.append(y)
     np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-4, atol=1e-5)
     fixed = MLRConfig(ranks=(2, 1, 1), context=48).layer(d)
-    assert np.abs(jit(fixed.apply)(variables, x)[0] - expected).max() > 1e-4
+    assert np.abs(jax.jit(fixed.apply)(variables, x)[0] - expected).max() > 1e-4
 
 
 def test_other_caches():
@@ -81,7 +77,7 @@ def test_other_caches():
 def test_weights_start_at_their_limit():
     """The bilinear weights are drawn with RMS_0, so that the limit holds nothing back at first."""
     layer = BilinearBTTConfig(rank=2).layer(dimensions())
-    params = nn.unbox(jit(layer.init)(jax.random.key(0), jnp.ones((1, 3, 64))))["params"]
+    params = nn.unbox(jax.jit(layer.init)(jax.random.key(0), jnp.ones((1, 3, 64))))["params"]
     assert params["right"].shape == (8, 8, 4, 8, 2)
     assert params["left"].shape == (4, 8, 8, 8, 2)
     for name, fans in (("right", (8, 64)), ("left", (16, 8))):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 #: An interpreted kernel is a long program that runs once: compiling it is what takes the time.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def arrays(seed: int, dtype, *shapes, spread: float = 0.0) -> list[jax.Array]:

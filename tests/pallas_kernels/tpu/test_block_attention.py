@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.tpu import Granules, block_attention, block_sizes
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
+from tests.pallas_kernels.tpu.inputs import arrays
 
 
 def causal(queries, keys):
@@ -58,7 +58,7 @@ def check(
     # A row that sees nothing has no log-sum-exp to pull on.
     g_log_sum = jnp.where(jnp.asarray(seen.any(-1))[:, :, None], g_log_sum, 0.0)
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v, g, g_log_sum):
         f = functools.partial(
             block_attention,
@@ -136,7 +136,7 @@ def test_segments_lengths_and_poison():
         interpret=True,
     )
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v, g):
         out, pull = jax.vjp(f, q, k, v)
         return out, *pull(g)

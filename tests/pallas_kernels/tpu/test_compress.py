@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.tpu import compress, compress_blocks
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
+from tests.pallas_kernels.tpu.inputs import arrays
 
 
 def run(f, dtype, query_shape, shape, contrast=True, poison=None):
@@ -27,7 +27,7 @@ def run(f, dtype, query_shape, shape, contrast=True, poison=None):
         q, k1, v = given
         return f(q, k1, None, v, gamma=None)
 
-    @quick_jit
+    @jax.jit
     def both(given, g):
         out, pull = jax.vjp(call, *given)
         return out, *pull(g)

@@ -18,7 +18,7 @@ import pytest
 
 from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, exact_arrays, quick_jit
+from tests.pallas_kernels.tpu.inputs import arrays, exact_arrays
 
 LENGTH, WINDOW, FEW, HEAD_DIM = 256, 127, 32, 128
 AT = np.arange(LENGTH)
@@ -88,7 +88,7 @@ def largest_logit(q, k, scale):
 
 
 def run(f, given):
-    @quick_jit
+    @jax.jit
     def both(given):
         out, pull = jax.vjp(f, *given[:-1])
         return out, *pull(given[-1])

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.tpu import propagate
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
+from tests.pallas_kernels.tpu.inputs import arrays
 
 
 def check(shape, keys, score, dtype, tolerance, **options):
@@ -18,7 +18,7 @@ def check(shape, keys, score, dtype, tolerance, **options):
     )
     (strength,) = arrays(1, jnp.float32, (heads,))
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v, strength, g):
         f = functools.partial(propagate, score=score, **{"interpret": True} | options)
         out, pull = jax.vjp(lambda q, k, v, s: f(q, k, v, strength=s), q, k, v, strength)

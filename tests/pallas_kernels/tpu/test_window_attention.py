@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import WindowBlocks, window_attention
 from tests.pallas_kernels.tpu import oracle
-from tests.pallas_kernels.tpu.inputs import arrays, quick_jit
+from tests.pallas_kernels.tpu.inputs import arrays
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 SMALL = WindowBlocks(tile=128, block=256, backward_tile=128, backward_block=256)
@@ -36,7 +36,7 @@ def check(case, dtype, *, seed=0, spread=1.0, scale=None, mask=None, with_log_su
     (g_log_sum,) = arrays(seed + 1, jnp.float32, (batch, length, heads))
     options = {"left": left, "right": right, "interpret": True, "blocks": SMALL, "scale": scale} | options
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v, g, g_log_sum):
         f = functools.partial(window_attention, return_log_sum_exp=with_log_sum, **options)
         out, pull = jax.vjp(f, q, k, v)
@@ -119,7 +119,7 @@ def test_segments_lengths_and_poison():
     absent = jnp.arange(length)[None, :, None, None] >= query_lengths[:, None, None, None]
     q = jnp.where(absent, jnp.nan, q)
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v, g):
         f = functools.partial(
             window_attention,
@@ -145,7 +145,7 @@ def test_segments_lengths_and_poison():
 def test_causal_bitwise():
     """Changing token t changes no output before t."""
     q, k, v = arrays(5, jnp.float32, *[(1, 300, 1, 128)] * 3)
-    run = quick_jit(functools.partial(window_attention, left=70, right=0, blocks=SMALL, interpret=True))
+    run = jax.jit(functools.partial(window_attention, left=70, right=0, blocks=SMALL, interpret=True))
     for t in (1, 128, 200, 299):
         k2, v2 = (x.at[:, t:].add(3.0) for x in (k, v))
         before, after = np.asarray(run(q, k, v)), np.asarray(run(q, k2, v2))
@@ -158,14 +158,14 @@ def test_composes():
     q, k, v = arrays(6, jnp.float32, *[(2, 2, 130, 1, 128)] * 3)
     plain = functools.partial(window_attention, left=30, right=0, blocks=SMALL, interpret=True)
     loss = lambda q, k, v: jnp.sum(jnp.sin(plain(q, k, v)))  # noqa: E731
-    once = quick_jit(jax.grad(loss, (0, 1, 2)))
+    once = jax.jit(jax.grad(loss, (0, 1, 2)))
     want = [once(q[i], k[i], v[i]) for i in range(2)]
 
     def scanned(q, k, v):
         return jax.lax.scan(lambda s, x: (s + jax.checkpoint(loss)(*x), None), 0.0, (q, k, v))[0]
 
     for f in (jax.vmap(jax.grad(loss, (0, 1, 2))), jax.grad(scanned, (0, 1, 2))):
-        got = quick_jit(f)(q, k, v)
+        got = jax.jit(f)(q, k, v)
         for i in range(2):
             for x, y in zip(got, want[i]):
                 np.testing.assert_allclose(np.asarray(x[i]), np.asarray(y), atol=1e-6)
