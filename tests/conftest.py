@@ -1,8 +1,9 @@
 """Every test runs with strict promotion rules, so that a silent upcast or broadcast fails.
 
 Tests are about what programs mean, and spend their time in the compiler: it leaves out what makes programs fast, here
-and in the processes that tests start. Compiled programs are kept in .pytest_cache/xla, where the next run of the same
-tests finds them; each worker has a folder of its own, as none must read what another is writing.
+and in the processes that tests start (its emitters of fused loops alone take most of the time on a CPU). Compiled
+programs are kept in .pytest_cache/xla, where the next run of the same tests finds them; each worker has a folder of its
+own, as none must read what another is writing.
 """
 
 import os
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import jax
 
-jax.config.update("jax_disable_most_optimizations", True)
+_QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
