@@ -69,7 +69,7 @@ def oracle(arrays, ranks, sizes, visible, divide=False):
 def run(arrays, **kwargs):
     """The output and the gradients of query, key and value, in one compiled function."""
 
-    @jit
+    @jax.jit
     def both(query, key, value, d_out):
         out, pull = jax.vjp(functools.partial(mlr_attention, **kwargs), query, key, value)
         return out, *pull(d_out)

@@ -156,8 +156,7 @@ def test_law_4_packing_is_refused(name):
         net.stack.apply(net.variables, net.x[:, :5], segment_ids=jnp.ones((2, 5), jnp.int32))
 
 
-# BigBird draws its random blocks anew for each number of blocks: a longer row is another pattern by definition.
-@pytest.mark.parametrize("name", [n for n in named(lambda m: m.bidirectional) if n != "local-bigbird"])
+@pytest.mark.parametrize("name", named(lambda m: m.bidirectional))
 def test_law_4_padding(name):
     """Padding changes no output of the real tokens, and its content no gradient."""
     net = network(name, False)
@@ -172,7 +171,9 @@ def test_law_4_padding(name):
     poisoned = net.x.at[0, real:].set(50.0)
     gradients, padded = grad(net.variables, net.x)
     poisoned_gradients, poisoned_padded = grad(net.variables, poisoned)
-    assert relative_error(padded[0, :real], net.run(net.variables, net.x[:1, :real])[0]) < 1e-5
+    # BigBird draws its random blocks anew for each number of blocks: a longer row is another pattern by definition.
+    if name != "local-bigbird":
+        assert relative_error(padded[0, :real], net.run(net.variables, net.x[:1, :real])[0]) < 1e-5
     assert relative_error(padded[1], net.run(net.variables, net.x)[1]) < 1e-5
     np.testing.assert_array_equal(poisoned_padded[0, :real], padded[0, :real])
     for a, b in zip(*map(jax.tree.leaves, (gradients, poisoned_gradients))):

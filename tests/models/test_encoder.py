@@ -12,7 +12,7 @@ from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier, transnormer
 from brl_jax.models.encoder import sinusoidal_positions
 from tests.laws.cases import CASES
-from tests.laws.networks import jit, relative_error
+from tests.laws.networks import relative_error
 
 SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 4, "d_ff": 24, "vocab_size": 11, "max_length": 16}
 # One case of each listed mechanism; max_length of Linformer and cosFormer are enough for a token in front.
@@ -36,7 +36,7 @@ def make(config, kind=Classifier, tokens=TOKENS):
         return jnp.asarray(value, leaf.dtype)
 
     variables = jax.tree.map(draw, shapes)
-    return variables, jit(lambda v, tokens, lengths: model.apply(v, tokens, lengths=lengths))
+    return variables, jax.jit(lambda v, tokens, lengths: model.apply(v, tokens, lengths=lengths))
 
 
 def check_padding(config):
@@ -103,7 +103,7 @@ def test_a_pair_is_two_texts_through_one_encoder():
     logits = run(variables, tokens, lengths)
     assert logits.shape == (1, 3)
     encoder = Classifier(config)
-    encode = jit(
+    encode = jax.jit(
         lambda v, tokens, n: encoder.apply(v, tokens, lengths=n, method=lambda m, *a, **k: m.encoder(*a, **k))
     )
     a, b = (encode(variables, tokens[0], lengths[0])[i : i + 1] for i in range(2))
@@ -124,7 +124,7 @@ def test_dropout_and_types():
         variables, run = make(config)
         whole = run(variables, TOKENS, LENGTHS)
         rngs = {"dropout": jax.random.key(2)}
-        dropped = jit(lambda v: model.apply(v, TOKENS, lengths=LENGTHS, deterministic=False, rngs=rngs))(
+        dropped = jax.jit(lambda v: model.apply(v, TOKENS, lengths=LENGTHS, deterministic=False, rngs=rngs))(
             variables
         )
     assert whole.dtype == jnp.float32

@@ -12,7 +12,7 @@ from brl_jax.layers import BRLConfig, DiagConfig, FullConfig, LocalConfig
 from brl_jax.layers.parallel import ParallelConfig
 from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
 from tests.laws.cases import dimensions
-from tests.laws.networks import jit, relative_error
+from tests.laws.networks import relative_error
 
 A, B = DiagConfig(block_size=4), FullConfig()
 BOTH = {"mechanism": A, "late_mechanism": B}
@@ -90,10 +90,10 @@ def test_generation_is_training(name):
     config = DecoderConfig(num_layers=3, d_model=16, num_heads=2, d_ff=24, vocab_size=11, **NETWORKS[name])
     model = DecoderLM(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 11)
-    variables = nn.unbox(jit(model.init)(jax.random.key(1), tokens))
-    run = jit(lambda params: model.apply({"params": params}, tokens)[0])
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(1), tokens))
+    run = jax.jit(lambda params: model.apply({"params": params}, tokens)[0])
     expected = run(variables["params"])
-    step = jit(lambda v, tokens, cache: model.apply(v, tokens, cache=cache))
+    step = jax.jit(lambda v, tokens, cache: model.apply(v, tokens, cache=cache))
     cache, outputs, start = model.init_cache(2, 21), [], 0
     for size in SIZES.get(name, (6, 1, 1, 6, 1, 6)):
         logits, cache = step(variables, tokens[:, start : start + size], cache)

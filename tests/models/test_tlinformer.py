@@ -12,7 +12,7 @@ from brl_jax.decoding import generate
 from brl_jax.layers import FullConfig, LocalConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
-from tests.laws.networks import jit, relative_error
+from tests.laws.networks import relative_error
 from train.presets import PRESETS
 
 SMALL = TLinFormerConfig(window=4, context=3, hidden=1)
@@ -28,7 +28,7 @@ def config(mechanism=SMALL, **changes):
 def variables():
     """Parameters of a plain decoder, moved from where they start so that each is seen to be used."""
     model = DecoderLM(config(FullConfig(), use_bias=True, ffn_bias=False))
-    found = nn.unbox(jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    found = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype), found)
 
@@ -48,10 +48,10 @@ def test_parameters_are_a_plain_decoders(variables):
 
 def test_one_window_over_everything_is_the_plain_decoder(variables):
     plain, whole = decoder(FullConfig()), decoder(dataclasses.replace(SMALL, window=LENGTH))
-    expected = jit(plain.apply)(variables, tokens())[0]
-    np.testing.assert_array_equal(jit(whole.apply)(variables, tokens())[0], expected)
+    expected = jax.jit(plain.apply)(variables, tokens())[0]
+    np.testing.assert_array_equal(jax.jit(whole.apply)(variables, tokens())[0], expected)
     # The first of several windows goes through the windowed pass, with an empty history.
-    several = jit(decoder(dataclasses.replace(SMALL, window=8)).apply)(variables, tokens())[0]
+    several = jax.jit(decoder(dataclasses.replace(SMALL, window=8)).apply)(variables, tokens())[0]
     assert relative_error(several[:, :8], expected[:, :8]) < 1e-5
     assert relative_error(several[:, 8:], expected[:, 8:]) > 1e-2
 
@@ -60,8 +60,8 @@ def test_every_output_depends_on_every_earlier_token_and_on_no_later_one():
     mechanism = dataclasses.replace(SMALL, context=6)  # more than a window
     stack = make_stack((mechanism,) * 6, dimensions(True))
     x = jax.random.normal(jax.random.key(1), (1, LENGTH, 16), jnp.float32)
-    params = nn.unbox(jit(stack.init)(jax.random.key(2), x))
-    jacobian = jit(jax.jacrev(lambda x: stack.apply(params, x)[0][0]))(x)[:, :, 0]
+    params = nn.unbox(jax.jit(stack.init)(jax.random.key(2), x))
+    jacobian = jax.jit(jax.jacrev(lambda x: stack.apply(params, x)[0][0]))(x)[:, :, 0]
     influence = np.abs(np.asarray(jacobian)).max(axis=(1, 3))
     lower = np.tri(LENGTH, dtype=bool)
     assert (influence[lower] > 1e-7).all()
@@ -71,15 +71,15 @@ def test_every_output_depends_on_every_earlier_token_and_on_no_later_one():
 def test_generation_takes_the_parallel_forwards_likeliest(variables):
     model, prompt = decoder(dataclasses.replace(SMALL, context="auto")), 13  # several windows are absorbed
     out = generate(model, variables, tokens(prompt), max_new_tokens=6, temperature=0)
-    logits = jit(model.apply)(variables, out)[0]
+    logits = jax.jit(model.apply)(variables, out)[0]
     np.testing.assert_array_equal(out[:, prompt:], jnp.argmax(logits[:, prompt - 1 : -1], axis=-1))
 
 
 def test_a_cache_takes_tokens_and_absorbed_windows_in_any_pieces(variables):
     model, text = decoder(), tokens(LENGTH)
-    expected = jit(model.apply)(variables, text)[0]
-    absorb = jit(lambda text, cache: model.apply(variables, text, cache, method="absorb"))
-    step = jit(lambda text, cache: model.apply(variables, text, cache=cache))
+    expected = jax.jit(model.apply)(variables, text)[0]
+    absorb = jax.jit(lambda text, cache: model.apply(variables, text, cache, method="absorb"))
+    step = jax.jit(lambda text, cache: model.apply(variables, text, cache=cache))
     cache = model.init_cache(2, LENGTH)
     for start in (0, 4):
         cache = absorb(text[:, start : start + 4], cache)
@@ -106,7 +106,7 @@ def test_cache_bytes_of_a_token():
 
 
 def temporary_bytes(function, *args, donated=()):
-    compiled = jit(function, donate_argnums=donated).lower(*args).compile()
+    compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -139,7 +139,7 @@ def test_training_memory_is_linear():
 
 def test_dropout_draws_anew_and_reaches_every_window(variables):
     model = decoder(dropout=0.5)
-    run = jit(lambda key: model.apply(variables, tokens(), deterministic=False, rngs={"dropout": key})[0])
+    run = jax.jit(lambda key: model.apply(variables, tokens(), deterministic=False, rngs={"dropout": key})[0])
     one, again, other = (run(jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
     assert (np.abs(one - other).max(axis=(0, 2)) > 1e-3).all()

@@ -8,7 +8,7 @@ import pytest
 
 from brl_jax.layers import DiagConfig, NormConfig
 from brl_jax.models import TRANSNORMER_SIZES, DecoderConfig, DecoderLM, Stack, StackConfig, transnormer
-from tests.laws.networks import jit, relative_error
+from tests.laws.networks import relative_error
 
 
 def kinds(**options):
@@ -64,8 +64,8 @@ def test_lra_size_is_an_encoder():
     config = transnormer("t1", StackConfig, block_size=4, **TRANSNORMER_SIZES["lra"])
     stack = Stack(config.mechanisms, config.make_dimensions(is_causal=False))
     x = jax.random.normal(jax.random.key(0), (1, 14, 64))
-    variables = nn.unbox(jit(stack.init)(jax.random.key(1), x))
-    run = jit(lambda v, x, lengths: stack.apply(v, x, lengths=lengths)[0])
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x))
+    run = jax.jit(lambda v, x, lengths: stack.apply(v, x, lengths=lengths)[0])
     whole = run(variables, x, jnp.array([14]))
     for later in (3, 13):
         moved = run(variables, x.at[:, later].multiply(-1.0), jnp.array([14]))
@@ -80,9 +80,9 @@ def test_generation_is_training(variant):
     config = transnormer(variant, DecoderConfig, block_size=4, num_layers=2, d_model=16, num_heads=2, d_ff=21)
     model = DecoderLM(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 256)
-    variables = nn.unbox(jit(model.init)(jax.random.key(1), tokens))
-    expected = jit(lambda v, tokens: model.apply(v, tokens)[0])(variables, tokens)
-    step = jit(lambda v, tokens, cache: model.apply(v, tokens, cache=cache))
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(1), tokens))
+    expected = jax.jit(lambda v, tokens: model.apply(v, tokens)[0])(variables, tokens)
+    step = jax.jit(lambda v, tokens, cache: model.apply(v, tokens, cache=cache))
     cache, outputs, start = model.init_cache(2, 21), [], 0
     for size in (6, 1, 1, 6, 1, 6):
         logits, cache = step(variables, tokens[:, start : start + size], cache)
