@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 
 from brl_jax.layers import MECHANISMS, Dimensions, Mechanism
 from brl_jax.models.stack import Stack
-from eval.speed.measure import Candidate, Case, NoNumber, compile_program
+from eval.speed.measure import Candidate, Case, check_equal, check_finite, compile_program
 from eval.speed.options import SpeedOptions
 
 # The last tokens of the sequence are decoded one by one in one program, as `generate` does it.
@@ -105,25 +104,5 @@ def _make(name: str, options: SpeedOptions, length: int) -> Candidate:
         cache = compile_program(prefill, params, rest, before).run()
         programs["step"] = compile_program(decode, params, rest, x[:, -steps:], cache, steps=steps)
         facts["state_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-        _check_equal("decoding", jnp.moveaxis(programs["step"].run()[1], 0, 1), y[:, -steps:], options.dtype)
+        check_equal("decoding", jnp.moveaxis(programs["step"].run()[1], 0, 1), y[:, -steps:], options.dtype)
     return Candidate(programs, facts)
-
-
-def check_finite(what: str, got: Any, shape: tuple[int, ...]) -> None:
-    """NoNumber unless a result has the right shape and finite entries."""
-    if got.shape != shape:
-        raise NoNumber(f"WRONG RESULT: {what} has shape {got.shape}, expected {shape}")
-    if not bool(jnp.all(jnp.isfinite(got))):
-        raise NoNumber(f"WRONG RESULT: {what} is not finite")
-
-
-def _check_equal(what: str, got: Any, right: Any, dtype: str) -> None:
-    """NoNumber unless two computations of the same outputs agree."""
-    tolerance = {"float32": 1e-3, "bfloat16": 5e-2}[dtype]
-    got, right = (np.asarray(x.astype(jnp.float32)) for x in (got, right))
-    error = float(np.linalg.norm(got - right) / np.linalg.norm(right))
-    if not error <= tolerance:
-        raise NoNumber(
-            f"WRONG RESULT: {what} is off the forward pass by {error:.1e} of its norm, "
-            f"at most {tolerance:.0e} allowed"
-        )

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from rich.progress import Progress
 
 
@@ -177,3 +179,23 @@ def as_row(length: int, name: str, candidate: Candidate) -> dict:
     if any(not program.seconds for program in candidate.programs.values()):
         row["note"] = "interrupted: not timed to the end of a round"
     return {**row, "rounds": min(len(p.seconds) for p in candidate.programs.values()), **candidate.facts}
+
+
+def check_finite(what: str, got: Any, shape: tuple[int, ...]) -> None:
+    """NoNumber unless a result has the right shape and finite entries."""
+    if got.shape != shape:
+        raise NoNumber(f"WRONG RESULT: {what} has shape {got.shape}, expected {shape}")
+    if not bool(jnp.all(jnp.isfinite(got))):
+        raise NoNumber(f"WRONG RESULT: {what} is not finite")
+
+
+def check_equal(what: str, got: Any, right: Any, dtype: str) -> None:
+    """NoNumber unless two computations of the same outputs agree."""
+    tolerance = {"float32": 1e-3, "bfloat16": 5e-2}[dtype]
+    got, right = (np.asarray(x.astype(jnp.float32)) for x in (got, right))
+    error = float(np.linalg.norm(got - right) / np.linalg.norm(right))
+    if not error <= tolerance:
+        raise NoNumber(
+            f"WRONG RESULT: {what} is off the forward pass by {error:.1e} of its norm, "
+            f"at most {tolerance:.0e} allowed"
+        )

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Literal
 
 from brl_jax.layers import MECHANISMS
+from eval.speed.encoders import NAMES
 from eval.speed.functions import CASES
 
-Level = Literal["functions", "layers"]
+Level = Literal["functions", "layers", "encoders"]
 KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES)))
 
 
@@ -19,7 +20,8 @@ class SpeedOptions:
     lengths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)
     """Sequence lengths."""
     levels: tuple[Level, ...] = ("functions", "layers")
-    """Bare attention functions beside PyTorch's, one transformer layer of each mechanism, or both."""
+    """Bare attention functions beside PyTorch's; one transformer layer of each mechanism; whole encoders of four layers
+    that only infer, beside PyTorch's (BRL-Attention's figure 6)."""
     mechanisms: tuple[str, ...] = KNOWN
     """Which mechanisms."""
     window: int = 256
@@ -57,14 +59,17 @@ class SpeedOptions:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be one or more numbers of at least 1, got {self.lengths}")
         if not self.levels:
-            raise ValueError("levels must be functions, layers or both, got none")
+            raise ValueError("levels must be some of functions, layers, encoders, got none")
         for name in self.mechanisms:
             if name not in KNOWN:
                 raise ValueError(f"mechanisms must be out of {', '.join(KNOWN)}, got {name}")
-        if self.levels == ("functions",) and not set(self.mechanisms) & set(CASES):
-            raise ValueError(
-                f"mechanisms of the level functions must be out of {', '.join(CASES)}, "
-                f"got {', '.join(self.mechanisms)}"
-            )
+        for level, known in {"functions": tuple(CASES), "encoders": NAMES}.items():
+            if self.levels == (level,) and not set(self.mechanisms) & set(known):
+                raise ValueError(
+                    f"mechanisms of the level {level} must be out of {', '.join(known)}, "
+                    f"got {', '.join(self.mechanisms)}"
+                )
         if self.pictures is not None and "layers" not in self.levels:
-            raise ValueError("pictures are of layers: levels must have layers among them, got functions")
+            raise ValueError(
+                "pictures are of layers: levels must have layers among them, got " + ", ".join(self.levels)
+            )

@@ -14,6 +14,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from eval.speed.encoders import NUM_LAYERS
 from eval.speed.functions import TORCH, has_torch
 from eval.speed.options import Level, SpeedOptions
 
@@ -22,7 +23,7 @@ PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step"}
 
 def base_name(level: str, options: SpeedOptions) -> str:
     """The row that the others of its level and length are compared with."""
-    return TORCH if level == "functions" and has_torch(options) else "full"
+    return TORCH if level != "layers" and has_torch(options) else "full"
 
 
 def complete(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[dict]:
@@ -75,6 +76,7 @@ def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list
     what = {
         "functions": f"causal attention functions, window {options.window}",
         "layers": f"one transformer layer of width {options.heads * options.head_dim}",
+        "encoders": f"encoders of {NUM_LAYERS} layers of width {options.heads * options.head_dim}",
     }[level]
     base = base_name(level, options)
     programs = [name for name in PROGRAMS if any(f"{name}_s" in row for row in rows)]
@@ -156,13 +158,14 @@ def exponent_table(fitted: Sequence[dict], options: SpeedOptions) -> Table | Non
 
 
 class Target(NamedTuple):
-    """What one function's speed is held to beside another's, with the options' defaults."""
+    """What one row's speed is held to beside another's of its level, with the options' defaults."""
 
     length: int
     name: str
     base: str
     program: str
     least: float
+    level: Level = "functions"
 
 
 TARGETS = (
@@ -176,19 +179,24 @@ TARGETS = (
     Target(4096, "deltanet", "linear", "forward_backward", 1 / 3),
     Target(4096, "deltanet", "deltanet_scan", "forward", 10.0),
     Target(4096, "deltanet", "deltanet_scan", "forward_backward", 10.0),
+    *(
+        Target(65536, f"brl w {w} m {m}", TORCH, "forward", 13.0, "encoders")
+        for w in (256, 512)
+        for m in (64, 128)
+    ),
 )
 
 
 def target_lines(rows: Sequence[dict], options: SpeedOptions) -> list[str]:
-    """How functions stand against their targets, where both sides were measured at that length."""
+    """How rows stand against their targets, where both sides were measured at that length."""
     default = SpeedOptions()
     same = ("window", "heads", "head_dim", "batch", "dtype")
     if any(getattr(options, n) != getattr(default, n) for n in same):
         return []
-    times = {(row["length"], row["name"]): row for row in rows if row["level"] == "functions"}
+    times = {(row["level"], row["length"], row["name"]): row for row in rows}
     lines = []
-    for length, name, base, program, least in TARGETS:
-        own, other = (times.get((length, n), {}).get(f"{program}_s") for n in (name, base))
+    for length, name, base, program, least, level in TARGETS:
+        own, other = (times.get((level, length, n), {}).get(f"{program}_s") for n in (name, base))
         if own and other:
             verdict = "met" if other / own >= least else "NOT met"
             lines.append(

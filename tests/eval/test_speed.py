@@ -11,7 +11,7 @@ import pytest
 
 from brl_jax.attention.full import full_attention
 from brl_jax.layers import MECHANISMS, FullConfig
-from eval.speed import functions, layers, measure
+from eval.speed import encoders, functions, layers, measure
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
 from tests.attention import oracles
@@ -56,6 +56,23 @@ def test_every_listed_mechanism_has_a_layer_case():
     assert [case.name for case in cases] == [name for name in MECHANISMS if name != "tlinformer"]
     assert {case.name: case.growth for case in cases}["full"] == 2
     assert {case.name: case.growth for case in cases}["brl"] == 1
+
+
+def test_encoders(tmp_path, capsys):
+    """Every row of a named mechanism, forward only; PyTorch's network where it is installed, with equal outputs."""
+    path = tmp_path / "speed.json"
+    sizes = ["--lengths", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8"]
+    main([*sizes, "--levels", "encoders", "--mechanisms", "full", "linformer", "--json", str(path)])
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    torch = [functions.TORCH] if functions.has_torch(SpeedOptions()) else []
+    assert [*rows] == ["full", *(f"linformer k {k}" for k in (64, 128, 256)), *torch]
+    base = rows[torch[0] if torch else "full"]
+    for row in rows.values():
+        assert row["note"] == ""
+        assert row["forward_ratio"] == pytest.approx(base["forward_s"] / row["forward_s"])
+        assert "forward_backward_s" not in row
+    assert "encoders of 4 layers of width 16" in " ".join(capsys.readouterr().out.split())
+    assert [case.name for case in encoders.cases(SpeedOptions(torch=False), 64)][-1] == "brl w 512 m 128"
 
 
 def test_layers_table_json_and_pictures(tmp_path, capsys):
@@ -105,11 +122,11 @@ def test_wrong_layer_gets_no_number(monkeypatch, capsys):
 
 
 def test_results_must_be_finite_and_of_their_shape():
-    layers.check_finite("output", jnp.ones(2), (2,))
+    measure.check_finite("output", jnp.ones(2), (2,))
     with pytest.raises(measure.NoNumber, match="WRONG RESULT: output is not finite"):
-        layers.check_finite("output", jnp.asarray([1.0, jnp.nan]), (2,))
+        measure.check_finite("output", jnp.asarray([1.0, jnp.nan]), (2,))
     with pytest.raises(measure.NoNumber, match=r"WRONG RESULT: output has shape \(2,\), expected \(3,\)"):
-        layers.check_finite("output", jnp.ones(2), (3,))
+        measure.check_finite("output", jnp.ones(2), (3,))
 
 
 def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
