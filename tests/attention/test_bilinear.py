@@ -1,24 +1,34 @@
 """Bilinear MLR and BTT attention and split heads against dense score matrices, with their gradients; what rank buys."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.bilinear import (
-    bilinear_btt_attention,
-    bilinear_btt_keys,
-    bilinear_mlr_attention,
-    bilinear_mlr_features,
-    btt_factors,
-)
-from brl_jax.attention.feature_attention import feature_attention
-from brl_jax.attention.full import full_attention
-from brl_jax.attention.global_window import global_window_attention
+from brl_jax.attention import bilinear, feature_attention, full, global_window
+from brl_jax.attention.bilinear import btt_factors
 from brl_jax.structured import BTT, MLR, BlockLowRank
 from tests.attention import oracles
+
+STATIC = ("normalize", "scale", "is_causal", "ranks", "window", "implementation")
+
+
+def compiled(function):
+    """As one program: called as they are, functions compile each of their operations."""
+    names = inspect.signature(function).parameters
+    return jax.jit(function, static_argnames=[name for name in STATIC if name in names])
+
+
+bilinear_btt_attention = compiled(bilinear.bilinear_btt_attention)
+bilinear_btt_keys = compiled(bilinear.bilinear_btt_keys)
+bilinear_mlr_attention = compiled(bilinear.bilinear_mlr_attention)
+bilinear_mlr_features = compiled(bilinear.bilinear_mlr_features)
+feature_attention = compiled(feature_attention.feature_attention)
+full_attention = compiled(full.full_attention)
+global_window_attention = compiled(global_window.global_window_attention)
 
 BATCH, LENGTH, WIDTH, HEADS, SIZE = 2, 37, 48, 4, 5
 

@@ -188,9 +188,11 @@ def test_law_6_linear(name, is_causal):
     d = dimensions(is_causal, d_model=32, head_dim=8, d_ff=32)
     stack = Stack((mechanism,), d)
 
+    token = jax.ShapeDtypeStruct((1, 1, 32), jnp.float32)
+    variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), token)
+
     def compiled(n):
         x = jax.ShapeDtypeStruct((1, n, 32), jnp.float32)
-        variables = jax.eval_shape(lambda key, x: nn.unbox(stack.init(key, x)), jax.random.key(0), x)
         return jax.jit(jax.grad(lambda v, x: stack.apply(v, x)[0].sum())).lower(variables, x).compile()
 
     short, long = compiled(2**14), compiled(2**15)
