@@ -29,7 +29,7 @@ def is_connected(image, gap):
     return goal in seen
 
 
-@pytest.mark.parametrize(("resolution", "count", "gap"), [(32, 30, 1.0), (128, 10, 4.0)])
+@pytest.mark.parametrize(("resolution", "count", "gap"), [(32, 30, 1.0), (64, 10, 3.0), (128, 10, 4.0)])
 def test_every_label_is_what_following_the_path_gives(resolution, count, gap):
     images, labels = generate_images(np.random.default_rng(0), count, resolution)
     assert images.shape == (count, resolution, resolution)
