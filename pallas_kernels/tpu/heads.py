@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 LANES = 128
@@ -69,10 +70,14 @@ def column(row: Int[Array, "1 rows"], lanes: int) -> Int[Array, "rows lanes"]:
     return jnp.broadcast_to(row, (lanes, row.shape[1])).T
 
 
+# JAX 0.12 has moved it.
+_reciprocal = pltpu.reciprocal if hasattr(pltpu, "reciprocal") else pl.reciprocal
+
+
 def reciprocal(x: Float[Array, ...]) -> Float[Array, ...]:
     """1 / x for x >= 1 by the hardware's estimate and two Newton steps: a fifth of the exact division's
     instructions."""
-    estimate = pl.reciprocal(x, approx=True)
+    estimate = _reciprocal(x, approx=True)
     for _ in range(2):
         estimate = estimate * (2.0 - x * estimate)
     return estimate
