@@ -1,7 +1,7 @@
 """What `test_mesh.py` looks at, made in a process of its own, because a process keeps the devices it began with:
 python -m tests.train.on_eight_devices FOLDER.
 
-A network of four mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
+A network of five mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
 """
 
 import json
@@ -36,23 +36,26 @@ MESHES = {
     "data": MeshConfig(data=8),
     "fsdp": MeshConfig(fsdp=8),
     "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
+    "sequence": MeshConfig(sequence=8),
 }
 BRL = BRLConfig(window=8, num_compressed=4, block_size=16)
+# Of the 16 tokens each of eight devices has 2: one block, which reads what three others have.
+LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5, memory="layer")
 
 
-class FourMechanisms(DecoderConfig):
+class FiveMechanisms(DecoderConfig):
     """A decoder with one layer of each kind of mechanism, twice."""
 
     @property
     def mechanisms(self):
-        kinds = (BRL, LocalConfig(window=8), MECHANISMS["full"](), MECHANISMS["deltanet"](chunk_size=8))
-        return kinds * 2
+        state = MECHANISMS["deltanet"](chunk_size=8)
+        return (BRL, LocalConfig(window=8), MECHANISMS["full"](), state, LAYER) * 2
 
 
 def take_steps(mesh):
     """(losses, the first step's gradients as the optimiser keeps them, last state, HLO) on a mesh."""
     model = DecoderLM(
-        FourMechanisms(num_layers=8, d_model=32, num_heads=4, d_ff=64, dropout=0.1, vocab_size=64)
+        FiveMechanisms(num_layers=10, d_model=32, num_heads=4, d_ff=64, dropout=0.1, vocab_size=64)
     )
     objective, loop = lm_objective(model), LoopConfig(batch=2 * ROWS, accumulation=2)
     settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, clip_norm=0.0)

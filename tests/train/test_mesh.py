@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MESHES = ("data", "fsdp", "mixed")
+# Of a step's microbatch; an array of its tokens has at least so many numbers.
+ROWS, LENGTH = 16, 16
+MESHES = ("data", "fsdp", "mixed", "sequence")
 
 pytestmark = pytest.mark.xdist_group("eight devices")
 
@@ -64,6 +67,16 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results, mesh):
         assert tuple(sorted(n for n in shape if n > 1)) in weights, (
             f"{shape} is no weight of a layer: {where}"
         )
+
+
+def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
+    """Where tokens are cut, those of a whole row meet in full attention, in states, and in BRL's queue of outputs."""
+    whole = [
+        (shape, where) for shape, where in results["sequence"]["gathers"] if np.prod(shape) >= ROWS * LENGTH
+    ]
+    elsewhere = [(shape, where) for shape, where in whole if not re.search(r"block_[023]/|carrier", where)]
+    assert len(whole) > 2
+    assert not elsewhere
 
 
 def test_the_look_at_gathers_sees_them(results):
