@@ -8,7 +8,6 @@ by the block's tokens. In an encoder there is one block, the sequence itself, an
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal
 
@@ -18,21 +17,24 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from brl_jax.attention import sequence_parallel
-from brl_jax.attention.bias import ALiBi, PositionBias, T5Bias, alibi_slopes
-from brl_jax.attention.compress import compress, compress_weights
-from brl_jax.attention.compress_blocks import compress_blocks
 from brl_jax.attention.propagate import propagate, propagate_weights
 from brl_jax.attention.scores import Score
-from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter
+from brl_jax.layers.common import dense, norm, parameter
+from brl_jax.layers.compressed import (
+    COMPRESSED,
+    CompressedStream,
+    each_shard,
+    merge_blocks,
+    named,
+    position_bias,
+    spread,
+)
 from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
-from brl_jax.sharding import Names, constrain, sequence_axis, shard_call
+from brl_jax.sharding import constrain, sequence_axis
 
 # exp(10) = 22026: large enough for any spike, small enough for sums of products in bfloat16.
 _SPIKE_LIMIT = 10.0
-# The dimensions of compressed tokens, for a mesh.
-_COMPRESSED = ("batch", "blocks", "compressed", "compressed_embed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +211,7 @@ class BRLCarrier(nn.Module):
         table = parameter(self, "tokens", init, shape, ("compressed", "compressed_embed"))
         blocks = _num_blocks(mechanism, x.shape[1], _is_decoding(cache)) if d.is_causal else 1
         tokens = jnp.broadcast_to(table.astype(d.dtype)[None, None], (x.shape[0], blocks, *table.shape))
-        tokens = constrain(tokens, _COMPRESSED)
+        tokens = constrain(tokens, COMPRESSED)
         if not d.is_causal:
             source = norm(d, name="history_norm")(x) if mechanism.memory == "output" else None
             return {"tokens": tokens, "history": source, "filled": None}
@@ -269,190 +271,6 @@ def _advance(mechanism: BRLConfig, cache: Any, new: jax.Array, count: Any) -> di
         "filled": jnp.minimum(cache["filled"] + shift, size),
         "index": index,
     }
-
-
-class CompressedStream(nn.Module):
-    """One layer of the compressed tokens: they read the history, evolve, and offer keys and values to the tokens."""
-
-    mechanism: BRLConfig
-    dimensions: Dimensions
-
-    @nn.compact
-    def __call__(
-        self,
-        tokens: Float[Array, "B C M E"],
-        source: Float[Array, "B S D"] | None,
-        *,
-        earlier: Float[Array, "B R D"] | None = None,
-        history_lengths: Any = None,
-        source_lengths: Any = None,
-        axis_name: str | None = None,
-    ):
-        """Returns the tokens for the next layer (B, C, M, E) and keys and values (B, C, M, N, H).
-
-        source: what the blocks read, in a decoder laid out as `compress_blocks` wants it, short of zeros in front;
-        history_lengths: (C,), how much of its history exists for each block; source_lengths: (B,), in an encoder.
-        axis_name: in a decoder, the mesh axis over which the tokens are cut, if they are: then the source is the
-        blocks' own tokens, and `earlier` what precedes all of them.
-        """
-        mechanism, d = self.mechanism, self.dimensions
-        equations = mechanism.formulation == "equations"
-        read = tokens
-        if source is None and self.is_initializing():
-            self._read(tokens, jnp.zeros((tokens.shape[0], 1, d.d_model), d.dtype), None, None, None, None)
-        elif source is not None:
-            read = self._read(tokens, source, earlier, history_lengths, source_lengths, axis_name)
-            if history_lengths is not None:
-                read = jnp.where((history_lengths > 0)[None, :, None, None], read, tokens)
-        width = tokens.shape[-1]
-        carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
-        beta = mechanism.beta
-        evolved = (1.0 - beta) * norm(d, name="read_norm", axis="compressed_embed")(read) + beta * carried
-        evolved = constrain(jax.nn.relu(evolved) if equations else evolved, _COMPRESSED)
-        shape = (d.num_heads, d.d_model // d.num_heads)
-        key = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_key")(evolved)
-        value = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_value")(evolved)
-        if not equations:
-            tokens = constrain(tokens + evolved, _COMPRESSED)
-            normed = norm(d, name="ffn_norm", axis="compressed_embed")(tokens)
-            tokens = constrain(tokens + FeedForward(d, name="ffn")(normed), _COMPRESSED)
-            return tokens, key, value
-        return evolved, key, value
-
-    def _read(self, tokens, source, earlier, history_lengths, source_lengths, axis_name):
-        """F_comp (eqs. 11, 12): (B, C, M, E)."""
-        mechanism, d = self.mechanism, self.dimensions
-        count, width = tokens.shape[2:]
-        shape = (d.num_heads, width // d.num_heads)
-        axes = ("compressed_embed", "heads", "head_dim")
-        query = dense(d, shape, axes, name="compress_query")(tokens)
-        gamma: Any = None if mechanism.gamma == 0.0 else mechanism.gamma
-        of_source = ("key", "value") if mechanism.gamma == 0.0 else ("key", "value", "contrast_key")
-        project = {
-            name: dense(d, shape, ("embed", "heads", "head_dim"), name=f"compress_{name}")
-            for name in of_source
-        }
-        read = {name: function(source) for name, function in project.items()}
-        before = {} if earlier is None else {name: function(earlier) for name, function in project.items()}
-        if mechanism.gamma is None:
-            g = parameter(self, "gamma", nn.initializers.normal(0.1), (3, d.num_heads), (None, "heads"))
-            gamma = jnp.exp(g[0] * g[1]) - jnp.exp(g[0] * g[2])
-        scale = None if mechanism.compress_scale == "m1" else 1.0 / math.sqrt(shape[1])
-        if mechanism.compress_scale == "learned":
-            learned = parameter(
-                self, "compress_scale", nn.initializers.ones_init(), (d.num_heads,), ("heads",)
-            )
-            query = query * learned.astype(d.dtype).reshape(1, 1, 1, d.num_heads, 1)
-        bias: Any = position_bias(self, "compress_bias")
-        static = {"scale": scale, "score": mechanism.score, "implementation": d.implementation}
-        if history_lengths is None:
-            out = self._read_sequence(query[:, 0], read, gamma, bias, source_lengths, static)[:, None]
-        else:
-            if bias is not None:
-                bias = bias(jnp.full((count,), mechanism.history), jnp.arange(mechanism.history))
-            out = self._read_histories(query, read, before, gamma, bias, history_lengths, axis_name, static)
-        out = head_norm(d, name="compress_norm")(out)
-        return constrain(rearrange(out, "b c m n h -> b c m (n h)"), _COMPRESSED)
-
-    def _read_sequence(self, query, read, gamma, bias, lengths, static):
-        """An encoder's: one block, which reads the sequence itself."""
-        count, length = query.shape[1], read["key"].shape[1]
-        if bias is not None:
-            tokens_at = jnp.arange(length)
-            bias = jax.vmap(lambda places: bias(places, tokens_at))(_spread(count, length, lengths))
-        if self.is_mutable_collection("maps"):
-            mask = None if lengths is None else jnp.arange(length)[None] < lengths[:, None]
-            weights = compress_weights(
-                query,
-                read["key"],
-                read.get("contrast_key"),
-                gamma=gamma,
-                scale=static["scale"],
-                score=static["score"],
-                bias=bias,
-                mask=None if mask is None else mask[:, None, None],
-            )
-            self.sow("maps", "compress", weights)
-        axis = sequence_axis(length)
-        tokens = None if axis is None else "length"
-        rows = None if bias is None or bias.shape[0] == 1 else "batch"
-        return _each_shard(
-            functools.partial(compress, axis_name=axis, **static),
-            ("batch", None, "heads", None),
-            query=(query, ("batch", None, "heads", None)),
-            **_named(("batch", tokens, "heads", None), {"contrast_key": None, **read}),
-            gamma=(gamma, ("heads",)),
-            bias=(bias, (rows, "heads", None, tokens)),
-            key_value_seq_lengths=(lengths, ("batch",)),
-        )
-
-    def _read_histories(self, query, read, before, gamma, bias, lengths, axis_name, static):
-        """A decoder's: each block reads the tokens before it."""
-        mechanism = self.mechanism
-        block, size = mechanism.block_size, mechanism.history
-        blocks, tokens = (None, None) if axis_name is None else ("blocks", "length")
-        if axis_name is None:
-            missing = size + (query.shape[1] - 1) * block - read["key"].shape[1]
-            room = ((0, 0), (missing, 0), (0, 0), (0, 0))
-            read = {name: jnp.pad(array, room) for name, array in read.items()}
-            function = compress_blocks
-        else:
-            function = functools.partial(sequence_parallel.compress_blocks, axis_name=axis_name)
-        before = {f"earlier_{name}": array for name, array in before.items()}
-        return _each_shard(
-            functools.partial(function, block_size=block, history_size=size, **static),
-            ("batch", blocks, None, "heads", None),
-            query=(query, ("batch", blocks, None, "heads", None)),
-            **_named(("batch", tokens, "heads", None), {"contrast_key": None, **read}),
-            **_named(("batch", None, "heads", None), before),
-            gamma=(gamma, ("heads",)),
-            bias=(bias, ("heads", None, None)),
-            history_lengths=(lengths, (blocks,)),
-        )
-
-
-def _merge_blocks(query: Float[Array, "B T N H"], offered: Float[Array, "B C M N H"]):
-    """Each block's tokens and what they are offered as a row of a batch: (B C, T / C, N, H) and (B C, M, N, H)."""
-    query = rearrange(query, "b (c t) n h -> (b c) t n h", c=offered.shape[1])
-    return query, rearrange(offered, "b c m n h -> (b c) m n h")
-
-
-def _named(names: Names, arrays: dict[str, Any]) -> dict[str, tuple[Any, Names]]:
-    return {name: (array, names) for name, array in arrays.items()}
-
-
-def _each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -> Any:
-    """function(**operands), by each device of a mesh on its own shards.
-
-    Args:
-      out_names: of the result's dimensions (see `shard_call`).
-      operands: an array and the names of its dimensions, or anything else, which is passed as it is.
-    """
-    arrays = {name: pair for name, pair in operands.items() if isinstance(pair[0], jax.Array)}
-    rest = {name: value for name, (value, _) in operands.items() if name not in arrays}
-    return shard_call(
-        lambda *shards: function(**rest, **dict(zip(arrays, shards))),
-        [array for array, _ in arrays.values()],
-        [names for _, names in arrays.values()],
-        out_names,
-    )
-
-
-def _spread(count: int, length: int, lengths: Any) -> jax.Array:
-    """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) by their lengths."""
-    lengths = jnp.full((1,), length, jnp.int32) if lengths is None else lengths
-    return (2 * jnp.arange(count, dtype=jnp.int32) + 1)[None] * lengths[:, None] // (2 * count)
-
-
-def position_bias(module: nn.Module, name: str) -> PositionBias | None:
-    """The b_rel of a BRL module: ALiBi, or T5 with a learned table `name`; None without."""
-    mechanism, d = module.mechanism, module.dimensions
-    if mechanism.bias == "alibi":
-        return ALiBi(alibi_slopes(d.num_heads))
-    if mechanism.bias == "t5":
-        table = parameter(module, name, nn.initializers.normal(0.02), (32, d.num_heads), (None, "heads"))
-        return T5Bias(table, max_distance=mechanism.history, bidirectional=not d.is_causal)
-    return None
 
 
 class BRLAttention(nn.Module):
@@ -597,18 +415,18 @@ class BRLAttention(nn.Module):
             query = jnp.roll(query, offset, axis=1) if moved else query
         if bias is not None:
             inside = jnp.arange(size) + (0 if aligned else offset)
-            places = jnp.full((1, count), -1) if d.is_causal else _spread(count, length, lengths)
+            places = jnp.full((1, count), -1) if d.is_causal else spread(count, length, lengths)
             bias = jax.vmap(lambda places: bias(inside, places))(places)
         if self.is_mutable_collection("maps"):
-            merged, offered = _merge_blocks(query, key)
+            merged, offered = merge_blocks(query, key)
             weights = propagate_weights(merged, offered, strength=strength, score=mechanism.score, bias=bias)
             self.sow("maps", "propagate", weights)
 
         def read(query, key, value, strength, bias):
-            merged, value = _merge_blocks(query, value)
+            merged, value = merge_blocks(query, value)
             out = propagate(
                 merged,
-                _merge_blocks(query, key)[1],
+                merge_blocks(query, key)[1],
                 value,
                 strength=strength,
                 bias=bias,
@@ -621,11 +439,11 @@ class BRLAttention(nn.Module):
         queries = ("batch", tokens, "heads", None)
         offers = ("batch", "blocks" if aligned and tokens else None, None, "heads", None)
         rows = None if bias is None or bias.shape[0] == 1 else "batch"
-        out = _each_shard(
+        out = each_shard(
             read,
             queries,
             query=(query, queries),
-            **_named(offers, {"key": key, "value": value}),
+            **named(offers, {"key": key, "value": value}),
             strength=(strength, ("heads",)),
             bias=(bias, (rows, "heads", None if aligned else tokens, None)),
         )

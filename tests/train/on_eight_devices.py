@@ -24,11 +24,13 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from brl_jax.layers import MECHANISMS, BRLConfig, LocalConfig  # noqa: E402
 from brl_jax.models import DecoderConfig, DecoderLM  # noqa: E402
 from brl_jax.sharding import MeshConfig, make_mesh  # noqa: E402
-from train.config import LoopConfig  # noqa: E402
+from train.config import LoopConfig, parse  # noqa: E402
+from train.errors import UserError  # noqa: E402
 from train.lm import lm_objective  # noqa: E402
 from train.loop import train  # noqa: E402
-from train.mesh import held_rows, place_batch, sharded_state  # noqa: E402
+from train.mesh import held_rows, open_mesh, place_batch, sharded_state  # noqa: E402
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule  # noqa: E402
+from train.presets import PRESETS  # noqa: E402
 from train.step import make_train_step  # noqa: E402
 
 ROWS, LENGTH, STEPS = 16, 16, 4
@@ -38,6 +40,13 @@ MESHES = {
     "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
     "sequence": MeshConfig(sequence=8),
 }
+REFUSED = (
+    "--mesh.sequence 8 --length 100",
+    "--mesh.sequence 8 --length 512 --mechanism.memory layer --mechanism.block_size 48",
+    "--mesh.sequence 8 --length 512 --mechanism.memory output --mechanism.block_size 100",
+    "--mesh.data 2 --mesh.sequence 4 --batch 9",
+    "--mesh.sequence 8 --length 64 --mechanism local --mechanism.window 100",
+)
 BRL = BRLConfig(window=8, num_compressed=4, block_size=16)
 # Of the 16 tokens each of eight devices has 2: one block, which reads what three others have.
 LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5, memory="layer")
@@ -177,9 +186,21 @@ def run(workdir, mesh, steps):
     return [line["loss"] for line in lines] + [line["val_loss"] for line in lines[-1:]]
 
 
+def refused():
+    """What is said to options that eight devices cannot share, by the options."""
+    said = {}
+    for line in REFUSED:
+        config = parse(PRESETS, "small", line.split(), prog="train.lm", about="")
+        try:
+            open_mesh(config.mesh, config.loop, config.model, length=config.loop.length)
+        except UserError as error:
+            said[line] = str(error)
+    return said
+
+
 def main(folder):
     one = make_mesh(MeshConfig(), jax.devices()[:1])
-    results = {}
+    results = {"refused": refused()}
     for name, mesh in {"one": one, **{name: make_mesh(config) for name, config in MESHES.items()}}.items():
         losses, first, state, hlo = take_steps(mesh)
         results[name] = {"losses": losses, "first": first, "shares": shares(state), "gathers": gathers(hlo)}

@@ -85,6 +85,16 @@ def test_the_look_at_gathers_sees_them(results):
     assert "DecoderLM." not in where
 
 
+def test_what_devices_cannot_share_is_refused(results):
+    """A window that is longer than what each device has of a row is none of it."""
+    length, block, shared, rows = results["refused"].values()
+    assert length == "--length: expected a multiple of --mesh.sequence 8, got 100"
+    each = "--mechanism.block_size must divide the 64 tokens of a row that each of 8 devices has, got 48"
+    assert block == f"--mesh.sequence 8: {each}"
+    assert shared.endswith("block_size must be a multiple of the 8 devices that share each block, got 100")
+    assert rows.startswith("--batch: expected a multiple of 2")
+
+
 @pytest.mark.parametrize("way", ["8 to 1", "1 to 8"])
 def test_a_run_goes_on_on_another_mesh(results, way):
     np.testing.assert_allclose(results[way], results["straight"], rtol=1e-5)
