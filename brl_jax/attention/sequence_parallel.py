@@ -125,6 +125,7 @@ def local_attention(
         query_offset = 0
         query = jnp.pad(query, ((0, 0), (before, after), (0, 0), (0, 0)))
         query_ids = jnp.pad(query_ids, ((0, 0), (before, after)), constant_values=_NO_QUERY)
+    query_ids, key_ids = (jnp.broadcast_to(ids, (batch, ids.shape[1])) for ids in (query_ids, key_ids))
     # Only boundaries at absolute places ask where the keys stand.
     moves = isinstance(pattern, (SlidingWindow, Dilated))
     out = local_attention_of_one(
@@ -134,7 +135,7 @@ def local_attention(
         pattern=pattern,
         is_causal=is_causal,
         scale=scale,
-        segment_ids=tuple(jnp.broadcast_to(ids, (batch, ids.shape[1])) for ids in (query_ids, key_ids)),
+        segment_ids=(query_ids, key_ids),
         query_offset=query_offset,
         key_offset=0 if moves else first - before,
         implementation=implementation,

@@ -353,11 +353,9 @@ class BRLAttention(nn.Module):
         if mechanism.memory == "layer" and not _is_decoding(cache):
             axis = sequence_axis(x.shape[1], mechanism.block_size)
             if axis is not None:
-                memory = {"history": None, "filled": 0} if cache is None else cache
-                lengths = jnp.minimum(memory["filled"] + start, mechanism.history)
-                return stream(
-                    carry["tokens"], x, earlier=memory["history"], history_lengths=lengths, axis_name=axis
-                )
+                earlier, filled = (None, 0) if cache is None else (cache["history"], cache["filled"])
+                lengths = jnp.minimum(filled + start, mechanism.history)
+                return stream(carry["tokens"], x, earlier=earlier, history_lengths=lengths, axis_name=axis)
         if mechanism.memory == "output":
             source, filled = carry["history"], carry["filled"]
         elif cache is None:
