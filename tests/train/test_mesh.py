@@ -85,6 +85,11 @@ def test_the_look_at_gathers_sees_them(results):
     assert "DecoderLM." not in where
 
 
+def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(results):
+    for expected, got in zip(*results["pieces"]):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_what_devices_cannot_share_is_refused(results):
     """A window that is longer than what each device has of a row is none of it."""
     length, block, shared, rows = results["refused"].values()
