@@ -33,6 +33,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # Activations.
     "batch": ("data", "fsdp"),
     "length": ("sequence",),
+    "blocks": ("sequence",),
     # Parameters and activations.
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -216,10 +217,24 @@ def _automatic_axes() -> dict[str, int]:
     return {name: size for name, size in mesh.shape.items() if size > 1}
 
 
-def current_row_shards() -> int:
-    """In how many parts the rows of the batch being traced are cut; 1 without a mesh."""
+def current_shards(name: str) -> int:
+    """In how many parts dimensions of a name of `RULES` are cut, where they divide; 1 without a mesh."""
     sizes = _automatic_axes()
-    return math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
+    return math.prod(sizes.get(axis, 1) for axis in RULES[name])
+
+
+def sequence_axis(length: int, block: int = 1) -> str | None:
+    """The mesh axis over which sequences of so many tokens are cut; None where they stay whole.
+
+    Where it is an axis, `shard_call` may cut dimensions named "length" (and "blocks", an entry for each `block` tokens)
+    over it, and functions of stretches (`brl_jax.attention.sequence_parallel`) fetch from other devices by its name.
+
+    Args:
+      length: tokens. block: how many of them must stay together on one device.
+    """
+    (axis,) = RULES["length"]
+    size = current_shards("length")
+    return axis if size > 1 and length % (size * block) == 0 else None
 
 
 def constrain(x: jax.Array, names: Names) -> jax.Array:
@@ -237,14 +252,16 @@ def constrain(x: jax.Array, names: Names) -> jax.Array:
 def shard_call(
     function: Callable[..., Any], operands: Sequence[Any], names: Sequence[Names], out_names: Names
 ) -> Any:
-    """function(*operands), run by every device on its own shards, without any communication.
+    """function(*operands), run by every device on its own shards.
 
-    For functions that treat rows and heads each by itself, and that the compiler cannot divide: kernels. Without a mesh
-    it is a plain call. A mesh axis that does not divide every dimension it would cut is left out.
+    For functions that treat rows and heads each by itself, and that the compiler cannot divide: kernels; and for
+    functions of stretches of sequences that get from other devices what they need. Without a mesh it is a plain call. A
+    mesh axis that does not divide every dimension it would cut is left out.
 
     Args:
       function: of the shards; must not close over arrays.
-      operands: arrays or None. names: of each operand's dimensions; only those of rows and heads may be cut.
+      operands: arrays or None. names: of each operand's dimensions; those of tokens only where `sequence_axis` gives
+        the axis whose stretches `function` is made for.
       out_names: of the result's.
     """
     sizes = _automatic_axes()

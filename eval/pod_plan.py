@@ -132,7 +132,7 @@ def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
 
     started = time.monotonic()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=config.topology).devices
-    mesh = open_mesh(config.mesh, config.loop, config.model, devices)
+    mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=config.loop.length)
     objective = lm_objective(build_model(config))
     loop, whole = config.loop, NamedSharding(mesh, PartitionSpec())
     schedule = make_schedule(config.optimizer, loop.steps)

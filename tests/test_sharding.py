@@ -16,6 +16,7 @@ from brl_jax.sharding import (
     constrain,
     parameter_shardings,
     partition_spec,
+    sequence_axis,
     shard_call,
 )
 
@@ -124,7 +125,23 @@ def test_a_width_that_the_mesh_does_not_divide_is_named():
         parameter_shardings(_mesh(fsdp=4), boxed)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "length", "block", "axis"),
+    [
+        ({"sequence": 4}, 32, 1, "sequence"),
+        ({"sequence": 4}, 32, 8, "sequence"),
+        ({"sequence": 4}, 32, 16, None),
+        ({"sequence": 4}, 30, 1, None),
+        ({"data": 4}, 32, 1, None),
+    ],
+)
+def test_sequences_are_cut_where_they_divide(sizes, length, block, axis):
+    with jax.sharding.use_abstract_mesh(_mesh(**sizes)):
+        assert sequence_axis(length, block) == axis
+
+
 def test_without_a_mesh_nothing_happens():
+    assert sequence_axis(32) is None
     x = jnp.ones((4, 3))
     assert constrain(x, ("batch", "embed")) is x
     assert shard_call(lambda x, y: (x, y), (x, None), (("batch", None), ()), ("batch", None))[0] is x

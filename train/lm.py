@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
         PRESETS, "small", argv, prog="python -m train.lm", about="Trains a decoder language model on text."
     )
     join(config.hosts)
-    mesh = open_mesh(config.mesh, config.loop, config.model)
+    mesh = open_mesh(config.mesh, config.loop, config.model, length=config.loop.length)
     with lead_first("data"):
         tokenizer, corpora = load(config.data, config.loop.workdir)
     config = dataclasses.replace(

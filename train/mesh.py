@@ -20,13 +20,19 @@ from train.step import Batch, Objective, TrainState, init_state
 
 
 def open_mesh(
-    config: MeshConfig, loop: LoopConfig, model: StackConfig, devices: Sequence[Any] | None = None
+    config: MeshConfig,
+    loop: LoopConfig,
+    model: StackConfig,
+    devices: Sequence[Any] | None = None,
+    *,
+    length: int | None = None,
 ) -> Mesh:
-    """The mesh of a run, whose rows, heads and widths it can share evenly.
+    """The mesh of a run, whose rows, tokens, heads and widths it can share evenly.
 
     Args:
       config, loop, model: the run's settings.
       devices: all of all processes by default.
+      length: tokens of a row, where all rows have the same.
 
     Raises:
       UserError: sizes that don't multiply to the number of devices or don't divide what they share.
@@ -42,6 +48,15 @@ def open_mesh(
             f"--batch: expected a multiple of {shards * loop.accumulation}, so that mesh.data {mesh.shape['data']} x "
             f"mesh.fsdp {mesh.shape['fsdp']} share the rows of a step evenly, got {loop.batch}{each}"
         )
+    sequence = mesh.shape["sequence"]
+    if length is not None and sequence > 1:
+        if length % sequence:
+            raise UserError(f"--length: expected a multiple of --mesh.sequence {sequence}, got {length}")
+        for mechanism in model.mechanisms:
+            try:
+                mechanism.check_stretches(length, sequence)
+            except ValueError as error:
+                raise UserError(f"--mesh.sequence {sequence}: --mechanism.{error}") from error
     tensor = mesh.shape["tensor"]
     key_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
     for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", key_heads)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ def compress(
     bias: Float[Array, "#B #N #M #S"] | PositionBias | None = None,
     mask: Bool[Array, "#B #N #M #S"] | None = None,
     key_value_seq_lengths: Int[Array, "B"] | None = None,
+    axis_name: str | None = None,
     implementation: Literal["xla", "pallas"] | None = None,
 ) -> Float[Array, "B M N H"]:
     """Reads S tokens into M with the difference of two attentions (BRL-Attention, eq. 12).
@@ -56,6 +57,10 @@ def compress(
         compressed tokens' indices 0..M-1 and the keys' 0..S-1.
       mask: bool, broadcastable to (B, N, M, S); False hides a key.
       key_value_seq_lengths: (B,), how many of the S keys exist; what lies beyond is never read into the result.
+      axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis over which histories are cut in
+        equal parts: S are this device's keys, query is the same on all devices, and so is the result. The devices'
+        softmaxes are merged by their log-sum-exp (one pmax and two psums). Lengths are those of whole histories, a
+        `PositionBias` is called with places in them; an array bias or mask is of this device's keys.
       implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel.
 
     Returns:
@@ -90,13 +95,19 @@ def compress(
         )
     if mask is not None:
         require(mask.ndim == 4, f"mask must have 4 axes (B, N, M, S), got shape {mask.shape}")
+    first: Any = 0
+    if axis_name is not None:
+        first = jax.lax.axis_index(axis_name) * length
+        if key_value_seq_lengths is not None:
+            key_value_seq_lengths = jnp.clip(key_value_seq_lengths - first, 0, length)
     if isinstance(bias, PositionBias):
-        bias = bias(jnp.arange(num_queries), jnp.arange(length))[None]
+        bias = bias(jnp.arange(num_queries), first + jnp.arange(length))[None]
     if bias is not None:
         require(bias.ndim == 4, f"bias must have 4 axes (B, N, M, S), got shape {bias.shape}")
 
     operands = (query, key, contrast_key, value, gamma, bias, mask, key_value_seq_lengths)
-    return _choose(*operands, scale=float(scale), score=score, implementation=implementation)
+    static = {"scale": float(scale), "score": score, "axis_name": axis_name}
+    return _choose(*operands, **static, implementation=implementation)
 
 
 def per_head(gamma, query):
@@ -108,29 +119,28 @@ def per_head(gamma, query):
 
 
 # Compiled by itself, so that a call outside jit traces the kernel once and not every time.
-@functools.partial(jax.jit, static_argnames=("scale", "score", "implementation"))
-def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, implementation):
+@functools.partial(jax.jit, static_argnames=("scale", "score", "axis_name", "implementation"))
+def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
     def kernel(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
         from pallas_kernels import tpu  # imported where needed: Pallas costs import time
 
         return tpu.compress(
-            query, key, contrast_key, value, gamma=gamma, scale=scale, score=score, key_lengths=lengths,
-            interpret=interpret,
-        )  # fmt: skip
+            query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, interpret=interpret, **static
+        )
 
     obstacle = bias_obstacle(bias) if mask is None else "mask must be None, got an array"
-    xla = functools.partial(_compress, scale=scale, score=score)
+    xla = functools.partial(_compress, **static)
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
     return dispatch("compress", implementation, obstacle, kernel, xla, *operands)
 
 
-def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score):
+def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):
     length = key.shape[1]
-    if length > _WHOLE:
+    if length > _WHOLE or axis_name is not None:
         keys = (key,) if contrast_key is None else (key, contrast_key)
         operands = compress_pieces.Operands(query, keys, value, bias, mask, lengths)
         size = compress_pieces.piece_size(query.shape[1], length)
-        outs = compress_pieces.read(operands, piece=size, scale=scale, score=score)
+        outs = compress_pieces.read(operands, piece=size, scale=scale, score=score, axis_name=axis_name)
         out = outs[0] if gamma is None else outs[0] - gamma[None, None, :, None] * outs[1]
         return out.astype(query.dtype)
     if lengths is not None:

@@ -52,15 +52,20 @@ def piece_size(num_queries: int, num_keys: int) -> int:
 
 
 def read(
-    operands: Operands, *, piece: int, scale: float, score: Score
+    operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
 ) -> tuple[Float[Array, "B M N H"], ...]:
-    """sigma(c Q K^T + b) V for each set of keys, in the dtype that sums are kept in."""
-    return _read(operands, piece, scale, score)
+    """sigma(c Q K^T + b) V for each set of keys, in the dtype that sums are kept in.
+
+    axis_name: the mesh axis over which the keys are cut, inside `shard_map`; None where these are all of them.
+    """
+    # Under shard_map each device has a part of the gradient of a query or bias that it shares: as arrays that vary like
+    # the others, these parts are summed.
+    return _read(vary_like(operands, operands), piece, scale, score, axis_name)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _read(operands: Operands, piece: int, scale: float, score: Score):
-    return _forward(operands, piece, scale, score)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _read(operands: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
+    return _forward(operands, piece, scale, score, axis_name)[0]
 
 
 def _steps(x: Operands, piece: int) -> Any:
@@ -122,7 +127,18 @@ def _add(state: _State, logits: Array, mask: Array, value: Array, score: Score) 
     )
 
 
-def _forward(x: Operands, piece: int, scale: float, score: Score):
+def _merge(state: _State, axis_name: str, score: Score) -> _State:
+    """The state over the keys of all devices."""
+    if score != "softmax":
+        return state._replace(total=lax.psum(state.total, axis_name))
+    maximum = lax.pmax(state.maximum, axis_name)
+    safe = jnp.where(jnp.isneginf(maximum), jnp.zeros((), maximum.dtype), maximum)
+    share = jnp.exp(state.maximum - safe)
+    normaliser = lax.psum(state.normaliser * share, axis_name)
+    return _State(maximum, normaliser, lax.psum(state.total * share[..., None], axis_name))
+
+
+def _forward(x: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
     """The results, and the log-sum-exp of each row, +inf where it sees no key (None where not a softmax)."""
     batch, count, heads, head_dim = x.query.shape
     accumulate = accumulation_dtype(x.query.dtype)
@@ -144,6 +160,8 @@ def _forward(x: Operands, piece: int, scale: float, score: Score):
     states = lax.fori_loop(
         jnp.int32(0), jnp.int32(_steps(x, piece)), step, vary_like((start,) * len(x.keys), x)
     )
+    if axis_name is not None:
+        states = tuple(_merge(state, axis_name, score) for state in states)
     outs, log_sums = [], []
     for state in states:
         total, log_sum = state.total, None
@@ -156,12 +174,16 @@ def _forward(x: Operands, piece: int, scale: float, score: Score):
     return tuple(outs), tuple(log_sums)
 
 
-def _read_fwd(operands, piece, scale, score):
-    outs, log_sums = _forward(operands, piece, scale, score)
+def _read_fwd(operands, piece, scale, score, axis_name):
+    outs, log_sums = _forward(operands, piece, scale, score, axis_name)
     return outs, (operands, outs, log_sums)
 
 
-def _read_bwd(piece: int, scale: float, score: Score, kept: Any, grads: tuple[Array, ...]):
+def _read_bwd(
+    piece: int, scale: float, score: Score, axis_name: str | None, kept: Any, grads: tuple[Array, ...]
+):
+    # With the outputs and log-sum-exps of all keys, the gradients of a part of them need nothing of the others.
+    del axis_name
     x, outs, log_sums = kept
     accumulate = accumulation_dtype(x.query.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=accumulate)

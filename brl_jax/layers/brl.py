@@ -8,7 +8,6 @@ by the block's tokens. In an encoder there is one block, the sequence itself, an
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal
 
@@ -18,20 +17,24 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
-from brl_jax.attention.bias import ALiBi, PositionBias, T5Bias, alibi_slopes
-from brl_jax.attention.compress import compress, compress_weights
-from brl_jax.attention.compress_blocks import compress_blocks
 from brl_jax.attention.propagate import propagate, propagate_weights
 from brl_jax.attention.scores import Score
-from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter
+from brl_jax.layers.common import dense, norm, parameter
+from brl_jax.layers.compressed import (
+    COMPRESSED,
+    CompressedStream,
+    each_shard,
+    merge_blocks,
+    named,
+    position_bias,
+    spread,
+)
 from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
-from brl_jax.sharding import constrain, shard_call
+from brl_jax.sharding import constrain, sequence_axis
 
 # exp(10) = 22026: large enough for any spike, small enough for sums of products in bfloat16.
 _SPIKE_LIMIT = 10.0
-# The dimensions of compressed tokens, for a mesh.
-_COMPRESSED = ("batch", None, "compressed", "compressed_embed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +137,17 @@ class BRLConfig(Mechanism):
                 f"d_model must be a multiple of num_heads={dimensions.num_heads}, got {dimensions.d_model}"
             )
 
+    def check_stretches(self, length: int, devices: int) -> None:
+        if self.memory == "layer" and self.num_compressed and length // devices % self.block_size:
+            raise ValueError(
+                f"block_size must divide the {length // devices} tokens of a row that each of {devices} devices has, "
+                f"got {self.block_size}"
+            )
+        if self.segment is not None and self.segment % devices:
+            raise ValueError(
+                f"block_size must be a multiple of the {devices} devices that share each block, got {self.segment}"
+            )
+
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         if not self.num_compressed:
             return self.local.layer(dimensions, **kwargs)
@@ -158,9 +172,11 @@ def _num_blocks(mechanism: BRLConfig, length: int, decoding: bool) -> int:
 
 def _append(history: jax.Array, filled: Any, new: jax.Array):
     """The last tokens of [history | new], as long as history, without gradient; and how many of them exist."""
-    size = history.shape[1]
-    history = jnp.concatenate([history, new.astype(history.dtype)], axis=1)[:, new.shape[1] :]
-    return jax.lax.stop_gradient(history), jnp.minimum(filled + new.shape[1], size)
+    size, length = history.shape[1], new.shape[1]
+    filled = jnp.minimum(filled + length, size)
+    new = new[:, max(length - size, 0) :].astype(history.dtype)
+    history = jnp.concatenate([history[:, length:], new], axis=1) if length < size else new
+    return jax.lax.stop_gradient(history), filled
 
 
 class BRLCarrier(nn.Module):
@@ -195,7 +211,7 @@ class BRLCarrier(nn.Module):
         table = parameter(self, "tokens", init, shape, ("compressed", "compressed_embed"))
         blocks = _num_blocks(mechanism, x.shape[1], _is_decoding(cache)) if d.is_causal else 1
         tokens = jnp.broadcast_to(table.astype(d.dtype)[None, None], (x.shape[0], blocks, *table.shape))
-        tokens = constrain(tokens, _COMPRESSED)
+        tokens = constrain(tokens, COMPRESSED)
         if not d.is_causal:
             source = norm(d, name="history_norm")(x) if mechanism.memory == "output" else None
             return {"tokens": tokens, "history": source, "filled": None}
@@ -255,185 +271,6 @@ def _advance(mechanism: BRLConfig, cache: Any, new: jax.Array, count: Any) -> di
         "filled": jnp.minimum(cache["filled"] + shift, size),
         "index": index,
     }
-
-
-class CompressedStream(nn.Module):
-    """One layer of the compressed tokens: they read the history, evolve, and offer keys and values to the tokens."""
-
-    mechanism: BRLConfig
-    dimensions: Dimensions
-
-    @nn.compact
-    def __call__(
-        self,
-        tokens: Float[Array, "B C M E"],
-        source: Float[Array, "B S D"] | None,
-        *,
-        history_lengths: Any = None,
-        source_lengths: Any = None,
-    ):
-        """Returns the tokens for the next layer (B, C, M, E) and keys and values (B, C, M, N, H).
-
-        source: what the blocks read, in a decoder laid out as `compress_blocks` wants it, short of zeros in front;
-        history_lengths: (C,), how much of its history exists for each block; source_lengths: (B,), in an encoder.
-        """
-        mechanism, d = self.mechanism, self.dimensions
-        equations = mechanism.formulation == "equations"
-        read = tokens
-        if source is None and self.is_initializing():
-            self._read(tokens, jnp.zeros((tokens.shape[0], 1, d.d_model), d.dtype), None, None)
-        elif source is not None:
-            read = self._read(tokens, source, history_lengths, source_lengths)
-            if history_lengths is not None:
-                read = jnp.where((history_lengths > 0)[None, :, None, None], read, tokens)
-        width = tokens.shape[-1]
-        carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
-        beta = mechanism.beta
-        evolved = (1.0 - beta) * norm(d, name="read_norm", axis="compressed_embed")(read) + beta * carried
-        evolved = constrain(jax.nn.relu(evolved) if equations else evolved, _COMPRESSED)
-        shape = (d.num_heads, d.d_model // d.num_heads)
-        key = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_key")(evolved)
-        value = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_value")(evolved)
-        if not equations:
-            tokens = constrain(tokens + evolved, _COMPRESSED)
-            normed = norm(d, name="ffn_norm", axis="compressed_embed")(tokens)
-            tokens = constrain(tokens + FeedForward(d, name="ffn")(normed), _COMPRESSED)
-            return tokens, key, value
-        return evolved, key, value
-
-    def _read(self, tokens, source, history_lengths, source_lengths):
-        """F_comp (eqs. 11, 12): (B, C, M, E)."""
-        mechanism, d = self.mechanism, self.dimensions
-        blocks, count, width = tokens.shape[1:]
-        shape = (d.num_heads, width // d.num_heads)
-        axes = ("compressed_embed", "heads", "head_dim")
-        query = dense(d, shape, axes, name="compress_query")(tokens)
-        gamma: Any = mechanism.gamma
-        contrast_key = None
-        key, value = (
-            dense(d, shape, ("embed", "heads", "head_dim"), name=f"compress_{name}")(source)
-            for name in ("key", "value")
-        )
-        if gamma == 0.0:
-            gamma = None
-        else:
-            axes = ("embed", "heads", "head_dim")
-            contrast_key = dense(d, shape, axes, name="compress_contrast_key")(source)
-        if mechanism.gamma is None:
-            g = parameter(self, "gamma", nn.initializers.normal(0.1), (3, d.num_heads), (None, "heads"))
-            gamma = jnp.exp(g[0] * g[1]) - jnp.exp(g[0] * g[2])
-        scale = None if mechanism.compress_scale == "m1" else 1.0 / math.sqrt(shape[1])
-        if mechanism.compress_scale == "learned":
-            learned = parameter(
-                self, "compress_scale", nn.initializers.ones_init(), (d.num_heads,), ("heads",)
-            )
-            query = query * learned.astype(d.dtype).reshape(1, 1, 1, d.num_heads, 1)
-        bias: Any = position_bias(self, "compress_bias")
-        if history_lengths is None:
-            length = source.shape[1]
-            if bias is not None:
-                tokens_at = jnp.arange(length)
-                bias = jax.vmap(lambda places: bias(places, tokens_at))(
-                    _spread(count, length, source_lengths)
-                )
-            if self.is_mutable_collection("maps"):
-                mask = None if source_lengths is None else jnp.arange(length)[None] < source_lengths[:, None]
-                weights = compress_weights(
-                    query[:, 0],
-                    key,
-                    contrast_key,
-                    gamma=gamma,
-                    scale=scale,
-                    score=mechanism.score,
-                    bias=bias,
-                    mask=None if mask is None else mask[:, None, None],
-                )
-                self.sow("maps", "compress", weights)
-            read = _each_shard(
-                functools.partial(
-                    compress,
-                    scale=scale,
-                    score=mechanism.score,
-                    implementation=d.implementation,
-                ),
-                bias,
-                query[:, 0],
-                key,
-                contrast_key,
-                value,
-                gamma=gamma,
-                key_value_seq_lengths=source_lengths,
-            )[:, None]
-        else:
-            size = mechanism.history
-            missing = size + (blocks - 1) * mechanism.block_size - source.shape[1]
-            room = ((0, 0), (missing, 0), (0, 0), (0, 0))
-            key, value = jnp.pad(key, room), jnp.pad(value, room)
-            if contrast_key is not None:
-                contrast_key = jnp.pad(contrast_key, room)
-            if bias is not None:
-                bias = bias(jnp.full((count,), size), jnp.arange(size))
-            read = _each_shard(
-                functools.partial(
-                    compress_blocks,
-                    block_size=mechanism.block_size,
-                    history_size=size,
-                    scale=scale,
-                    score=mechanism.score,
-                    implementation=d.implementation,
-                ),
-                bias,
-                query,
-                key,
-                contrast_key,
-                value,
-                gamma=gamma,
-                history_lengths=history_lengths,
-            )
-        read = head_norm(d, name="compress_norm")(read)
-        return constrain(rearrange(read, "b c m n h -> b c m (n h)"), _COMPRESSED)
-
-
-def _each_shard(function: Any, bias: Any, *arrays: Any, **parts: Any) -> Any:
-    """function(*arrays, **parts, bias=bias), by each device of a mesh on its own rows and heads.
-
-    With a bias, which only XLA's forms of the functions take, the compiler divides the work.
-
-    Args:
-      arrays: (B, ..., N, H) or None, the first shaped like the result.
-      parts: one number a head, (N,) or a plain one, except for lengths: (B,), or (C,) for each block.
-    """
-    if bias is not None:
-        return function(*arrays, **parts, bias=bias)
-    given = {name: part for name, part in parts.items() if isinstance(part, jax.Array)}
-    function = functools.partial(function, **{name: parts[name] for name in parts.keys() - given.keys()})
-    heads = [
-        ("batch", *(None for _ in x.shape[1:-2]), "heads", None) if x is not None else () for x in arrays
-    ]
-    axis = {"history_lengths": None, "key_value_seq_lengths": "batch"}
-    return shard_call(
-        lambda *operands: function(*operands[: len(arrays)], **dict(zip(given, operands[len(arrays) :]))),
-        (*arrays, *given.values()),
-        (*heads, *((axis.get(name, "heads"),) for name in given)),
-        heads[0],
-    )
-
-
-def _spread(count: int, length: int, lengths: Any) -> jax.Array:
-    """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) by their lengths."""
-    lengths = jnp.full((1,), length, jnp.int32) if lengths is None else lengths
-    return (2 * jnp.arange(count, dtype=jnp.int32) + 1)[None] * lengths[:, None] // (2 * count)
-
-
-def position_bias(module: nn.Module, name: str) -> PositionBias | None:
-    """The b_rel of a BRL module: ALiBi, or T5 with a learned table `name`; None without."""
-    mechanism, d = module.mechanism, module.dimensions
-    if mechanism.bias == "alibi":
-        return ALiBi(alibi_slopes(d.num_heads))
-    if mechanism.bias == "t5":
-        table = parameter(module, name, nn.initializers.normal(0.02), (32, d.num_heads), (None, "heads"))
-        return T5Bias(table, max_distance=mechanism.history, bidirectional=not d.is_causal)
-    return None
 
 
 class BRLAttention(nn.Module):
@@ -512,6 +349,13 @@ class BRLAttention(nn.Module):
         mechanism = self.mechanism
         blocks = carry["tokens"].shape[1]
         before_last = (blocks - 1) * mechanism.block_size
+        start = jnp.arange(blocks, dtype=jnp.int32) * mechanism.block_size
+        if mechanism.memory == "layer" and not _is_decoding(cache):
+            axis = sequence_axis(x.shape[1], mechanism.block_size)
+            if axis is not None:
+                earlier, filled = (None, 0) if cache is None else (cache["history"], cache["filled"])
+                lengths = jnp.minimum(filled + start, mechanism.history)
+                return stream(carry["tokens"], x, earlier=earlier, history_lengths=lengths, axis_name=axis)
         if mechanism.memory == "output":
             source, filled = carry["history"], carry["filled"]
         elif cache is None:
@@ -524,7 +368,6 @@ class BRLAttention(nn.Module):
                 source = jnp.concatenate([cache["history"], x[:, :before_last]], axis=1)
         if source is None:
             return stream(carry["tokens"], None)
-        start = jnp.arange(blocks, dtype=jnp.int32) * mechanism.block_size
         lengths = jnp.minimum(filled + start, mechanism.history)
         return stream(carry["tokens"], source, history_lengths=lengths)
 
@@ -562,32 +405,48 @@ class BRLAttention(nn.Module):
         init = nn.initializers.constant(mechanism.lambda_init)
         strength = parameter(self, "lambda", init, (heads,), ("heads",))
         bias: Any = position_bias(self, "propagate_bias")
-        size = length if blocks == 1 else mechanism.block_size
-        aligned = blocks > 1
+        aligned, moved = blocks > 1, isinstance(offset, jax.Array)
+        size = mechanism.block_size if aligned else length
         if aligned:
-            room = ((0, 0), (0, blocks * size - length), (0, 0), (0, 0))
             # Each token goes to its place in the grid of blocks; those of one block read its compressed tokens.
-            query = jnp.roll(jnp.pad(query, room), offset, axis=1)
-            query = rearrange(query, "b (c t) n h -> (b c) t n h", c=blocks)
+            query = jnp.pad(query, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0)))
+            query = jnp.roll(query, offset, axis=1) if moved else query
         if bias is not None:
             inside = jnp.arange(size) + (0 if aligned else offset)
-            places = jnp.full((1, count), -1) if d.is_causal else _spread(count, length, lengths)
+            places = jnp.full((1, count), -1) if d.is_causal else spread(count, length, lengths)
             bias = jax.vmap(lambda places: bias(inside, places))(places)
         if self.is_mutable_collection("maps"):
-            merged = rearrange(key, "b c m n h -> (b c) m n h")
-            weights = propagate_weights(query, merged, strength=strength, score=mechanism.score, bias=bias)
+            merged, offered = merge_blocks(query, key)
+            weights = propagate_weights(merged, offered, strength=strength, score=mechanism.score, bias=bias)
             self.sow("maps", "propagate", weights)
-        out = _each_shard(
-            functools.partial(propagate, score=mechanism.score, implementation=d.implementation),
-            bias,
-            query,
-            rearrange(key, "b c m n h -> (b c) m n h"),
-            rearrange(value, "b c m n h -> (b c) m n h"),
-            strength=strength,
+
+        def read(query, key, value, strength, bias):
+            merged, value = merge_blocks(query, value)
+            out = propagate(
+                merged,
+                merge_blocks(query, key)[1],
+                value,
+                strength=strength,
+                bias=bias,
+                score=mechanism.score,
+                implementation=d.implementation,
+            )
+            return out.reshape(query.shape)
+
+        tokens = None if sequence_axis(query.shape[1], size if aligned else 1) is None else "length"
+        queries = ("batch", tokens, "heads", None)
+        offers = ("batch", "blocks" if aligned and tokens else None, None, "heads", None)
+        rows = None if bias is None or bias.shape[0] == 1 else "batch"
+        out = each_shard(
+            read,
+            queries,
+            query=(query, queries),
+            **named(offers, {"key": key, "value": value}),
+            strength=(strength, ("heads",)),
+            bias=(bias, (rows, "heads", None if aligned else tokens, None)),
         )
         if aligned:
-            out = rearrange(out, "(b c) t n h -> b (c t) n h", c=blocks)
-            out = jax.lax.dynamic_slice_in_dim(out, offset, length, axis=1)
+            out = jax.lax.dynamic_slice_in_dim(out, offset, length, axis=1) if moved else out[:, :length]
         out = constrain(rearrange(out, "b t n h -> b t (n h)"), ("batch", "length", "embed"))
         if mechanism.formulation == "algorithm":
             # It writes into the residual stream without a projection, so its norm takes over the scale of those.

@@ -26,9 +26,8 @@ class _Dense(nn.DenseGeneral):
 
     def __call__(self, inputs: Any) -> Any:
         y = super().__call__(inputs)
-        # Rows first, tokens next in (B, T, D); what else there may be between them and the features stays whole.
-        middle = y.ndim - len(self.output_axes) - 1
-        between = ("length",) if middle == 1 else (None,) * middle
+        # Rows first, then tokens in (B, T, D), or the blocks that each have some of their own in (B, C, M, D).
+        between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
         return constrain(y, ("batch", *between, *self.output_axes))
 
 

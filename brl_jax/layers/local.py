@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.attention import patterns
+from brl_jax.attention import patterns, sequence_parallel
 from brl_jax.attention.local import local_attention
 from brl_jax.layers.common import merge_heads, project_qkv, sow_weights
 from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
-from brl_jax.sharding import shard_call
+from brl_jax.sharding import sequence_axis, shard_call
 
 _BIDIRECTIONAL_ONLY = ("global", "bigbird")
 _NOT_LINEAR = ("strided", "fixed")
@@ -152,21 +152,42 @@ def _attend(
     key: Any,
     value: Any,
     *,
+    pattern: patterns.Pattern,
+    is_causal: bool,
     lengths: Any = None,
     segment_ids: tuple[Any, Any],
     key_offset: Any = None,
     **static: Any,
 ) -> jax.Array:
-    """`local_attention`, by each device of a mesh on its own rows and heads."""
+    """`local_attention`, by each device of a mesh on its own rows and heads, and on its own tokens where a pattern
+    reaches a bounded stretch."""
+    static |= {"pattern": pattern, "is_causal": is_causal}
+    bounded = pattern.lookback is not None and (is_causal or pattern.lookahead is not None)
+    # Without an offset, queries and keys are the same tokens.
+    axis = sequence_axis(query.shape[1]) if bounded and key_offset is None else None
 
     def attend(query, key, value, lengths, query_segments, key_segments, key_offset):
+        if axis is not None:
+            return sequence_parallel.local_attention(
+                query,
+                key,
+                value,
+                axis_name=axis,
+                key_value_seq_lengths=lengths,
+                segment_ids=query_segments,
+                **static,
+            )
         segments = None if query_segments is None else (query_segments, key_segments)
         offset = {} if key_offset is None else {"key_offset": key_offset}
         return local_attention(
             query, key, value, key_value_seq_lengths=lengths, segment_ids=segments, **offset, **static
         )
 
-    keys = ("batch", None, "kv_heads", None)
-    names = [("batch", None, "heads", None), keys, keys, ("batch",), ("batch", None), ("batch", None), ()]
-    operands = (query, key, value, lengths, *segment_ids, key_offset)
-    return shard_call(attend, operands, names, ("batch", None, "heads", None))
+    tokens = None if axis is None else "length"
+    queries, keys, ids = (
+        ("batch", tokens, "heads", None),
+        ("batch", tokens, "kv_heads", None),
+        ("batch", tokens),
+    )
+    names = [queries, keys, keys, ("batch",), ids, ids, ()]
+    return shard_call(attend, (query, key, value, lengths, *segment_ids, key_offset), names, queries)

@@ -31,6 +31,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.sharding import constrain
+
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
@@ -130,6 +132,9 @@ class Mechanism:
                 f"mechanism {type(self).__name__} has no bidirectional form; use it in a decoder"
             )
 
+    def check_stretches(self, length: int, devices: int) -> None:
+        """Raises ValueError if so many devices cannot share rows of `length` tokens, a multiple of their number."""
+
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         """The Linen module of one layer."""
         raise NotImplementedError
@@ -208,6 +213,8 @@ class MemorylessLayer(nn.Module):
         check_call(self.mechanism, segment_ids)
         start = 0 if cache is None else self.tokens_in(cache)
         positions = token_positions(x.shape[1], start) if positions is None else positions
+        # Every device makes the angles of its own tokens.
+        positions = constrain(positions, ("batch" if positions.shape[0] > 1 else None, "length"))
         call = Call(cache, start, positions, lengths, segment_ids, count, deterministic)
         y, cache = self.mix(x, call)
         return y, carry, cache

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.sharding import current_row_shards
+from brl_jax.sharding import constrain, current_shards
 
 # Logits that exist at a time on a device, at the most (floats in float32: 64 MB).
 _LOGITS = 2**24
@@ -25,7 +25,8 @@ def cross_entropy(
     """Sum of -log p(target) over all tokens, in nats, and the sum of weights, both float32.
 
     The sequence is cut along T (the batch axis stays whole, so that its sharding does), in pieces of at most 16M
-    logits on a device; each piece's logits are made, used and, for the gradient, made again.
+    logits on a device; each piece's logits are made, used and, for the gradient, made again. Where T itself is cut over
+    a mesh, each device gives its part of every piece.
 
     Args:
       hidden: (B, T, D), what `to_logits` maps to (B, C, V) logits.
@@ -41,16 +42,22 @@ def cross_entropy(
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * weights)
 
-    size = max(1, _LOGITS * current_row_shards() // (batch * vocab_size))
-    if size >= length:
+    shards = current_shards("length")
+    shards = shards if length % shards == 0 else 1
+    stretch = length // shards
+    size = max(1, _LOGITS * current_shards("batch") // (batch * vocab_size))
+    if size >= stretch:
         return piece(hidden, targets, weights), weights.sum()
-    count = -(-length // size)
-    size = -(-length // count)
+    count = -(-stretch // size)
+    size = -(-stretch // count)
 
     def split(array):
-        room = ((0, 0), (0, count * size - length)) + ((0, 0),) * (array.ndim - 2)
-        array = jnp.pad(array, room)
-        return jnp.moveaxis(array.reshape(batch, count, size, *array.shape[2:]), 1, 0)
+        rest = array.shape[2:]
+        array = array.reshape(batch, shards, stretch, *rest)
+        array = jnp.pad(array, ((0, 0), (0, 0), (0, count * size - stretch)) + ((0, 0),) * len(rest))
+        array = jnp.moveaxis(array.reshape(batch, shards, count, size, *rest), 2, 0)
+        array = array.reshape(count, batch, shards * size, *rest)
+        return constrain(array, (None, "batch", "length", *(None for _ in rest)))
 
     def step(total, xs):
         return total + jax.checkpoint(piece)(*xs), None

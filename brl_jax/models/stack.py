@@ -267,8 +267,10 @@ class Stack(nn.Module):
             return cache, y
 
         scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False, "dropout": True})
-        pieces = x[:, : whole * segment].reshape(batch, whole, segment, width)
-        cache, y = scan(self, cache, jnp.moveaxis(pieces, 1, 0))
+        pieces = jnp.moveaxis(x[:, : whole * segment].reshape(batch, whole, segment, width), 1, 0)
+        # Of every segment each device of a mesh takes its share.
+        pieces = constrain(pieces, (None, "batch", "length", "embed"))
+        cache, y = scan(self, cache, pieces)
         y = jnp.moveaxis(y, 0, 1).reshape(batch, whole * segment, width)
         if whole * segment < length:
             tail, cache = self._run(x[:, whole * segment :], cache, call, deterministic)

@@ -53,14 +53,11 @@ def _packed_bwd(call: CompressCall, kept, grad):
         .sum(-1)
     )
     mean = mean.transpose(0, 4, 2, 5, 1, 3).reshape(*statistics.shape[:3], packed, -1)
+    bounds, query, value, grad, statistics, *keys = heads.alike(
+        bounds, query, value, grad, jnp.concatenate([statistics, mean], axis=3), *keys
+    )
     grad_query, grad_keys, grad_value = compress_kernels.backward(
-        bounds,
-        query,
-        keys,
-        value,
-        grad,
-        jnp.concatenate([statistics, mean], axis=3),
-        call,
+        bounds, query, keys, value, grad, statistics, call
     )
     if not call.own_queries:
         grad_query = grad_query.sum(axis=2, keepdims=True)
@@ -102,7 +99,9 @@ class _Readers:
     below: bool
 
 
-def _run(query, key, contrast_key, value, gamma, scale, score, bounds, chip, interpret, plan) -> Array:
+def _run(
+    query, key, contrast_key, value, gamma, scale, score, bounds, chip, interpret, plan, axis_name=None
+) -> Array:
     """Compression of (B, R, M, N, H) queries within bounds (B or 1, R, 2); `plan(width, itemsize, sets)` gives the
     readers."""
     batch, groups, count, heads_count, head_dim = query.shape
@@ -147,6 +146,7 @@ def _run(query, key, contrast_key, value, gamma, scale, score, bounds, chip, int
         layout=layout,
         scale=scale,
         score=score,
+        axis_name=axis_name,
         vmem_limit=limit,
         interpret=interpret,
     )
@@ -171,6 +171,7 @@ def compress(
     scale: float | None = None,
     score: Score = "softmax",
     key_lengths: Int[Array, " B"] | None = None,
+    axis_name: str | None = None,
     chip: str | None = None,
     block: int | None = None,
     splits: int | None = None,
@@ -190,6 +191,8 @@ def compress(
       scale: multiplies the scores; 1 / (M sqrt(H)) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
       key_lengths: (B,) ints, how many tokens exist; what lies beyond is never read into a result.
+      axis_name: inside `shard_map`, the mesh axis over which sequences are cut: key, contrast_key and value are this
+        device's part, query and the result are the same on all. Merged like splits.
       chip: "v4", "v5e", "v5p", "v6e" or "7x"; None takes that of the mesh which query lies
         on, or which is in use, and without one sizes that fit every chip.
       block: tokens in a grid step, a multiple of 128, instead of the table's.
@@ -235,9 +238,21 @@ def compress(
             )
         stop = jnp.minimum(key_lengths.astype(jnp.int32), length)
         bounds = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]
-    return _run(query[:, None], key, contrast_key, value, gamma, scale, score, bounds, chip, interpret, plan)[
-        :, 0
-    ]
+    out = _run(
+        query[:, None],
+        key,
+        contrast_key,
+        value,
+        gamma,
+        scale,
+        score,
+        bounds,
+        chip,
+        interpret,
+        plan,
+        axis_name,
+    )
+    return out[:, 0]
 
 
 def compress_blocks(

@@ -37,6 +37,7 @@ class CompressCall:
       slots: readers of which no two that are so far apart read the same block.
       keys: sets of keys, one or two.
       above, below: whether a block may hold tokens from the end of a reader's bounds on, or before their start.
+      axis_name: the mesh axis over which the sequence is cut, whose devices read the other parts; None if they don't.
     """
 
     length: int
@@ -53,6 +54,7 @@ class CompressCall:
     layout: Layout
     scale: float
     score: Score
+    axis_name: str | None
     vmem_limit: int | None
     interpret: bool | pltpu.InterpretParams
 
@@ -66,6 +68,11 @@ class CompressCall:
             ref[0, 0, 0, 0] - first if self.below else None,
             ref[0, 0, 0, 1] - first if self.above else None,
         )
+
+    def together(self, x: Float[Array, "B tiles R rows lanes"]) -> Float[Array, "B tiles #R rows lanes"]:
+        """The sum over all readers that share a set of queries."""
+        x = x if self.own_queries else x.sum(axis=2, keepdims=True)
+        return x if self.axis_name is None else jax.lax.psum(x, self.axis_name)
 
     def pairs(self):
         """(head in the tile, set of keys, lanes of that pair's statistics)."""
@@ -320,8 +327,7 @@ def backward(
             [_per_reader(packed, lanes)],
             [((*outer, packed, lanes), jnp.float32)],
         )
-        rest = rest.sum(axis=2, keepdims=True) if shared else rest
-        statistics = jnp.concatenate([statistics, rest], axis=3)
+        statistics = jnp.concatenate(heads.alike(statistics, call.together(rest)), axis=3)
     history = ((call.slots, *value.shape), value.dtype)
     grad_query, *others = _launch(
         _backward_kernel,
@@ -343,15 +349,12 @@ def merge(
     """One result out of the readers' (R = 1), unless each has its own queries: normalised sums; largest
     score and base-2 log of the total."""
     packed, head_dim = call.layout.packed, call.layout.head_dim
-    share = not call.own_queries
-
-    def together(x):
-        return x.sum(axis=2, keepdims=True) if share else x
-
+    share, together = not call.own_queries, call.together
     if call.score != "softmax":
         return together(sums), jnp.zeros_like(statistics[:, :, :1] if share else statistics)
     tops, totals = statistics[:, :, :, :packed], statistics[:, :, :, packed:]
     top = tops.max(axis=2, keepdims=True) if share else tops
+    top = top if call.axis_name is None else jax.lax.pmax(top, call.axis_name)
     shrink = jnp.exp2((tops - top) * (call.scale * LOG2E))
     total = together(totals * shrink)
     seen = total > 0

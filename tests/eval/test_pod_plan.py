@@ -34,6 +34,10 @@ def test_bad_input(options, message):
         ("--mesh.data 3", "--mesh: expected sizes that multiply to the 8 devices, got data 3"),
         ("--batch 4", "--batch: expected a multiple of 8"),
         ("--mesh.tensor 8", "--mesh.tensor: expected a divisor of --num_heads 4, got 8"),
+        (
+            "--mesh.sequence 8 --mechanism.memory layer",
+            "--mechanism.block_size must divide the 16 tokens of a row that each of 8 devices has, got 128",
+        ),
     ],
 )
 def test_what_does_not_divide_is_said_before_anything_is_compiled(options, message):

@@ -1,7 +1,7 @@
 """What `test_mesh.py` looks at, made in a process of its own, because a process keeps the devices it began with:
 python -m tests.train.on_eight_devices FOLDER.
 
-A network of four mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
+A network of five mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
 """
 
 import json
@@ -22,13 +22,15 @@ import numpy as np  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from brl_jax.layers import MECHANISMS, BRLConfig, LocalConfig  # noqa: E402
-from brl_jax.models import DecoderConfig, DecoderLM  # noqa: E402
-from brl_jax.sharding import MeshConfig, make_mesh  # noqa: E402
-from train.config import LoopConfig  # noqa: E402
+from brl_jax.models import DecoderConfig, DecoderLM, losses  # noqa: E402
+from brl_jax.sharding import MeshConfig, constrain, make_mesh  # noqa: E402
+from train.config import LoopConfig, parse  # noqa: E402
+from train.errors import UserError  # noqa: E402
 from train.lm import lm_objective  # noqa: E402
 from train.loop import train  # noqa: E402
-from train.mesh import held_rows, place_batch, sharded_state  # noqa: E402
+from train.mesh import held_rows, open_mesh, place_batch, sharded_state  # noqa: E402
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule  # noqa: E402
+from train.presets import PRESETS  # noqa: E402
 from train.step import make_train_step  # noqa: E402
 
 ROWS, LENGTH, STEPS = 16, 16, 4
@@ -36,30 +38,41 @@ MESHES = {
     "data": MeshConfig(data=8),
     "fsdp": MeshConfig(fsdp=8),
     "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
+    "sequence": MeshConfig(sequence=8),
 }
+REFUSED = (
+    "--mesh.sequence 8 --length 100",
+    "--mesh.sequence 8 --length 512 --mechanism.memory layer --mechanism.block_size 48",
+    "--mesh.sequence 8 --length 512 --mechanism.memory output --mechanism.block_size 100",
+    "--mesh.data 2 --mesh.sequence 4 --batch 9",
+    "--mesh.sequence 8 --length 64 --mechanism local --mechanism.window 100",
+)
+TOKENS = ("batch", "length", "embed")
 BRL = BRLConfig(window=8, num_compressed=4, block_size=16)
+# Of the 16 tokens each of eight devices has 2: one block, which reads what three others have.
+LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5, memory="layer")
 
 
-class FourMechanisms(DecoderConfig):
+class FiveMechanisms(DecoderConfig):
     """A decoder with one layer of each kind of mechanism, twice."""
 
     @property
     def mechanisms(self):
-        kinds = (BRL, LocalConfig(window=8), MECHANISMS["full"](), MECHANISMS["deltanet"](chunk_size=8))
-        return kinds * 2
+        state = MECHANISMS["deltanet"](chunk_size=8)
+        return (BRL, LocalConfig(window=8), MECHANISMS["full"](), state, LAYER) * 2
 
 
 def take_steps(mesh):
     """(losses, the first step's gradients as the optimiser keeps them, last state, HLO) on a mesh."""
     model = DecoderLM(
-        FourMechanisms(num_layers=8, d_model=32, num_heads=4, d_ff=64, dropout=0.1, vocab_size=64)
+        FiveMechanisms(num_layers=10, d_model=32, num_heads=4, d_ff=64, dropout=0.1, vocab_size=64)
     )
     objective, loop = lm_objective(model), LoopConfig(batch=2 * ROWS, accumulation=2)
     settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, clip_norm=0.0)
     schedule = make_schedule(settings, STEPS)
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
     optimizer = make_optimizer(settings, schedule, decayed(boxed))
-    rng, losses, first = np.random.default_rng(0), [], None
+    rng, lost, first = np.random.default_rng(0), [], None
     with jax.set_mesh(mesh):
         fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
         state = jax.jit(fresh, out_shardings=shardings)()
@@ -75,12 +88,12 @@ def take_steps(mesh):
             batch = place_batch(mesh, batch, loop.batch)
             compiled = compiled or step.lower(state, batch).compile()
             state, metrics = compiled(state, batch)
-            losses.append(float(metrics["loss"]))
+            lost.append(float(metrics["loss"]))
             first = first or {
                 jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
                 for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state[0].mu)
             }
-    return losses, first, state, compiled.as_text()
+    return lost, first, state, compiled.as_text()
 
 
 def shares(state):
@@ -174,13 +187,43 @@ def run(workdir, mesh, steps):
     return [line["loss"] for line in lines] + [line["val_loss"] for line in lines[-1:]]
 
 
+def loss_in_pieces(mesh):
+    """The loss of a few rows in pieces of three tokens a device, and its gradient."""
+    rng = np.random.default_rng(3)
+    hidden, table = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 40, 8), (16, 8)))
+    targets = rng.integers(16, size=(2, 40)).astype(np.int32)
+
+    def loss(hidden, table):
+        to_logits = lambda x: jnp.einsum("btd,vd->btv", x, table)  # noqa: E731
+        return losses.cross_entropy(constrain(hidden, TOKENS), to_logits, targets, vocab_size=16)[0]
+
+    usual, losses._LOGITS = losses._LOGITS, 3 * 2 * 16
+    with jax.set_mesh(mesh):
+        value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, table)
+    losses._LOGITS = usual
+    return [np.asarray(x) for x in (value, *grads)]
+
+
+def refused():
+    """What is said to options that eight devices cannot share, by the options."""
+    said = {}
+    for line in REFUSED:
+        config = parse(PRESETS, "small", line.split(), prog="train.lm", about="")
+        try:
+            open_mesh(config.mesh, config.loop, config.model, length=config.loop.length)
+        except UserError as error:
+            said[line] = str(error)
+    return said
+
+
 def main(folder):
     one = make_mesh(MeshConfig(), jax.devices()[:1])
-    results = {}
+    results = {"refused": refused()}
     for name, mesh in {"one": one, **{name: make_mesh(config) for name, config in MESHES.items()}}.items():
-        losses, first, state, hlo = take_steps(mesh)
-        results[name] = {"losses": losses, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
+        lost, first, state, hlo = take_steps(mesh)
+        results[name] = {"losses": lost, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
     fsdp, mixed = (make_mesh(MESHES[name]) for name in ("fsdp", "mixed"))
+    results["pieces"] = [loss_in_pieces(mesh) for mesh in (one, make_mesh(MESHES["sequence"]))]
     results["careless"] = gathers(careless(fsdp))
     results["straight"] = run(folder / "straight", one, 6)
     for name, meshes in {"8 to 1": (fsdp, one), "1 to 8": (one, mixed)}.items():

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MESHES = ("data", "fsdp", "mixed")
+# Of a step's microbatch; an array of its tokens has at least so many numbers.
+ROWS, LENGTH = 16, 16
+MESHES = ("data", "fsdp", "mixed", "sequence")
 
 pytestmark = pytest.mark.xdist_group("eight devices")
 
@@ -66,10 +69,35 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results, mesh):
         )
 
 
+def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
+    """Where tokens are cut, those of a whole row meet in full attention, in states, and in BRL's queue of outputs."""
+    whole = [
+        (shape, where) for shape, where in results["sequence"]["gathers"] if np.prod(shape) >= ROWS * LENGTH
+    ]
+    elsewhere = [(shape, where) for shape, where in whole if not re.search(r"block_[023]/|carrier", where)]
+    assert len(whole) > 2
+    assert not elsewhere
+
+
 def test_the_look_at_gathers_sees_them(results):
     [(shape, where)] = results["careless"]
     assert sorted(shape) == [2, 32, 64]
     assert "DecoderLM." not in where
+
+
+def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(results):
+    for expected, got in zip(*results["pieces"]):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_devices_cannot_share_is_refused(results):
+    """A window that is longer than what each device has of a row is none of it."""
+    length, block, shared, rows = results["refused"].values()
+    assert length == "--length: expected a multiple of --mesh.sequence 8, got 100"
+    each = "--mechanism.block_size must divide the 64 tokens of a row that each of 8 devices has, got 48"
+    assert block == f"--mesh.sequence 8: {each}"
+    assert shared.endswith("block_size must be a multiple of the 8 devices that share each block, got 100")
+    assert rows.startswith("--batch: expected a multiple of 2")
 
 
 @pytest.mark.parametrize("way", ["8 to 1", "1 to 8"])
