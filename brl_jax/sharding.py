@@ -50,6 +50,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "pixel": (),
     "projected": (),
     "classes": (),
+    "outputs": (),
+    "block_in": (),
 }
 
 # Dimensions that stay whole where the mesh axis doesn't divide them; of the others that is an error. The data, not the

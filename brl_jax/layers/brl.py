@@ -23,7 +23,7 @@ from brl_jax.attention.compress import compress, compress_weights
 from brl_jax.attention.compress_blocks import compress_blocks
 from brl_jax.attention.propagate import propagate, propagate_weights
 from brl_jax.attention.scores import Score
-from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter
+from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter, scale_scores
 from brl_jax.layers.local import LocalConfig
 from brl_jax.layers.mechanism import Dimensions, Mechanism, check_call
 from brl_jax.sharding import constrain, shard_call
@@ -307,7 +307,7 @@ class CompressedStream(nn.Module):
         blocks, count, width = tokens.shape[1:]
         shape = (d.num_heads, width // d.num_heads)
         axes = ("compressed_embed", "heads", "head_dim")
-        query = dense(d, shape, axes, name="compress_query")(tokens)
+        query = scale_scores(dense(d, shape, axes, name="compress_query")(tokens), d.head_score_factor)
         gamma: Any = mechanism.gamma
         contrast_key = None
         key, value = (
@@ -559,6 +559,7 @@ class BRLAttention(nn.Module):
         query = dense(d, (heads, head_dim), axes, name="propagate_query", use_bias=use_bias)(x)
         if mechanism.phi == "spiky":
             query = jnp.exp(jnp.minimum(query, _SPIKE_LIMIT))
+        query = scale_scores(query, d.head_score_factor)
         init = nn.initializers.constant(mechanism.lambda_init)
         strength = parameter(self, "lambda", init, (heads,), ("heads",))
         bias: Any = position_bias(self, "propagate_bias")
