@@ -48,6 +48,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "compressed": (),
     "compressed_out": (),
     "pixel": (),
+    "inputs": (),
     "projected": (),
     "classes": (),
     "outputs": (),
