@@ -5,8 +5,8 @@ few steps at one learning rate, in the standard parametrisation and in muP. Afte
 a fixed batch moved from where they were at first (root mean square over tokens and features)? Under muP that is the
 same at every width; in the standard parametrisation it grows with the width, and the best learning rate falls.
 
-Prints a JSON object for each parametrisation: `change`, by activation a list for each width over the steps, and `slope`,
-by activation the power of the width that fits the last step (0: flat).
+Prints a JSON object for each parametrisation: `change`, by activation a list for each width over the steps, and
+`slope`, by activation the power of the width that fits the last step (0: flat).
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def activations(model: DecoderLM, params: Any, batch: dict[str, Any]) -> dict[st
     return {**{name: jnp.concatenate(leaves) for name, leaves in found.items()}, "logits": logits}
 
 
-def changes(options: CoordinateOptions, width: int, parametrization: str, seed: int) -> dict[str, list[float]]:
+def changes(
+    options: CoordinateOptions, width: int, parametrization: str, seed: int
+) -> dict[str, list[float]]:
     """How far each of `activations` has moved from its first value after 1, 2, ... steps."""
     model = _model(options, width, parametrization)
     objective = lm_objective(model)

@@ -1,11 +1,13 @@
 """Measures in-context regression beside least squares: python -m eval.regression --workdir DIR.
 
 The last line of stdout is one JSON object: the squared error by the number of pairs seen before (`errors`, of the
-model, and `least_squares`, both averaged over fresh functions), their means, the standard error, and what was measured:
-parameters, the floating-point operations and seconds of training. It is kept as regression_test.json in the run's folder.
+model, and `least_squares`, both averaged over fresh functions), their means, the standard error, and what was
+measured: parameters, the floating-point operations and seconds of training. It is kept as regression_test.json in the
+run's folder.
 
-python -m eval.regression --table DIR [--picture FILE.png] measures the runs under DIR that have not been, prints a table
-of them as markdown, and draws the error by pairs, against the width, and against the operations and seconds of training.
+python -m eval.regression --table DIR [--picture FILE.png] measures the runs under DIR that have not been, prints a
+table of them as markdown, and draws the error by pairs, against the width, and against the operations and seconds of
+training.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def _spread(values: Sequence[float]) -> str:
 def markdown(results: Sequence[Result]) -> str:
     """A row for each group of runs that differ in their seed alone, and one for least squares."""
     lines = [
-        "| mechanism | width | head | parameters | TFLOP of training | seconds | seeds | error, all pairs | after the last |",
+        "| mechanism | width | head | parameters | TFLOP | seconds | seeds | error, all pairs | error of the last |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for runs in grouped(results):
@@ -65,7 +65,9 @@ def draw(results: Sequence[Result]) -> Figure:
     figure = Figure(figsize=(14, 9), layout="constrained")
     (by_pairs, by_width), (by_flops, by_time) = figure.subplots(2, 2)
     many_widths = len({run["d_model"] for run in results}) > 1
-    names = {id(runs): label(runs[0]) + (f", width {runs[0]['d_model']}" if many_widths else "") for runs in groups}
+    names = {
+        id(runs): label(runs[0]) + (f", width {runs[0]['d_model']}" if many_widths else "") for runs in groups
+    }
     styles = line_styles([names[id(runs)] for runs in groups])
     for runs in groups:
         style = {**styles[names[id(runs)]], "markersize": 4}
@@ -81,8 +83,12 @@ def draw(results: Sequence[Result]) -> Figure:
         by_pairs.plot(errors, color="#999999", linestyle=":", label="least squares")
     kinds = dict.fromkeys(label(runs[0]) for runs in groups)
     for kind, style in line_styles(list(kinds)).items():
-        points = sorted((run["d_model"], run["error"]) for runs in groups for run in runs if label(run) == kind)
-        by_width.plot(*zip(*points), label=kind, **{**style, "linestyle": style["linestyle"] if many_widths else "none"})
+        points = sorted(
+            (run["d_model"], run["error"]) for runs in groups for run in runs if label(run) == kind
+        )
+        by_width.plot(
+            *zip(*points), label=kind, **{**style, "linestyle": style["linestyle"] if many_widths else "none"}
+        )
     floor = {run["least_squares_error"] for run in results}
     for axes in (by_width, by_flops, by_time):
         for value in floor:

@@ -54,7 +54,14 @@ _FREE = (
             "tensorboard",
         )
     )
-    | {"data.cache_dir", "data.processes", "data.test_examples", "data.test_prompts", "sample_prompt", "sample_tokens"}
+    | {
+        "data.cache_dir",
+        "data.processes",
+        "data.test_examples",
+        "data.test_prompts",
+        "sample_prompt",
+        "sample_tokens",
+    }
     | {f"mesh.{axis}" for axis in AXES}
     | {f"hosts.{field.name}" for field in dataclasses.fields(HostsConfig)}
 )

@@ -9,9 +9,9 @@ rate * width, so that the rates of weights that sum over such a dimension shrink
     matrices from one width to another, and read-outs                          base_width / width
     cores of structured weights, which sum over part of the width              base_width / fan_in
 
-The last is 002's rule (E.1, after Qiu et al. 2024): a core that sums over few inputs may move faster than a dense matrix.
-The rest of muP is the network's (`brl_jax.models.StackConfig.mup_base_width`): scores that shrink with a head's size,
-read-outs that begin at zero or, tied to the embedding, are scaled by base_width / width.
+The last is 002's rule (E.1, after Qiu et al. 2024): a core that sums over few inputs may move faster than a dense
+matrix. The rest of muP is the network's (`brl_jax.models.StackConfig.mup_base_width`): scores that shrink with a
+head's size, read-outs that begin at zero or, tied to the embedding, are scaled by base_width / width.
 """
 
 from __future__ import annotations

@@ -138,9 +138,7 @@ def main(argv: Sequence[str]) -> None:
         )
     finally:
         stream.close()
-    say(
-        f"done: {config.loop.workdir}; python -m eval.regression --workdir {config.loop.workdir} measures it"
-    )
+    say(f"done: {config.loop.workdir}; python -m eval.regression --workdir {config.loop.workdir} measures it")
 
 
 if __name__ == "__main__":

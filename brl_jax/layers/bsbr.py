@@ -54,9 +54,9 @@ class BSBRAttention(StateLayer):
             query,
             key,
             retrieval_query=scale_scores(
-                dense(
-                    d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="retrieval_query"
-                )(x),
+                dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="retrieval_query")(
+                    x
+                ),
                 d.head_score_factor,
             ),
             retrieval_key=dense(

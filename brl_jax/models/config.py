@@ -68,7 +68,15 @@ class StackConfig:
     """Heads of the network of that width, which give the size of its heads; None: as many as here."""
 
     def __post_init__(self):
-        sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "mup_base_width", "mup_base_heads")
+        sizes = (
+            "num_layers",
+            "d_model",
+            "num_heads",
+            "num_kv_heads",
+            "d_ff",
+            "mup_base_width",
+            "mup_base_heads",
+        )
         for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 1:

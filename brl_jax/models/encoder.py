@@ -164,7 +164,9 @@ class _Head(nn.Module):
         x = nn.Dropout(d.dropout)(features.astype(d.dtype), deterministic=deterministic)
         x = jax.nn.relu(dense(d, d.d_ff, ("features", "mlp"), name="hidden", use_bias=True)(x))
         scale = 1.0 if d.base_width is None else 0.0  # muP's read-out says nothing at first
-        logits = dense(d, self.config.num_classes, ("mlp", "classes"), name="out", use_bias=True, scale=scale)(x)
+        logits = dense(
+            d, self.config.num_classes, ("mlp", "classes"), name="out", use_bias=True, scale=scale
+        )(x)
         return logits.astype(jnp.float32)
 
 

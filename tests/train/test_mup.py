@@ -112,7 +112,9 @@ def test_a_classifier_begins_undecided():
 
 
 def test_rates_scale_the_step_and_not_the_decay():
-    config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.5, clip_norm=0.0)
+    config = OptimizerConfig(
+        learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.5, clip_norm=0.0
+    )
     params = {"w": jnp.array([[2.0, -1.0]]), "b": jnp.array([3.0])}
     grads = {"w": jnp.array([[0.3, -0.2]]), "b": jnp.array([4.0])}
     optimizer = make_optimizer(

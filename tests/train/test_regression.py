@@ -198,7 +198,10 @@ def test_presets_fit(preset):
         ("--prompt pairs", "prompt"),
         ("--mechanism linformer", "mechanism: .*no causal form"),
         ("--d_model 14 --mechanism bilinear_btt", "d_model"),
-        ("--mechanism bilinear_mlr --mechanism.ranks 3 3", "ranks must be at least 1 and sum to the head_dim 8"),
+        (
+            "--mechanism bilinear_mlr --mechanism.ranks 3 3",
+            "ranks must be at least 1 and sum to the head_dim 8",
+        ),
     ],
 )
 def test_bad_options(options, message, tmp_path):

@@ -3,8 +3,8 @@
 
     w ~ N(0, I_d),   x_i ~ N(0, I_d),   y_i = w . x_i / sqrt(d)
 
-Predictors that say 0 have squared error 1; after i pairs none is below max(0, 1 - i / d) on average, which least squares
-of the least norm reaches (the posterior mean of w).
+Predictors that say 0 have squared error 1; after i pairs none is below max(0, 1 - i / d) on average, which least
+squares of the least norm reaches (the posterior mean of w).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def draw_prompts(
 ) -> dict[str, Any]:
     """{"y", "weights": (R, P), "x": (R, P, d)} float32 of rows of the batch that `seed` names.
 
-    Of each x the first `dims` numbers are not zero, y has variance 1, and the first `pairs` weigh 1, the rest 0. A row is
-    the same whichever others are drawn with it.
+    Of each x the first `dims` numbers are not zero, y has variance 1, and the first `pairs` weigh 1, the rest 0. A row
+    is the same whichever others are drawn with it.
     """
     x = np.zeros((len(rows), config.pairs, config.input_dim), np.float32)
     y = np.zeros((len(rows), config.pairs), np.float32)
