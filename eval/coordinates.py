@@ -38,12 +38,12 @@ from train.step import init_state, make_train_step
 
 # Modules whose outputs are followed, by their names in the network.
 _FOLLOWED = {"mixer": "mixer", "feed_forward": "feed-forward network"}
-_PARAMETRIZATIONS = ("standard", "muP")
+PARAMETRIZATIONS = ("standard", "muP")
 
 
 @dataclasses.dataclass(frozen=True)
-class CoordinateOptions:
-    """What to train."""
+class WidthOptions:
+    """One decoder at several widths."""
 
     mechanism: str = "full"
     """A listed mechanism, with its default settings."""
@@ -55,8 +55,6 @@ class CoordinateOptions:
     """Layers; a multiple of what the mechanism groups."""
     steps: int = 6
     """Steps of AdamW."""
-    learning_rate: float = 1e-2
-    """Its rate; large, so that much happens in few steps."""
     batch: int = 4
     """Rows of a step."""
     length: int = 64
@@ -74,11 +72,22 @@ class CoordinateOptions:
         for name in ("num_heads", "num_layers", "steps", "batch", "length", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinateOptions(WidthOptions):
+    """What to train."""
+
+    learning_rate: float = 1e-2
+    """AdamW's rate; large, so that much happens in few steps."""
+
+    def __post_init__(self):
+        super().__post_init__()
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
-def _batch(options: CoordinateOptions, step: int) -> dict[str, Any]:
+def text_batch(options: WidthOptions, step: int) -> dict[str, Any]:
     """Bytes of a source file of Python's standard library and the byte after each."""
     text = np.frombuffer(Path(sample.__file__).read_bytes(), np.uint8)
     rows = (np.arange(options.batch) + step * options.batch)[:, None] * options.length
@@ -86,7 +95,8 @@ def _batch(options: CoordinateOptions, step: int) -> dict[str, Any]:
     return {"tokens": window[:, :-1], "targets": window[:, 1:], "reset": np.bool_(True)}
 
 
-def _model(options: CoordinateOptions, width: int, parametrization: str) -> DecoderLM:
+def make_model(options: WidthOptions, width: int, parametrization: str) -> DecoderLM:
+    """The decoder of one width. Raises UserError where the mechanism has none."""
     try:
         return DecoderLM(
             DecoderConfig(
@@ -124,7 +134,7 @@ def changes(
     options: CoordinateOptions, width: int, parametrization: str, seed: int
 ) -> dict[str, list[float]]:
     """How far each of `activations` has moved from its first value after 1, 2, ... steps."""
-    model = _model(options, width, parametrization)
+    model = make_model(options, width, parametrization)
     objective = lm_objective(model)
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
     config = OptimizerConfig(
@@ -140,11 +150,11 @@ def changes(
     state = jax.jit(fresh)(jax.random.key(seed))
     step = jax.jit(make_train_step(objective, optimizer, schedule, 1))
     look = jax.jit(functools.partial(activations, model))
-    fixed = _batch(options, 0)
+    fixed = text_batch(options, 0)
     first = look(state.params, fixed)
     moved: dict[str, list[float]] = {name: [] for name in first}
     for i in range(options.steps):
-        state, _ = step(state, _batch(options, i))
+        state, _ = step(state, text_batch(options, i))
         for name, now in look(state.params, fixed).items():
             moved[name].append(float(jnp.sqrt(jnp.mean(jnp.square(now - first[name])))))
     return moved
@@ -204,7 +214,7 @@ def main(argv: Sequence[str]) -> None:
     )
     picture = picture_path(options.picture)
     results = []
-    for parametrization in _PARAMETRIZATIONS:
+    for parametrization in PARAMETRIZATIONS:
         results.append(measure(options, parametrization))
         print(json.dumps(results[-1]), flush=True)
     if picture is not None:
