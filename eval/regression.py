@@ -106,6 +106,7 @@ def measure(workdir: str, checkpoint: str) -> dict[str, Any]:
     Raises:
       UserError: no run or checkpoint there.
     """
+    # The objective says what the parameters' shapes are, which do not hang on the kind of prompt.
     config, model, params, step = open_run(
         RegressionConfig,
         build_model,

@@ -224,7 +224,7 @@ def test_seeds_are_averaged():
         ("--split 200 60 60", r"--split: .*waves.csv.gz has 240 rows, got \(200, 60, 60\), which take 320"),
         ("--target oil", "--target: expected one of load, OT, got oil"),
         ("--features both", "features"),
-        ("--mechanism deltanet --mechanism.chunk_size 0", "chunk_size"),
+        ("--mechanism deltanet", "--mechanism: .*no bidirectional form"),
         ("--d_model 14 --num_heads 1 --mechanism bilinear_btt", "d_model"),
     ],
 )
