@@ -30,12 +30,12 @@ def test_every_mechanism_fits(name):
     mechanism = MECHANISMS[name]()
     for is_causal, can in ((True, mechanism.causal), (False, mechanism.bidirectional)):
         if not can:
-            with pytest.raises(ValueError, match="has no (causal|bidirectional) form"):
+            with pytest.raises(ValueError, match=r"has no (causal|bidirectional) form"):
                 small(mechanism, is_causal=is_causal)
             continue
         model = Regressor(small(mechanism, is_causal=is_causal, mup_base_width=8))
         inputs = jnp.ones((2, 10, 3))
-        y = jax.eval_shape(lambda model=model: model.init_with_output(jax.random.key(0), inputs)[0])
+        y = jax.eval_shape(lambda x, model=model: model.init_with_output(jax.random.key(0), x)[0], inputs)
         assert (y.shape, y.dtype) == ((2, 10, 2), jnp.float32)
 
 
