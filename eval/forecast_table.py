@@ -39,18 +39,18 @@ def markdown(results: Sequence[Result]) -> str:
         "| data | horizon | forecast | MAE | MSE | within the 80% band | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
-    before = None
+    before = ""
     for key, runs in sorted(groups.items(), key=lambda item: item[0]):
-        place = f"| {key[0]}, {key[1]} | {key[2]} |"
-        if place != before:
+        where = f"| {key[0]}, {key[1]} | {key[2]} |"
+        if where != before:
             for name, words in (("naive", "the last row"), ("seasonal_naive", "the last day")):
                 plain = runs[0][name]
                 if plain is not None:
-                    lines.append(f"{place} {words} | {plain['mae']:.3f} | {plain['mse']:.3f} | - | - |")
-            before = place
+                    lines.append(f"{where} {words} | {plain['mae']:.3f} | {plain['mse']:.3f} | - | - |")
+            before = where
         cells = [_cell([run[name] for run in runs]) for name in ("mae", "mse", "coverage")]
         seeds = ", ".join(str(run["seed"]) for run in sorted(runs, key=lambda run: run["seed"]))
-        lines.append(f"{place} {key[3]} | {' | '.join(cells)} | {seeds} |")
+        lines.append(f"{where} {key[3]} | {' | '.join(cells)} | {seeds} |")
     return "\n".join(lines)
 
 

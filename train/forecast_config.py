@@ -4,9 +4,11 @@ tokens."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
+from etils import epath
 
 from brl_jax.attention.checks import check_choice
 from brl_jax.layers import FullConfig
@@ -81,15 +83,11 @@ AnyForecastConfig = ForecastConfig | TokenForecastConfig
 
 def read_forecast_config(path: Any) -> AnyForecastConfig:
     """The configuration that a run of train.forecast kept. Raises UserError as `train.config.read_json`."""
-    import json
-
-    from etils import epath
-
     try:
         is_tokens = "bins" in json.loads(epath.Path(path).read_text())["data"]
     except (OSError, ValueError, KeyError, TypeError):
         is_tokens = False  # the reader below says what is wrong
-    return read_json(TokenForecastConfig if is_tokens else ForecastConfig, path)
+    return read_json(TokenForecastConfig, path) if is_tokens else read_json(ForecastConfig, path)
 
 
 def _loop() -> LoopConfig:
