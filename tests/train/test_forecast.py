@@ -225,7 +225,7 @@ def test_seeds_are_averaged():
         ("--target oil", "--target: expected one of load, OT, got oil"),
         ("--features both", "features"),
         ("--mechanism deltanet", "--mechanism: .*no bidirectional form"),
-        ("--d_model 14 --num_heads 1 --mechanism bilinear_btt", "d_model"),
+        ("--d_model 22 --num_heads 1 --mechanism bilinear_btt", "d_model: .*22"),
     ],
 )
 def test_bad_options(table, tmp_path, options, message):

@@ -197,7 +197,7 @@ def test_presets_fit(preset):
         ("--start_pairs 2", "curriculum_steps must be at least 1 with start_dims or start_pairs, got 0"),
         ("--prompt pairs", "prompt"),
         ("--mechanism linformer", "mechanism: .*no causal form"),
-        ("--d_model 14 --mechanism bilinear_btt", "d_model"),
+        ("--d_model 22 --num_heads 1 --mup_base_width 22 --mechanism bilinear_btt", "d_model: .*22"),
         (
             "--mechanism bilinear_mlr --mechanism.ranks 3 3",
             "ranks must be at least 1 and sum to the head_dim 8",
