@@ -49,8 +49,11 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "compressed": (),
     "compressed_out": (),
     "pixel": (),
+    "inputs": (),
     "projected": (),
     "classes": (),
+    "outputs": (),
+    "block_in": (),
 }
 
 # Dimensions that stay whole where the mesh axis doesn't divide them; of the others that is an error. The data, not the

@@ -136,9 +136,8 @@ def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
     objective = lm_objective(build_model(config))
     loop, whole = config.loop, NamedSharding(mesh, PartitionSpec())
     schedule = make_schedule(config.optimizer, loop.steps)
-    optimizer = make_optimizer(
-        config.optimizer, schedule, decayed(jax.eval_shape(objective.init, jax.random.key(0)))
-    )
+    boxed = jax.eval_shape(objective.init, jax.random.key(0))
+    optimizer = make_optimizer(config.optimizer, schedule, decayed(boxed), objective.rates(boxed))
     fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
     state = jax.tree.map(_placed, jax.eval_shape(fresh), shardings)
     tokens = jax.ShapeDtypeStruct(

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import jax
 
-if jax.__version_info__ < (0, 11):  # XLA has but these emitters from there on, and ends the process at an unknown flag
+if jax.__version_info__ < (
+    0,
+    11,
+):  # XLA has but these emitters from there on, and ends the process at an unknown flag
     _QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

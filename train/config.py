@@ -54,13 +54,22 @@ _FREE = (
             "tensorboard",
         )
     )
-    | {"data.cache_dir", "data.processes", "data.test_examples", "sample_prompt", "sample_tokens"}
+    | {
+        "data.cache_dir",
+        "data.processes",
+        "data.test_examples",
+        "data.test_prompts",
+        "sample_prompt",
+        "sample_tokens",
+    }
     | {f"mesh.{axis}" for axis in AXES}
     | {f"hosts.{field.name}" for field in dataclasses.fields(HostsConfig)}
 )
 
 # Fields that the data decide: no options of the command line.
-_DECIDED = frozenset(("vocab_size", "num_classes", "max_length", "task"))
+_DECIDED = frozenset(
+    ("vocab_size", "num_classes", "max_length", "task", "is_causal", "num_inputs", "num_outputs")
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from train.hosts import is_lead, join, lead_first
 from train.loop import train
 from train.mesh import held_rows, open_mesh
 from train.metrics import say
+from train.mup import make_rates
 from train.presets import PRESETS
 from train.step import Batch, Objective
 
@@ -54,7 +55,7 @@ def lm_objective(model: DecoderLM) -> Objective:
             method="loss",
         )
 
-    return Objective(init, loss, model.init_memory)
+    return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
 
 
 def build_model(config: LmConfig) -> DecoderLM:

@@ -202,9 +202,8 @@ def _train(
     mesh: Mesh,
 ) -> TrainState:
     schedule = make_schedule(optimizer_config, loop.steps)
-    optimizer = make_optimizer(
-        optimizer_config, schedule, decayed(jax.eval_shape(objective.init, jax.random.key(0)))
-    )
+    boxed = jax.eval_shape(objective.init, jax.random.key(0))
+    optimizer = make_optimizer(optimizer_config, schedule, decayed(boxed), objective.rates(boxed))
     eval_step = jax.jit(make_eval_step(objective))
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, say=say)
 

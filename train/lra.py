@@ -30,6 +30,7 @@ from train.lra_config import LraConfig
 from train.lra_presets import PRESETS
 from train.mesh import held_rows, open_mesh
 from train.metrics import say
+from train.mup import make_rates
 from train.step import Batch, Objective
 
 
@@ -53,7 +54,9 @@ def lra_objective(model: Classifier | PairClassifier) -> Objective:
         right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
         return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
 
-    return Objective(init, loss, lambda rows: None, averages=("accuracy",), best="accuracy")
+    return Objective(
+        init, loss, lambda rows: None, averages=("accuracy",), best="accuracy", rates=make_rates(model.config)
+    )
 
 
 def build_model(config: LraConfig) -> Classifier | PairClassifier:

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 Schedule = Callable[[Any], Any]
 
 # Axes that make no matrix out of a vector: the one that stacks equal layers, the one that cuts features in
-# heads (it comes with "heads"), and those without a name.
-_NO_FEATURES = ("layers", "head_dim", None)
+# heads (it comes with "heads"), those without a name, and the cores of structured weights, whose size is limited
+# where they are used.
+_NO_FEATURES = ("layers", "head_dim", "block_in", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +110,18 @@ def decayed(boxed_params: Any) -> Any:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: Schedule, decay_mask: Any
+    config: OptimizerConfig, schedule: Schedule, decay_mask: Any, rates: Any = None
 ) -> optax.GradientTransformation:
-    """Clipping, then AdamW with `schedule` and weight decay where `decay_mask` (see `decayed`) is True."""
-    adamw = optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+    """Clipping, then AdamW with `schedule` and weight decay where `decay_mask` (see `decayed`) is True.
+
+    `rates`: what the learning rate of each parameter is multiplied by (`train.mup`), a pytree of floats like the
+    parameters; None for one rate. The decay keeps the schedule's rate: a width's smaller rates do not weaken it.
+    """
+    adamw = optax.chain(
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
+        *([] if rates is None else [_scale_each(rates)]),
+        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.scale_by_learning_rate(schedule),
     )
     chain = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
 
@@ -128,3 +131,10 @@ def make_optimizer(
             return chain.update(updates, state, params)
 
     return optax.GradientTransformation(chain.init, update)
+
+
+def _scale_each(rates: Any) -> optax.GradientTransformation:
+    """Updates times the float at their place."""
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(lambda u, rate: u * jnp.asarray(rate, u.dtype), updates, rates)
+    )

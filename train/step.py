@@ -44,6 +44,7 @@ class Objective:
       averages: what is reported beside the loss, averaged over the targets too ("accuracy").
       best: what says which of two checkpoints did better on held-out data: the lower "loss", or the higher of one of
         the averages.
+      rates: boxed parameters -> what the learning rate of each is multiplied by, or None for one rate (`train.mup`).
     """
 
     init: Callable[[Array], Any]
@@ -51,6 +52,7 @@ class Objective:
     init_memory: Callable[[int], Any]
     averages: tuple[str, ...] = ()
     best: str = "loss"
+    rates: Callable[[Any], Any] = lambda boxed: None
 
     def sums(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[dict[str, Array], Any]:
         """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""

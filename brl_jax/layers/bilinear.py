@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -117,9 +118,12 @@ class BilinearLayer(MemorylessLayer):
         """Query (B, T, N, F), with the scores' scale in it, and key (B, T, K, F)."""
         raise NotImplementedError
 
-    def weight(self, name: str, shape: tuple[int, ...], heads: int, fan: tuple[int, int]) -> Array:
-        """A weight with the heads on axis `heads`, for products of fan[0] inputs with fan[1] outputs."""
-        axes: list[str | None] = [None] * len(shape)
+    def weight(
+        self, name: str, shape: tuple[int, ...], heads: int, contracted: tuple[int, ...], fan_out: int
+    ) -> Array:
+        """A weight with the heads on axis `heads`, for products of the axes `contracted` with fan_out outputs."""
+        fan = math.prod(shape[axis] for axis in contracted), fan_out
+        axes: list[str | None] = ["block_in" if axis in contracted else None for axis in range(len(shape))]
         axes[heads] = "heads" if shape[heads] == self.dimensions.num_heads else "kv_heads"
         kernel = parameter(self, name, nn.initializers.normal(rms_limit(*fan)), shape, tuple(axes))
         return limit_rms(kernel, *fan) if self.mechanism.limit_weights else kernel
@@ -200,7 +204,7 @@ class BilinearMLRAttention(BilinearLayer):
                 blocks = 2**level
                 size = d.d_model // blocks
                 weights.append(
-                    self.weight(f"{side}_{level}", (blocks, size, heads, rank), 2, (size, heads * rank))
+                    self.weight(f"{side}_{level}", (blocks, size, heads, rank), 2, (1,), heads * rank)
                 )
                 if m.normalize:
                     scales.append(
@@ -217,7 +221,8 @@ class BilinearMLRAttention(BilinearLayer):
             bilinear_mlr_features(x, weights, norm_scales=scales, normalize=m.normalize)
             for weights, scales in sides
         )
-        return query * bilinear_mlr_scales(sides[0][0], m.score_scale, query.dtype), key
+        scale = m.score_scale * d.head_score_factor
+        return query * bilinear_mlr_scales(sides[0][0], scale, query.dtype), key
 
 
 class BilinearBTTAttention(BilinearLayer):
@@ -234,10 +239,10 @@ class BilinearBTTAttention(BilinearLayer):
         heads, width, t = d.num_heads, d.d_model, m.rank
         a, b = btt_factors(width)
         c, e = a, b
-        right = self.weight("right", (c, e, heads, b, t), 2, (e, heads * b * t))
-        left = self.weight("left", (heads, b, a, c, t), 0, (c * t, a))
+        right = self.weight("right", (c, e, heads, b, t), 2, (1,), heads * b * t)
+        left = self.weight("left", (heads, b, a, c, t), 0, (3, 4), a)
         scale = None
         if m.normalize:
             scale = parameter(self, "key_norm", nn.initializers.ones_init(), (width,), ("embed",))
         key = bilinear_btt_keys(x, right, left, norm_scale=scale, normalize=m.normalize)
-        return bilinear_btt_queries(x, heads, m.score_scale * width**-0.5), key
+        return bilinear_btt_queries(x, heads, m.score_scale * d.width_score_factor * width**-0.5), key

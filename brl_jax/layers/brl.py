@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.propagate import propagate, propagate_weights
 from brl_jax.attention.scores import Score
-from brl_jax.layers.common import dense, norm, parameter
+from brl_jax.layers.common import dense, norm, parameter, scale_scores
 from brl_jax.layers.compressed import (
     COMPRESSED,
     CompressedStream,
@@ -402,6 +402,7 @@ class BRLAttention(nn.Module):
         query = dense(d, (heads, head_dim), axes, name="propagate_query", use_bias=use_bias)(x)
         if mechanism.phi == "spiky":
             query = jnp.exp(jnp.minimum(query, _SPIKE_LIMIT))
+        query = scale_scores(query, d.head_score_factor)
         init = nn.initializers.constant(mechanism.lambda_init)
         strength = parameter(self, "lambda", init, (heads,), ("heads",))
         bias: Any = position_bias(self, "propagate_bias")

@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 
 from brl_jax.attention.bsbr import BsbrState, bsbr_attention, init_bsbr_state
-from brl_jax.layers.common import dense, merge_heads, parameter, project_qkv
+from brl_jax.layers.common import dense, merge_heads, parameter, project_qkv, scale_scores
 from brl_jax.layers.mechanism import Dimensions, Mechanism
 from brl_jax.layers.state import StateLayer, check_chunk_size
 
@@ -53,9 +53,12 @@ class BSBRAttention(StateLayer):
             bsbr_attention,
             query,
             key,
-            retrieval_query=dense(
-                d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="retrieval_query"
-            )(x),
+            retrieval_query=scale_scores(
+                dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="retrieval_query")(
+                    x
+                ),
+                d.head_score_factor,
+            ),
             retrieval_key=dense(
                 d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="retrieval_key"
             )(x),

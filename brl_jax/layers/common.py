@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.checks import check_choice
@@ -42,14 +43,16 @@ def dense(
     """A linear map whose kernel carries the logical axis names `axes`, one for each kernel dimension.
 
     `contract` (keyword): how many trailing axes of the input to contract (default 1); `scale` (keyword): variance
-    factor of the initial weights (default 1); `use_bias` (keyword) overrides the network's.
+    factor of the initial weights (default 1; 0 for zeros); `use_bias` (keyword) overrides the network's.
     """
     contract = kwargs.pop("contract", 1)
     scale = kwargs.pop("scale", 1.0)
     use_bias = kwargs.pop("use_bias", dimensions.use_bias)
     outputs = len(axes) - contract
     # DenseGeneral hands its initialiser the flattened (in, out) shape, so fan-in counts every contracted axis.
-    kernel_init = nn.initializers.variance_scaling(scale, "fan_in", "truncated_normal")
+    kernel_init: Any = nn.initializers.variance_scaling(scale or 1.0, "fan_in", "truncated_normal")
+    if scale == 0:
+        kernel_init = nn.initializers.zeros_init()
     return _Dense(
         features,
         axis=tuple(range(-contract, 0)),
@@ -144,12 +147,18 @@ class FeedForward(nn.Module):
 
 
 def project_qkv(
-    dimensions: Dimensions, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], *, qk_norm: bool = False
+    dimensions: Dimensions,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "#B T"],
+    *,
+    qk_norm: bool = False,
+    root_scores: bool = True,
 ):
     """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions.
 
-    `qk_norm`: queries and keys are normalised first, each head by itself, with one scale for all heads. Called inside a
-    compact module, to which the parameters `query`, `key`, `value`, `query_norm` and `key_norm` belong.
+    `qk_norm`: queries and keys are normalised first, each head by itself, with one scale for all heads. `root_scores`:
+    the scores are products over sqrt(head_dim), which muP makes smaller in wider heads: queries take its factor. Called
+    inside a compact module, to which the parameters `query`, `key`, `value`, `query_norm` and `key_norm` belong.
     """
     d = dimensions
     query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
@@ -160,7 +169,14 @@ def project_qkv(
         key = norm(d, name="key_norm", axis="head_dim")(key)
     if d.rope_theta is not None:
         query, key = rotate(query, positions, d.rope_theta), rotate(key, positions, d.rope_theta)
+    if root_scores:
+        query = scale_scores(query, d.head_score_factor)
     return query, key, value
+
+
+def scale_scores(query: Array, factor: float) -> Array:
+    """Queries whose scores are `factor` times as large; the queries themselves for 1."""
+    return query if factor == 1.0 else query * jnp.asarray(factor, query.dtype)
 
 
 def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

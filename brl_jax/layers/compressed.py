@@ -16,7 +16,7 @@ from brl_jax.attention import sequence_parallel
 from brl_jax.attention.bias import ALiBi, PositionBias, T5Bias, alibi_slopes
 from brl_jax.attention.compress import compress, compress_weights
 from brl_jax.attention.compress_blocks import compress_blocks
-from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter
+from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter, scale_scores
 from brl_jax.layers.mechanism import Dimensions
 from brl_jax.sharding import Names, constrain, sequence_axis, shard_call
 
@@ -78,7 +78,7 @@ class CompressedStream(nn.Module):
         count, width = tokens.shape[2:]
         shape = (d.num_heads, width // d.num_heads)
         axes = ("compressed_embed", "heads", "head_dim")
-        query = dense(d, shape, axes, name="compress_query")(tokens)
+        query = scale_scores(dense(d, shape, axes, name="compress_query")(tokens), d.head_score_factor)
         gamma: Any = None if mechanism.gamma == 0.0 else mechanism.gamma
         of_source = ("key", "value") if mechanism.gamma == 0.0 else ("key", "value", "contrast_key")
         project = {

@@ -54,7 +54,8 @@ class CosformerAttention(StateLayer):
 
     def run(self, x, positions, call):
         m = self.mechanism
-        query, key, value = project_qkv(dataclasses.replace(self.dimensions, rope_theta=None), x, positions)
+        unrotated = dataclasses.replace(self.dimensions, rope_theta=None)
+        query, key, value = project_qkv(unrotated, x, positions, root_scores=False)
         function = functools.partial(
             cosformer_attention, query, key, max_length=m.max_length, chunk_size=m.chunk_size
         )

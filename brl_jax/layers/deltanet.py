@@ -54,7 +54,8 @@ class DeltaNet(StateLayer):
     def run(self, x, positions, call):
         d = self.dimensions
         unrotated = dataclasses.replace(d, rope_theta=None)
-        query, key, value = (jax.nn.silu(part) for part in project_qkv(unrotated, x, positions))
+        projected = project_qkv(unrotated, x, positions, root_scores=False)
+        query, key, value = (jax.nn.silu(part) for part in projected)
         beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
         call = {name: argument for name, argument in call.items() if name != "is_causal"}
         function = functools.partial(delta_rule, query, key, beta=beta, chunk_size=self.mechanism.chunk_size)

@@ -75,7 +75,7 @@ class GlobalWindowAttention(MemorylessLayer):
 
     def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, call.positions)
+        query, key, value = project_qkv(d, x, call.positions, root_scores=False)
         ranks = m.parts(d.head_dim)
         scale = (m.score_scale / ranks[0], m.score_scale / ranks[1])
         if call.cache is not None:

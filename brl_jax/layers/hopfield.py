@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 
 from brl_jax.attention.hopfield import hopfield_attention
+from brl_jax.layers.common import scale_scores
 from brl_jax.layers.full import FullAttention
 from brl_jax.layers.mechanism import Dimensions, Mechanism
 
@@ -44,5 +45,10 @@ class HopfieldAttention(FullAttention):
     mechanism: HopfieldConfig
 
     def attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **kwargs: Any) -> jax.Array:
-        m = self.mechanism
-        return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **kwargs)
+        m, factor = self.mechanism, self.dimensions.head_score_factor
+        if factor == 1.0:
+            return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **kwargs)
+        # muP's factor belongs to every step's scores, not to the first queries alone, which came with it.
+        beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
+        query = scale_scores(query, 1 / factor)
+        return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **kwargs)

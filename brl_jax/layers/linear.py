@@ -53,7 +53,7 @@ class LinearAttention(StateLayer):
 
     def run(self, x, positions, call):
         m = self.mechanism
-        query, key, value = project_qkv(self.dimensions, x, positions)
+        query, key, value = project_qkv(self.dimensions, x, positions, root_scores=False)
         function = functools.partial(
             linear_attention,
             query,

@@ -25,6 +25,7 @@ only), and whatever else it has under other names.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -52,6 +53,8 @@ class Dimensions:
       residual_scale: variance factor of the weights that write into the residual stream.
       dtype, param_dtype: of the computation and of the parameters.
       implementation: passed to the attention functions.
+      base_width, base_head_dim: model width and head size of the network whose scores muP keeps (Yang et al. 2022,
+        arXiv:2203.03466); None without muP.
     """
 
     d_model: int
@@ -70,6 +73,18 @@ class Dimensions:
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     implementation: Any = None
+    base_width: int | None = None
+    base_head_dim: int | None = None
+
+    @property
+    def head_score_factor(self) -> float:
+        """What turns scores of products over sqrt(head_dim) into muP's, over head_dim: 1 at the base size."""
+        return 1.0 if self.base_head_dim is None else math.sqrt(self.base_head_dim / self.head_dim)
+
+    @property
+    def width_score_factor(self) -> float:
+        """The same for products over the model's width."""
+        return 1.0 if self.base_width is None else math.sqrt(self.base_width / self.d_model)
 
 
 @dataclasses.dataclass(frozen=True)

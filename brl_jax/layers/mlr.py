@@ -86,7 +86,7 @@ class MLRAttention(MemorylessLayer):
     def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
         cache = call.cache
-        query, key, value = project_qkv(d, x, call.positions, qk_norm=m.qk_norm)
+        query, key, value = project_qkv(d, x, call.positions, qk_norm=m.qk_norm, root_scores=False)
         levels = m.levels(d.head_dim, x.shape[1] if cache is None else cache["state"].value.shape[1])
         scale = tuple(m.score_scale / rank for rank in levels["ranks"])
         options: dict[str, Any] = {**levels, "scale": scale, "divide_by_levels": m.divide_by_levels}

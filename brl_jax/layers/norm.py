@@ -53,7 +53,7 @@ class NormAttention(StateLayer):
 
     def run(self, x, positions, call):
         d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, positions)
+        query, key, value = project_qkv(d, x, positions, root_scores=False)
         scale = parameter(
             self, "norm_scale", nn.initializers.ones_init(), (d.num_heads, d.head_dim), ("heads", "head_dim")
         )

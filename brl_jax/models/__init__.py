@@ -3,6 +3,7 @@
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
+from brl_jax.models.regressor import Regressor, RegressorConfig
 from brl_jax.models.stack import Stack
 from brl_jax.models.tlinformer import make_stack
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, transnormer
@@ -15,6 +16,8 @@ __all__ = [
     "Encoder",
     "EncoderConfig",
     "PairClassifier",
+    "Regressor",
+    "RegressorConfig",
     "Stack",
     "StackConfig",
     "make_stack",

@@ -61,9 +61,23 @@ class StackConfig:
     """Type of the computation; parameters are float32."""
     implementation: Literal["xla", "pallas", "cudnn"] | None = None
     """Of the attention functions; None picks by platform."""
+    mup_base_width: int | None = None
+    """The width at which the learning rate was found: weights, their rates and scores are muP's, so that it holds at
+    this width too (docs/mup.md). None: the standard parametrisation."""
+    mup_base_heads: int | None = None
+    """Heads of the network of that width, which give the size of its heads; None: as many as here."""
 
     def __post_init__(self):
-        for name in ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff"):
+        sizes = (
+            "num_layers",
+            "d_model",
+            "num_heads",
+            "num_kv_heads",
+            "d_ff",
+            "mup_base_width",
+            "mup_base_heads",
+        )
+        for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -79,6 +93,8 @@ class StackConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if self.mup_base_width is None and self.mup_base_heads is not None:
+            raise ValueError(f"mup_base_heads must be None without mup_base_width, got {self.mup_base_heads}")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -114,6 +130,11 @@ class StackConfig:
                 )
 
     @property
+    def embedding_width(self) -> int:
+        """The width by which the embedding's entries are sized: inputs are the table times its square root."""
+        return self.d_model if self.mup_base_width is None else self.mup_base_width
+
+    @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """The mechanism of each layer."""
         if self.late_mechanism is None:
@@ -136,6 +157,12 @@ class StackConfig:
         Raises:
           ValueError: a mechanism cannot serve there.
         """
+        base_width, base_heads = self.mup_base_width, self.mup_base_heads or self.num_heads
+        if base_width is not None and base_width % base_heads:
+            raise ValueError(
+                f"mup_base_width must be a multiple of the {base_heads} heads of its network (mup_base_heads), got "
+                f"{base_width}"
+            )
         dimensions = Dimensions(
             d_model=self.d_model,
             num_heads=self.num_heads,
@@ -152,6 +179,8 @@ class StackConfig:
             residual_scale=1.0 / (2 * self.num_layers),
             dtype=jnp.dtype(self.dtype),
             implementation=self.implementation,
+            base_width=base_width,
+            base_head_dim=None if base_width is None else base_width // base_heads,
         )
         for mechanism in set(self.mechanisms):
             mechanism.check(dimensions)

@@ -55,7 +55,7 @@ class DecoderLM(nn.Module):
         c = self.config
         self.embedding: Any = self.param(
             "embedding",
-            nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), ("vocab", "embed")),
+            nn.with_logical_partitioning(nn.initializers.normal(c.embedding_width**-0.5), ("vocab", "embed")),
             (c.vocab_size, c.d_model),
             c.dimensions.param_dtype,
         )
@@ -110,7 +110,7 @@ class DecoderLM(nn.Module):
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         # Inputs of size 1 beside logits of size 1, from one table: else what layers add drowns the tokens at first.
         x = jnp.take(constrain(self.embedding, ("vocab", None)), tokens, axis=0)
-        x = (x * math.sqrt(self.config.d_model)).astype(self.config.dimensions.dtype)
+        x = (x * math.sqrt(self.config.embedding_width)).astype(self.config.dimensions.dtype)
         return constrain(x, ("batch", "length", "embed"))
 
     def _recall(self, tokens: Int[Array, "B T"], cache: Any) -> dict[str, Any]:
@@ -136,6 +136,9 @@ class DecoderLM(nn.Module):
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32."""
+        base = self.config.mup_base_width
+        # muP: the table's entries do not shrink with the width, so the products of a wider one are scaled down.
+        hidden = hidden if base is None else hidden * jnp.asarray(base / self.config.d_model, hidden.dtype)
         embedding = self.embedding.astype(hidden.dtype)
         logits = jnp.einsum("btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32)
         return constrain(logits, ("batch", "length", "vocab"))

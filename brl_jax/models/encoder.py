@@ -84,7 +84,7 @@ class Encoder(nn.Module):
         c, d = self.config, self.config.dimensions
         self.dimensions = d
         if c.inputs == "embed":
-            init = nn.initializers.normal(c.d_model**-0.5)
+            init = nn.initializers.normal(c.embedding_width**-0.5)
             self.embedding: Any = parameter(
                 self, "embedding", init, (c.vocab_size, c.d_model), ("vocab", "embed")
             )
@@ -103,7 +103,8 @@ class Encoder(nn.Module):
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         c, dtype = self.config, self.dimensions.dtype
         if c.inputs == "embed":
-            x = jnp.take(constrain(self.embedding, ("vocab", None)), tokens, axis=0) * math.sqrt(c.d_model)
+            x = jnp.take(constrain(self.embedding, ("vocab", None)), tokens, axis=0)
+            x = x * math.sqrt(c.embedding_width)
         else:
             x = self.embedding(tokens.astype(jnp.float32)[..., None] * (2.0 / max(c.vocab_size - 1, 1)) - 1.0)
         if c.positions == "learned":
@@ -162,7 +163,10 @@ class _Head(nn.Module):
         d = self.config.dimensions
         x = nn.Dropout(d.dropout)(features.astype(d.dtype), deterministic=deterministic)
         x = jax.nn.relu(dense(d, d.d_ff, ("features", "mlp"), name="hidden", use_bias=True)(x))
-        logits = dense(d, self.config.num_classes, ("mlp", "classes"), name="out", use_bias=True)(x)
+        scale = 1.0 if d.base_width is None else 0.0  # muP's read-out says nothing at first
+        logits = dense(
+            d, self.config.num_classes, ("mlp", "classes"), name="out", use_bias=True, scale=scale
+        )(x)
         return logits.astype(jnp.float32)
 
 

@@ -135,7 +135,7 @@ class Stack(nn.Module):
             module = nn.remat(Period, prevent_cse=False, static_argnums=(4,), policy=policy)
         return nn.scan(
             module,
-            variable_axes={"params": 0, "maps": 0},
+            variable_axes={"params": 0, "maps": 0, "intermediates": 0},
             split_rngs={"params": True, "dropout": True, "projection": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=repeats,

@@ -1,0 +1,70 @@
+"""Sequences of vectors in and out, with any listed mechanism."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import Regressor, RegressorConfig
+from brl_jax.layers import MECHANISMS, FullConfig
+from brl_jax.models.encoder import sinusoidal_positions
+
+
+def small(mechanism, **changes):
+    layers = max(2, mechanism.group)
+    settings = {
+        "num_layers": layers,
+        "d_model": 16,
+        "num_heads": 2,
+        "d_ff": 16,
+        "num_inputs": 3,
+        "num_outputs": 2,
+    }
+    return RegressorConfig(**(settings | {"mechanism": mechanism, "max_length": 12} | changes))
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_mechanism_fits(name):
+    """Traced, not compiled: causal and not, or refused."""
+    mechanism = MECHANISMS[name]()
+    for is_causal, can in ((True, mechanism.causal), (False, mechanism.bidirectional)):
+        if not can:
+            with pytest.raises(ValueError, match=r"has no (causal|bidirectional) form"):
+                small(mechanism, is_causal=is_causal)
+            continue
+        model = Regressor(small(mechanism, is_causal=is_causal, mup_base_width=8))
+        inputs = jnp.ones((2, 10, 3))
+        y = jax.eval_shape(lambda x, model=model: model.init_with_output(jax.random.key(0), x)[0], inputs)
+        assert (y.shape, y.dtype) == ((2, 10, 2), jnp.float32)
+
+
+def test_positions_and_read_out():
+    x = jax.random.normal(jax.random.key(1), (1, 6, 3))
+    model = Regressor(small(FullConfig(), positions="sinusoidal", num_layers=1))
+    variables = nn.unbox(model.init(jax.random.key(0), x))
+    np.testing.assert_array_equal(model.apply(variables, x), np.zeros((1, 6, 2)))  # says nothing at first
+    params = variables["params"]
+    params = {**params, "read_out": jax.tree.map(lambda leaf: leaf + 1.0, params["read_out"])}
+    y = np.asarray(model.apply({"params": params}, x))
+    # Earlier tokens in another order: full attention without positions would not notice.
+    swapped = np.asarray(model.apply({"params": params}, x[:, jnp.array([1, 0, 2, 3, 4, 5])]))
+    assert np.abs(swapped[:, 5] - y[:, 5]).max() > 1e-4
+    # What is added is what the embedding could have added.
+    embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"]
+    table = sinusoidal_positions(6, 16)[None]
+    bare = {"kernel": jnp.eye(16), "bias": jnp.zeros(16)}
+    plain = Regressor(small(FullConfig(), positions="learned", num_layers=1, num_inputs=16))
+    given = {**params, "embedding": bare, "positions": jnp.pad(table[0], ((0, 6), (0, 0)))}
+    np.testing.assert_allclose(plain.apply({"params": given}, embedded), y, rtol=1e-4, atol=1e-5)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="num_outputs must be at least 1, got 0"):
+        small(FullConfig(), num_outputs=0)
+    with pytest.raises(ValueError, match="positions must be"):
+        small(FullConfig(), positions="none")
+    model = Regressor(small(FullConfig()))
+    for shape, message in (((2, 5, 4), r"shape \(batch, length, 3\)"), ((2, 13, 3), "at most max_length=12")):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(model.init, jax.random.key(0), jnp.ones(shape))

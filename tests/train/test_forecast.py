@@ -1,0 +1,254 @@
+"""Forecasting: splits and windows, the commands as a user runs them, naive forecasts beside the models."""
+
+import csv
+import datetime
+import gzip
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import eval.forecast
+import train.forecast
+from eval.forecast_table import markdown
+from train.config import parse
+from train.data.series import (
+    HeldOutWindows,
+    SeriesConfig,
+    Windows,
+    WindowStream,
+    load_series,
+    naive_forecast,
+    origins,
+)
+from train.data.series_tokens import (
+    TokenSeriesConfig,
+    TokenWindows,
+    column_origins,
+    to_numbers,
+    to_tokens,
+)
+from train.errors import UserError
+from train.forecast import build_model, forecast, make_objective, with_columns
+from train.forecast_config import PRESETS, read_forecast_config
+
+ROWS = 240
+TINY = (
+    "--lookback 30 --horizon 6 --split 120 60 60 --valid_stride 7 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
+    "--batch 4 --warmup_steps 1 --steps 4 --eval_every 2 --checkpoint_every 2 --tensorboard False"
+)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A table by the hour of two columns: a wave of a day, and another one that climbs."""
+    path = tmp_path_factory.mktemp("data") / "waves.csv.gz"
+    start = datetime.datetime(2016, 7, 1)
+    with gzip.open(path, "wt", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["date", "load", "OT"])
+        for i in range(ROWS):
+            wave = np.sin(2 * np.pi * i / 24)
+            writer.writerow([start + datetime.timedelta(hours=i), 3 * wave + 5, 10 + wave + 0.01 * i])
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, table):
+    """A folder with a finished run of each model."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder / "encoder", table, "encoder", "--features multivariate")
+    run(folder / "tokens", table, "tokens", "--bins 32")
+    return folder
+
+
+def run(workdir, table, preset, more=""):
+    train.forecast.main(f"{preset} --workdir {workdir} --data {table} {TINY} {more}".split())
+
+
+def config_for(table, **changes):
+    return SeriesConfig(data=str(table), lookback=30, horizon=6, split=(120, 60, 60), **changes)
+
+
+def test_splits_are_the_standard_ones():
+    config = SeriesConfig(data="x", lookback=96, horizon=720)
+    train_rows, valid, test = (origins(config, split) for split in ("train", "valid", "test"))
+    assert (train_rows[0], train_rows[-1] + 720) == (96, 8640)
+    assert (valid[0], valid[-1] + 720) == (8640, 11520)
+    assert (test[0], test[-1] + 720, len(test)) == (11520, 14400, 2880 - 720 + 1)
+
+
+def test_columns_are_normalised_by_the_training_rows(table):
+    series = load_series(config_for(table, features="multivariate"))
+    assert series.columns == ("load", "OT")
+    np.testing.assert_allclose(series.normalised[:120].mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(series.normalised[:120].std(axis=0), 1, atol=1e-5)
+    assert series.normalised[120:, 1].mean() > 0.5  # it climbs
+    np.testing.assert_allclose(
+        series.clock[:24], series.clock[24:48] * [1, 1, 0, 0] + series.clock[:24] * [0, 0, 1, 1]
+    )
+    assert load_series(config_for(table)).columns == ("OT",)
+
+
+def test_windows_hold_what_was_known_and_what_came(table):
+    config = config_for(table)
+    series = load_series(config)
+    batch = Windows(series, config).batch(np.array([40, 90]), np.array([True, False]))
+    np.testing.assert_array_equal(batch["values"][1, :, 0], series.normalised[60:96, 0])
+    np.testing.assert_array_equal(batch["weights"][0], np.arange(36) >= 30)
+    assert not batch["weights"][1].any()
+    held = list(HeldOutWindows(Windows(series, config), origins(config, "valid", 7), batch=4))
+    assert sum(part["weights"].sum() for part in held) == 6 * len(range(120, 175, 7))
+    stream = WindowStream(
+        Windows(series, config), origins(config, "train"), batch=10, seed=1, digest=series.digest
+    )
+    firsts = np.concatenate([next(stream)["values"][:, :4, 0] for _ in range(8)])
+    assert len(np.unique(firsts, axis=0)) == 80  # a pass has no window twice
+    state = stream.get_state()
+    coming = next(stream)
+    stream.set_state(state)
+    np.testing.assert_array_equal(next(stream)["values"], coming["values"])
+
+
+def test_naive_forecasts():
+    known = np.arange(6.0).reshape(1, 6, 1)
+    np.testing.assert_array_equal(naive_forecast(known, 3)[0, :, 0], [5, 5, 5])
+    np.testing.assert_array_equal(naive_forecast(known, 5, season=3)[0, :, 0], [3, 4, 5, 3, 4])
+    with pytest.raises(ValueError, match="season must be 1 to the 6 known rows, got 7"):
+        naive_forecast(known, 2, season=7)
+
+
+def test_tokens_are_bins_of_the_scaled_series(table):
+    config = TokenSeriesConfig(
+        data=str(table),
+        features="multivariate",
+        lookback=30,
+        horizon=6,
+        split=(120, 60, 60),
+        bins=201,
+        limit=4.0,
+    )
+    series = load_series(config)
+    windows = TokenWindows(series, config)
+    origin = column_origins(np.array([50]), 2)
+    tokens, scale = windows.known(origin)
+    np.testing.assert_allclose(scale[:, 0], np.abs(series.values[20:50]).mean(axis=0))
+    # A bin is 8 / 200 wide: the middle of it is at most 0.02 off.
+    off = to_numbers(tokens, config) * scale - series.values[20:50].T
+    assert np.abs(off / scale).max() <= 0.02 + 1e-9
+    batch = windows.batch(origin)
+    np.testing.assert_array_equal(batch["tokens"][:, :30], tokens)
+    np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    np.testing.assert_array_equal(
+        to_tokens(np.array([-9.0, -4.0, 0.0, 4.0, 9.0]), config), [0, 0, 100, 200, 200]
+    )
+
+
+def test_a_forecast_does_not_read_what_came(table):
+    config = parse(PRESETS, "encoder", f"--data {table} {TINY}".split(), prog="", about="")
+    config = with_columns(config, 1)
+    model = build_model(config)
+    series = load_series(config.data)
+    batch = Windows(series, config.data).batch(np.array([60, 70]))
+    init = make_objective(model, config).init(jax.random.key(0))
+    params = jax.tree.map(lambda box: box.unbox() + 0.1, init, is_leaf=lambda leaf: hasattr(leaf, "unbox"))
+    first = np.asarray(forecast(model, config, params, batch))
+    hidden = batch["values"].copy()
+    hidden[:, 30:] = np.nan
+    np.testing.assert_array_equal(forecast(model, config, params, batch | {"values": hidden}), first)
+    # Centred: what is known lifted by a number lifts the forecast by it.
+    lifted = forecast(model, config, params, batch | {"values": batch["values"] + np.float32(2)})
+    np.testing.assert_allclose(lifted, first + 2, rtol=1e-4, atol=1e-4)
+
+
+def test_commands(runs, capsys):
+    picture = runs / "forecasts.png"
+    eval.forecast.main(
+        f"--workdir {runs}/encoder {runs}/tokens --picture {picture} --stride 11 --samples 3".split()
+    )
+    encoder, tokens = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert encoder["windows"] == tokens["windows"] == len(range(180, 235, 11))
+    assert (encoder["model"], tokens["model"]) == ("full", "tokens: full")
+    series = load_series(read_forecast_config(runs / "tokens" / "config.json").data)
+    rows = np.arange(180, 235, 11)
+    came = np.stack([series.normalised[row : row + 6] for row in rows])
+    last = np.stack([series.normalised[row - 1 : row] for row in rows])
+    day = np.stack([series.normalised[row - 24 : row - 18] for row in rows])
+    assert tokens["naive"]["mae"] == pytest.approx(float(np.abs(came - last).mean()), rel=1e-5)
+    assert tokens["seasonal_naive"]["mse"] == pytest.approx(float(np.square(came - day).mean()), rel=1e-5)
+    for result in (encoder, tokens):
+        assert np.isfinite([result["mae"], result["mse"]]).all()
+        assert 0 <= result["coverage"] <= 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    eval.forecast.main(["--table", str(runs)])
+    text = capsys.readouterr().out
+    assert "| waves, multivariate | 6 | the last row |" in text
+    assert "| waves, univariate | 6 | tokens: full |" in text
+
+
+def test_a_run_goes_on(runs, table, tmp_path):
+    """Stopped by its number of steps and gone on with, it computes what one run does."""
+
+    def losses(folder):
+        read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line["loss"], line.get("val_mae")) for line in read]
+
+    run(tmp_path / "whole", table, "encoder", "--decay constant")
+    run(tmp_path / "cut", table, "encoder", "--decay constant --steps 2")
+    run(tmp_path / "cut", table, "encoder", "--decay constant --steps 4")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    with pytest.raises(UserError, match="another configuration: horizon 6 -> 5"):
+        run(tmp_path / "whole", table, "encoder", "--decay constant --horizon 5")
+
+
+def test_seeds_are_averaged():
+    plain = {"mae": 1.0, "mse": 2.0}
+    result = {
+        "data": "d", "features": "univariate", "horizon": 3, "model": "m", "parameters": 5, "naive": plain,
+        "seasonal_naive": None, "mse": 0.5, "coverage": 0.8,
+    }  # fmt: skip
+    text = markdown([result | {"mae": mae, "seed": seed} for seed, mae in enumerate((0.1, 0.2, 0.3))])
+    assert "| d, univariate | 3 | m | 0.200 ± 0.100 | 0.500 ± 0.000 | 0.800 ± 0.000 | 0, 1, 2 |" in text
+    assert text.count("the last row") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--horizon 61",
+            r"--horizon must be at most 60, what a split of \(120, 60, 60\) rows leaves .*, got 61",
+        ),
+        ("--lookback 120", r"--horizon must be at most 0, .* a lookback of 120, got 6"),
+        ("--split 200 60 60", r"--split: .*waves.csv.gz has 240 rows, got \(200, 60, 60\), which take 320"),
+        ("--target oil", "--target: expected one of load, OT, got oil"),
+        ("--features both", "features"),
+        ("--mechanism deltanet", "--mechanism: .*no bidirectional form"),
+        ("--d_model 22 --num_heads 1 --mechanism bilinear_btt", "d_model: .*22"),
+    ],
+)
+def test_bad_options(table, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "run", table, "encoder", options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_tables(tmp_path):
+    def load(text):
+        path = tmp_path / "table.csv"
+        path.write_text(text)
+        return load_series(SeriesConfig(data=str(path), lookback=1, horizon=1, split=(2, 1, 1)))
+
+    rows = "".join(f"2016-07-01 0{i}:00:00,{i}\n" for i in range(4))
+    assert len(load("date,OT\n" + rows).values) == 4
+    with pytest.raises(UserError, match="--data: expected a first column 'date'"):
+        load("time,OT\n" + rows)
+    with pytest.raises(UserError, match=r"--data: .* holds what is no date or number: .*many"):
+        load("date,OT\n" + rows.replace(",2", ",many"))
+    with pytest.raises(UserError, match="expected finite numbers"):
+        load("date,OT\n" + rows.replace(",2", ",nan"))
+    with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):
+        load_series(SeriesConfig())
+    with pytest.raises(UserError, match=r"--data: .*nothing.csv cannot be read"):
+        load_series(SeriesConfig(data=str(tmp_path / "nothing.csv")))

@@ -1,0 +1,210 @@
+"""In-context regression: the prompts, the commands as a user runs them, and least squares beside the model."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eval.regression
+import train.regression
+from train.config import parse
+from train.data.in_context import (
+    HeldOutTasks,
+    InContextConfig,
+    TaskStream,
+    draw_prompts,
+    least_squares_errors,
+)
+from train.errors import Stopped, UserError
+from train.regression import build_model, make_prompt, regression_objective, squared_errors
+from train.regression_config import PRESETS
+
+TINY = (
+    "--input_dim 3 --pairs 5 --valid_prompts 10 --test_prompts 12 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
+    "--mup_base_width 16 --batch 8 --warmup_steps 2 --learning_rate 0.01 --tensorboard False"
+)
+MEASURED = ("step", "loss", "grad_norm", "val_loss")
+
+
+def run(workdir, more="", preset="full-1"):
+    train.regression.main(
+        f"{preset} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+    )
+
+
+def lines(workdir):
+    read = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in MEASURED if name in line} for line in read]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a finished run."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder / "full")
+    return folder
+
+
+def test_prompts_are_linear_functions():
+    config = InContextConfig(input_dim=4, pairs=6)
+    batch = draw_prompts(config, (0, 1), np.arange(3), 4, 6)
+    x, y = batch["x"].astype(np.float64), batch["y"].astype(np.float64)
+    weights = np.stack([np.linalg.lstsq(a, b, rcond=None)[0] for a, b in zip(x, y)])
+    np.testing.assert_allclose((x @ weights[..., None])[..., 0], y, atol=1e-5)
+    assert np.abs(weights[0] - weights[1]).max() > 0.1
+    # A row is the same whichever others are asked for, and in no other batch.
+    np.testing.assert_array_equal(draw_prompts(config, (0, 1), np.array([2]), 4, 6)["x"][0], batch["x"][2])
+    assert np.abs(draw_prompts(config, (0, 2), np.arange(3), 4, 6)["x"] - batch["x"]).min() > 0
+    many = draw_prompts(config, (0, 3), np.arange(4000), 4, 6)
+    assert np.square(many["y"]).mean() == pytest.approx(1.0, abs=0.05)
+
+
+def test_curriculum_grows():
+    config = InContextConfig(input_dim=8, pairs=11, start_dims=2, start_pairs=5, curriculum_steps=6)
+    assert [config.sizes(step) for step in (0, 1, 3, 6, 99)] == [(2, 5), (3, 6), (5, 8), (8, 11), (8, 11)]
+    batches = [batch for batch, _ in zip(TaskStream(config, batch=2, seed=1), range(4))]
+    for batch, (dims, pairs) in zip(batches, [(2, 5), (3, 6), (4, 7), (5, 8)]):
+        assert np.all(batch["x"][..., :dims] != 0)
+        assert np.all(batch["x"][..., dims:] == 0)
+        np.testing.assert_array_equal(batch["weights"], np.tile(np.arange(11) < pairs, (2, 1)))
+
+
+def test_held_out_prompts_do_not_hang_on_the_batch():
+    config = InContextConfig(input_dim=2, pairs=3, valid_prompts=5)
+    collected = []
+    for rows in (2, 5):
+        batches = list(HeldOutTasks(config, batch=rows))
+        there = np.concatenate([batch["weights"][:, 0] for batch in batches]) > 0
+        collected.append(np.concatenate([batch["y"] for batch in batches])[there])
+    assert len(collected[0]) == 5
+    np.testing.assert_array_equal(*collected)
+    assert np.all(next(iter(HeldOutTasks(config, batch=5, split="test")))["y"] != collected[0])
+
+
+def test_least_squares():
+    config = InContextConfig(input_dim=4, pairs=7)
+    batch = draw_prompts(config, (5,), np.arange(3000), 4, 7)
+    errors = least_squares_errors(batch["x"], batch["y"])
+    # Of the least norm it is the posterior mean: 1 - i / d of the variance is left after i pairs.
+    np.testing.assert_allclose(errors.mean(axis=0), [1, 0.75, 0.5, 0.25, 0, 0, 0], atol=0.06)
+    x, y = batch["x"][7].astype(np.float64), batch["y"][7].astype(np.float64)
+    for i in range(1, 7):
+        weights = np.linalg.lstsq(x[:i], y[:i], rcond=None)[0]
+        assert errors[7, i] == pytest.approx((x[i] @ weights - y[i]) ** 2, abs=1e-9)
+
+
+def test_prompt_layout():
+    x, y = jnp.arange(6.0).reshape(1, 3, 2), jnp.array([[7.0, 8.0, 9.0]])
+    alternate = make_prompt(x, y, "alternate")[0]
+    joined = make_prompt(x, y, "joined")[0]
+    np.testing.assert_array_equal(alternate[2:4], [[2, 3, 0], [0, 0, 8]])
+    np.testing.assert_array_equal(joined[2:4], [[2, 3, 0], [2, 3, 8]])
+
+
+@pytest.mark.parametrize("kind", ["alternate", "joined"])
+def test_a_prediction_sees_earlier_pairs_only(kind):
+    config = parse(PRESETS, "full-1", TINY.split(), prog="", about="")
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, num_inputs=4, max_length=10, num_layers=2)
+    )
+    model = build_model(config)
+    params = jax.tree.map(
+        lambda box: 0.3 + box.unbox(),
+        regression_objective(model, kind).init(jax.random.key(0)),
+        is_leaf=lambda leaf: hasattr(leaf, "unbox"),
+    )
+    batch = draw_prompts(config.data, (0,), np.arange(2), 3, 5)
+    changed = batch["y"].copy()
+    changed[:, 2] += 1.0
+
+    def predictions(y):
+        errors = squared_errors(model, kind, params, {"x": batch["x"], "y": y}, None)
+        return np.asarray(jnp.sqrt(errors)), y
+
+    # |prediction - y|, so compare where the targets are the same.
+    before, after = predictions(batch["y"])[0], predictions(changed)[0]
+    np.testing.assert_array_equal(before[:, :2], after[:, :2])
+    assert np.abs(before[:, 3:] - after[:, 3:]).min() > 0
+
+
+def test_it_begins_at_zero_and_learns(runs):
+    read = lines(runs / "full")
+    assert [line["step"] for line in read] == list(range(1, 7))
+    assert [line["step"] for line in read if "val_loss" in line] == [3, 6]
+    first = draw_prompts(InContextConfig(input_dim=3, pairs=5), (0, 0, 0), np.arange(8), 3, 5)
+    assert read[0]["loss"] == pytest.approx(float(np.square(first["y"]).mean()), rel=1e-5)
+
+
+def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
+    take = TaskStream.__next__
+
+    def stopping(self):
+        if self.get_state()["step"] == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return take(self)
+
+    monkeypatch.setattr(TaskStream, "__next__", stopping)
+    with pytest.raises(Stopped, match="after step 5 of 6"):
+        run(tmp_path)
+    monkeypatch.setattr(TaskStream, "__next__", take)
+    run(tmp_path)
+    assert lines(tmp_path) == lines(runs / "full")
+    with pytest.raises(UserError, match="is of another configuration: pairs 5 -> 4"):
+        run(tmp_path, "--pairs 4")
+
+
+def test_measuring_and_the_table(runs, capsys):
+    eval.regression.main(["--workdir", str(runs / "full"), "--checkpoint", "6"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["prompts"] == 12
+    assert result["error"] == pytest.approx(np.mean(result["errors"]))
+    tests = HeldOutTasks(InContextConfig(input_dim=3, pairs=5, test_prompts=12), batch=12, split="test")
+    batch = next(iter(tests))
+    expected = least_squares_errors(batch["x"], batch["y"]).mean(axis=0)
+    np.testing.assert_allclose(result["least_squares"], expected, rtol=1e-6)
+    # Dense products of a step: per token 2 (4 d d + 2 d 16) forward and twice that backward, and the scores'.
+    dense = 3 * 2 * (4 * 16 * 16 + 2 * 16 * 16) * 8 * 10
+    assert dense < result["flops_per_step"] < 1.6 * dense
+    assert result["curve"]["step"] == [3, 6]
+    picture = runs / "table.png"
+    eval.regression.main(["--table", str(runs), "--picture", str(picture)])
+    text = capsys.readouterr().out
+    assert "| full, 1 head | 16 | 16 |" not in text  # two heads here
+    assert "| full, 2 heads | 16 | 8 |" in text
+    assert "| least squares, 3 inputs, 5 pairs |" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (runs / "full" / "regression_test.json").exists()
+
+
+@pytest.mark.parametrize("preset", ["btt-8", "mlr-8"])
+def test_presets_fit(preset):
+    """Traced, not compiled."""
+    config = parse(PRESETS, preset, [], prog="", about="")
+    build_model(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, num_inputs=17, max_length=66))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--input_dim 0", "input_dim must be at least 1, got 0"),
+        ("--start_dims 9 --curriculum_steps 5", "start_dims must be 0 to 3, got 9"),
+        ("--start_pairs 2", "curriculum_steps must be at least 1 with start_dims or start_pairs, got 0"),
+        ("--prompt pairs", "prompt"),
+        ("--mechanism linformer", "mechanism: .*no causal form"),
+        ("--d_model 22 --num_heads 1 --mup_base_width 22 --mechanism bilinear_btt", "d_model: .*22"),
+        (
+            "--mechanism bilinear_mlr --mechanism.ranks 3 3",
+            "ranks must be at least 1 and sum to the head_dim 8",
+        ),
+    ],
+)
+def test_bad_options(options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "run", options)
+    assert not (tmp_path / "run").exists()

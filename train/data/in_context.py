@@ -1,0 +1,196 @@
+"""In-context linear regression (Garg et al. 2022, arXiv:2208.01066, as 002 section 4 uses it): prompts of pairs
+(x_i, y_i) of a linear function that is drawn anew for each prompt.
+
+    w ~ N(0, I_d),   x_i ~ N(0, I_d),   y_i = w . x_i / sqrt(d)
+
+Predictors that say 0 have squared error 1; after i pairs none is below max(0, 1 - i / d) on average, which least
+squares of the least norm reaches (the posterior mean of w).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import grain
+import numpy as np
+from jaxtyping import Float, Int
+
+from brl_jax.attention.checks import check_choice
+from train.data.streams import READ_AHEAD, check_rows
+from train.errors import UserError
+
+Prompt = Literal["alternate", "joined"]
+
+# Numbers that keep the streams of random numbers apart.
+_TRAIN, _HELD_OUT, _TEST = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class InContextConfig:
+    """The prompts."""
+
+    input_dim: int = 16
+    """Numbers of an input x."""
+    pairs: int = 33
+    """Pairs (x, y) of a prompt; the model predicts each y from the pairs before it."""
+    prompt: Prompt = "alternate"
+    """What comes after x_i: y_i alone, as in Garg et al. and 002 ("alternate"), or x_i once more beside it, so that no
+    layer is spent on bringing the two together ("joined")."""
+    start_dims: int = 0
+    """Numbers of x that are not zero at the first step, as Garg et al. begin; 0: all, no curriculum."""
+    start_pairs: int = 0
+    """Pairs of a prompt that count at the first step; 0: all."""
+    curriculum_steps: int = 0
+    """Steps in which both grow to all, evenly."""
+    valid_prompts: int = 1024
+    """Prompts of an evaluation while training."""
+    test_prompts: int = 4096
+    """Prompts that eval.regression measures on."""
+
+    def __post_init__(self):
+        check_choice("prompt", self.prompt, get_args(Prompt))
+        for name in ("input_dim", "pairs", "valid_prompts", "test_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in (("start_dims", self.input_dim), ("start_pairs", self.pairs)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be 0 to {most}, got {getattr(self, name)}")
+        if self.curriculum_steps < 0:
+            raise ValueError(f"curriculum_steps must be at least 0, got {self.curriculum_steps}")
+        if (self.start_dims or self.start_pairs) and not self.curriculum_steps:
+            raise ValueError("curriculum_steps must be at least 1 with start_dims or start_pairs, got 0")
+
+    def sizes(self, step: int) -> tuple[int, int]:
+        """The numbers of an x that are not zero at a step, and the pairs that count."""
+        share = min(1.0, step / self.curriculum_steps) if self.curriculum_steps else 1.0
+
+        def grown(first: int, last: int) -> int:
+            first = first or last
+            return first + int(share * (last - first))
+
+        return grown(self.start_dims, self.input_dim), grown(self.start_pairs, self.pairs)
+
+
+def draw_prompts(
+    config: InContextConfig, seed: Sequence[int], rows: Int[np.ndarray, " R"], dims: int, pairs: int
+) -> dict[str, Any]:
+    """{"y", "weights": (R, P), "x": (R, P, d)} float32 of rows of the batch that `seed` names.
+
+    Of each x the first `dims` numbers are not zero, y has variance 1, and the first `pairs` weigh 1, the rest 0. A row
+    is the same whichever others are drawn with it.
+    """
+    x = np.zeros((len(rows), config.pairs, config.input_dim), np.float32)
+    y = np.zeros((len(rows), config.pairs), np.float32)
+    for at, row in enumerate(rows.tolist()):
+        numbers = np.random.default_rng([*seed, row]).standard_normal((config.pairs + 1, config.input_dim))
+        inputs, function = numbers[1:, :dims], numbers[0, :dims]
+        x[at, :, :dims] = inputs
+        y[at] = inputs @ function / np.sqrt(dims)
+    weights = np.broadcast_to((np.arange(config.pairs) < pairs).astype(np.float32), y.shape)
+    return {"y": y, "weights": np.ascontiguousarray(weights), "x": x, "reset": np.bool_(False)}
+
+
+class TaskStream(grain.DatasetIterator):
+    """Endless training batches of fresh functions; batch s is drawn from the seed and s alone.
+
+    A batch is what `draw_prompts` gives, and "reset": False. A process among many gives some of the rows. The state is
+    the number of batches handed out.
+
+    Args:
+      config: the prompts. batch: rows of all processes together. seed: of all of them. rows: which of them to give; all
+        by default.
+
+    Raises:
+      UserError: batch or seed out of range.
+    """
+
+    def __init__(
+        self,
+        config: InContextConfig,
+        *,
+        batch: int,
+        seed: int = 0,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        if seed < 0:
+            raise UserError(f"--seed: expected 0 or more, got {seed}")
+        chosen = check_rows(batch, rows)
+
+        def make(index: int, _: Any) -> dict[str, Any]:
+            return draw_prompts(config, (_TRAIN, seed, index), chosen, *config.sizes(index))
+
+        dataset = grain.MapDataset.range(1).repeat().map_with_index(make)
+        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
+        super().__init__(self._inner)
+        self._identity = {"batch": batch, "seed": seed}
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._inner)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands, as plain numbers (JSON)."""
+        return {"step": self._inner.get_state()["next_index"], **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a state of `get_state`: the next batch is the one that would have come next.
+
+        Raises:
+          UserError: the state is of another batch size or seed; says which.
+        """
+        for name, ours in self._identity.items():
+            if state.get(name) != ours:
+                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        self._inner.set_state({"next_index": state["step"]})
+
+    def close(self) -> None:
+        """Ends the reading thread; batches cannot be read any more."""
+        if "_inner" in vars(self):  # the base class closes what it deletes, also where arguments were refused
+            self._inner.close()
+
+
+class HeldOutTasks:
+    """The same prompts in every pass: whole functions in all dimensions, of no training batch.
+
+    Args:
+      config: the prompts. batch: rows of all processes together; the last batch is filled up with rows of weight 0.
+      split: "valid" (valid_prompts of them) or "test" (test_prompts). rows: which to give; all by default.
+    """
+
+    num_bytes = None
+
+    def __init__(
+        self,
+        config: InContextConfig,
+        *,
+        batch: int,
+        split: str = "valid",
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        self.batch = batch
+        self._config, self._rows = config, check_rows(batch, rows)
+        self._count, self._seed = (
+            (config.valid_prompts, (_HELD_OUT, 0)) if split == "valid" else (config.test_prompts, (_TEST, 0))
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        c = self._config
+        for first in range(0, self._count, self.batch):
+            # Numbered through: how many rows a batch has changes no prompt.
+            numbers = first + self._rows
+            batch = draw_prompts(c, self._seed, numbers, c.input_dim, c.pairs)
+            batch["weights"] *= (numbers < self._count).astype(np.float32)[:, None]
+            yield batch
+
+
+def least_squares_errors(
+    x: Float[np.ndarray, "R P d"], y: Float[np.ndarray, "R P"]
+) -> Float[np.ndarray, "R P"]:
+    """The squared error of each y by least squares (of the least norm) on the pairs before it, in float64."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    errors = np.square(y)
+    for count in range(1, x.shape[1]):
+        weights = np.linalg.pinv(x[:, :count]) @ y[:, :count, None]
+        errors[:, count] = np.square(y[:, count] - (x[:, count, None] @ weights)[:, 0, 0])
+    return errors

@@ -1,0 +1,268 @@
+"""Time series for forecasting: a table of numbers by the hour, cut in windows of what is known and what follows.
+
+The standard protocol of the ETT data (Zhou et al. 2021, arXiv:2012.07436): the first 12 months train (of 30 days: 8640
+hours), the next 4 validate, the 4 after them test; every column is normalised by its mean and deviation over the
+training rows; every window of `lookback` rows and the `horizon` rows after them counts, and what is to be forecast lies
+in its split alone, while what is known may reach back over the border.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import gzip
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import grain
+import numpy as np
+from jaxtyping import Float, Int
+
+from brl_jax.attention.checks import check_choice
+from train.data.streams import READ_AHEAD, check_rows
+from train.errors import UserError, one_line
+
+Features = Literal["univariate", "multivariate"]
+_SPLITS = ("train", "valid", "test")
+# Numbers that say when a row was: sine and cosine of the hour of the day and of the day of the week.
+CLOCK = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class SeriesConfig:
+    """The series and its windows."""
+
+    data: str = ""
+    """A .csv or .csv.gz file: a first column "date" (2016-07-01 00:00:00) and columns of numbers."""
+    features: Features = "univariate"
+    """Forecast the target from its own past ("univariate"), or all columns from that of all ("multivariate")."""
+    target: str = "OT"
+    """The target's column."""
+    lookback: int = 96
+    """Rows that are known."""
+    horizon: int = 96
+    """Rows to forecast after them."""
+    split: tuple[int, int, int] = (8640, 2880, 2880)
+    """Rows to train, validate and test on, in this order from the first."""
+    valid_stride: int = 8
+    """Rows between the windows of an evaluation while training."""
+
+    def __post_init__(self):
+        check_choice("features", self.features, get_args(Features))
+        for name in ("lookback", "horizon", "valid_stride"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.split) < 1:
+            raise ValueError(f"split must be three numbers of at least 1, got {self.split}")
+        most = min(self.split[0] - self.lookback, *self.split[1:])
+        if self.horizon > most:
+            raise ValueError(
+                f"horizon must be at most {max(most, 0)}, what a split of {self.split} rows leaves after a lookback of "
+                f"{self.lookback}, got {self.horizon}"
+            )
+        if self.lookback > self.split[0]:
+            raise ValueError(
+                f"lookback must be at most the {self.split[0]} training rows, got {self.lookback}"
+            )
+
+
+class Series(NamedTuple):
+    """A table: names of its columns, their numbers as they are, (R, 4) when each row was, and the training rows' mean
+    and deviation by column."""
+
+    columns: tuple[str, ...]
+    values: Float[np.ndarray, "R C"]
+    clock: Float[np.ndarray, "R 4"]
+    mean: Float[np.ndarray, " C"]
+    deviation: Float[np.ndarray, " C"]
+    digest: str
+
+    @property
+    def normalised(self) -> Float[np.ndarray, "R C"]:
+        return ((self.values - self.mean) / self.deviation).astype(np.float32)
+
+
+def load_series(config: SeriesConfig) -> Series:
+    """Reads the columns that the configuration forecasts.
+
+    Raises:
+      UserError: no such file, not a table as expected, no such column, or fewer rows than the split takes.
+    """
+    path = Path(config.data)
+    if not config.data:
+        raise UserError("--data: expected a .csv or .csv.gz file, got none")
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+        rows = list(csv.reader(io.StringIO(text)))
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"--data: {path} cannot be read: {one_line(error)}") from error
+    if len(rows) < 2 or len(rows[0]) < 2 or rows[0][0] != "date":
+        raise UserError(f"--data: expected a first column 'date' and columns of numbers in {path}")
+    names = rows[0][1:]
+    if config.target not in names:
+        raise UserError(f"--target: expected one of {', '.join(names)}, got {config.target}")
+    chosen = [names.index(config.target)] if config.features == "univariate" else list(range(len(names)))
+    needed = sum(config.split)
+    if len(rows) - 1 < needed:
+        raise UserError(f"--split: {path} has {len(rows) - 1} rows, got {config.split}, which take {needed}")
+    try:
+        times = [datetime.datetime.fromisoformat(row[0]) for row in rows[1 : needed + 1]]
+        values = np.array([[float(row[1 + column]) for column in chosen] for row in rows[1 : needed + 1]])
+    except (ValueError, IndexError) as error:
+        raise UserError(f"--data: {path} holds what is no date or number: {one_line(error)}") from error
+    if not np.isfinite(values).all():
+        raise UserError(f"--data: expected finite numbers, got {path} with others")
+    hours = np.array([time.hour + time.minute / 60 for time in times]) / 24
+    days = np.array([time.weekday() for time in times]) / 7
+    clock = np.stack(
+        [wave(2 * np.pi * phase) for phase in (hours, days) for wave in (np.sin, np.cos)], axis=1
+    )
+    training = values[: config.split[0]]
+    deviation = training.std(axis=0)
+    return Series(
+        columns=tuple(names[column] for column in chosen),
+        values=values,
+        clock=clock.astype(np.float32),
+        mean=training.mean(axis=0),
+        deviation=np.where(deviation > 0, deviation, 1.0),
+        digest=hashlib.sha256(raw).hexdigest()[:16],
+    )
+
+
+def origins(config: SeriesConfig, split: str, stride: int = 1) -> Int[np.ndarray, " W"]:
+    """The first row that each window of a split forecasts."""
+    at = _SPLITS.index(split)
+    first = sum(config.split[:at]) or config.lookback
+    return np.arange(first, sum(config.split[: at + 1]) - config.horizon + 1, stride)
+
+
+class Windows:
+    """Batches of windows by their origins.
+
+    A batch is {"weights": (B, L + H) float32, 1 on the rows to forecast and 0 elsewhere, "values": (B, L + H, C)
+    float32, normalised, "clock": (B, L + H, 4) float32, "reset": False}, L the lookback and H the horizon.
+    """
+
+    def __init__(self, series: Series, config: SeriesConfig):
+        self.config = config
+        self._values, self._clock = series.normalised, series.clock
+        self._places = np.arange(-config.lookback, config.horizon)
+
+    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> dict[str, Any]:
+        """The windows that forecast from these rows on; weights are 0 where `exists` (B,) is False."""
+        rows = origin[:, None] + self._places
+        counts = (self._places >= 0)[None] & np.broadcast_to(exists, origin.shape)[:, None]
+        return {
+            "weights": counts.astype(np.float32),
+            "values": self._values[rows],
+            "clock": self._clock[rows],
+            "reset": np.bool_(False),
+        }
+
+
+class WindowStream(grain.DatasetIterator):
+    """Endless training batches: in each pass every window at most once, in an order of its own, drawn from the seed and
+    the pass's number alone. A process among many gives some of the rows. The state is the number of batches handed out.
+
+    Args:
+      windows: what makes a batch of origins. origin: those to draw from. batch: rows of all processes together. seed:
+      of
+        the orders. digest: of the series. rows: which to give; all by default.
+
+    Raises:
+      UserError: fewer windows than a batch has rows, or batch or seed out of range.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        origin: Int[np.ndarray, " W"],
+        *,
+        batch: int,
+        seed: int,
+        digest: str,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        chosen = check_rows(batch, rows)
+        if seed < 0:
+            raise UserError(f"--seed: expected 0 or more, got {seed}")
+        if len(origin) < batch:
+            raise UserError(f"--batch: expected at most the {len(origin)} training windows, got {batch}")
+        steps = len(origin) // batch
+
+        def make(index: int, step: int) -> dict[str, Any]:
+            order = np.random.default_rng([seed, index // steps]).permutation(len(origin))
+            return windows.batch(origin[order[step * batch : (step + 1) * batch][chosen]])
+
+        dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
+        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
+        super().__init__(self._inner)
+        self._identity = {"batch": batch, "seed": seed, "windows": len(origin), "digest": digest}
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._inner)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands and over which series, as plain numbers and strings (JSON)."""
+        return {"step": self._inner.get_state()["next_index"], **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a state of `get_state`: the next batch is the one that would have come next.
+
+        Raises:
+          UserError: the state is of another series, batch size or seed; says which.
+        """
+        for name, ours in self._identity.items():
+            if state.get(name) != ours:
+                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        self._inner.set_state({"next_index": state["step"]})
+
+    def close(self) -> None:
+        """Ends the reading thread; batches cannot be read any more."""
+        if "_inner" in vars(self):  # the base class closes what it deletes, also where arguments were refused
+            self._inner.close()
+
+
+class HeldOutWindows:
+    """One pass over windows; what fills the last batch up has weight 0.
+
+    Args:
+      windows, origin: as for `WindowStream`. batch: rows of all processes together. rows: which to give; all by
+      default.
+    """
+
+    num_bytes = None
+
+    def __init__(
+        self,
+        windows: Windows,
+        origin: Int[np.ndarray, " W"],
+        *,
+        batch: int,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        self.batch = batch
+        self._windows, self._origin, self._rows = windows, origin, check_rows(batch, rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for first in range(0, len(self._origin), self.batch):
+            numbers = first + self._rows
+            exists = numbers < len(self._origin)
+            yield self._windows.batch(self._origin[np.minimum(numbers, len(self._origin) - 1)], exists)
+
+
+def naive_forecast(known: Float[np.ndarray, "B L C"], horizon: int, season: int = 1) -> np.ndarray:
+    """(B, H, C): the last row again and again, or with a season (24 for a day by the hour) the last `season` rows.
+
+    Raises:
+      ValueError: fewer rows are known than a season has.
+    """
+    if not 1 <= season <= known.shape[1]:
+        raise ValueError(f"season must be 1 to the {known.shape[1]} known rows, got {season}")
+    last = known[:, -season:]
+    return np.tile(last, (1, -(-horizon // season), 1))[:, :horizon]

@@ -1,0 +1,85 @@
+"""A series as tokens, as Chronos has it (Ansari et al. 2024, arXiv:2403.07815, section 3.1): divided by the mean size
+of what is known of it, then cut into bins of equal width."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from train.data.series import Series, SeriesConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSeriesConfig(SeriesConfig):
+    """The series, its windows and its tokens; of many columns each is a series of its own."""
+
+    bins: int = 512
+    """Tokens: bins of equal width."""
+    limit: float = 8.0
+    """The bins span -limit to limit times the mean size of what is known; what lies beyond goes to the last ones."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bins < 2:
+            raise ValueError(f"bins must be at least 2, got {self.bins}")
+        if not 0 < self.limit < np.inf:
+            raise ValueError(f"limit must be above 0, got {self.limit}")
+
+
+def scale_of(known: Float[np.ndarray, "*B L"]) -> Float[np.ndarray, "*B 1"]:
+    """The mean size of numbers; 1 where they are all 0."""
+    size = np.abs(known).mean(axis=-1, keepdims=True)
+    return np.where(size > 0, size, 1.0)
+
+
+def to_tokens(scaled: Float[np.ndarray, "*B T"], config: TokenSeriesConfig) -> Int[np.ndarray, "*B T"]:
+    """The bin whose centre is nearest; the first and the last bin's centres are -limit and limit."""
+    place = (scaled / config.limit + 1) / 2 * (config.bins - 1)
+    return np.clip(np.round(place), 0, config.bins - 1).astype(np.int32)
+
+
+def to_numbers(tokens: Int[np.ndarray, "*B T"], config: TokenSeriesConfig) -> Float[np.ndarray, "*B T"]:
+    """The centres of bins."""
+    return (tokens / (config.bins - 1) * 2 - 1) * config.limit
+
+
+class TokenWindows:
+    """Batches of windows of single columns; an origin o stands for row o // C and column o % C of C columns.
+
+    A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32, "reset": True}: every token
+    but the first is to be predicted.
+    """
+
+    def __init__(self, series: Series, config: TokenSeriesConfig):
+        self.config = config
+        self._values = series.values
+        self._places = np.arange(-config.lookback, config.horizon)
+
+    def known(self, origin: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, "B L"], Float[np.ndarray, "B 1"]]:
+        """The tokens that are known, and by what their numbers were divided."""
+        numbers = self._numbers(origin)[:, : self.config.lookback]
+        scale = scale_of(numbers)
+        return to_tokens(numbers / scale, self.config), scale
+
+    def _numbers(self, origin: Int[np.ndarray, " B"]) -> Float[np.ndarray, "B T"]:
+        columns = self._values.shape[1]
+        return self._values[(origin // columns)[:, None] + self._places, (origin % columns)[:, None]]
+
+    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> dict[str, Any]:
+        numbers = self._numbers(origin)
+        tokens = to_tokens(numbers / scale_of(numbers[:, : self.config.lookback]), self.config)
+        there = np.broadcast_to(exists, origin.shape)[:, None]
+        return {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": np.broadcast_to(there, tokens[:, 1:].shape).astype(np.float32),
+            "reset": np.bool_(True),
+        }
+
+
+def column_origins(origin: Int[np.ndarray, " W"], columns: int) -> Int[np.ndarray, " WC"]:
+    """Origins of `TokenWindows` for every column, from the rows at which windows begin to forecast."""
+    return (origin[:, None] * columns + np.arange(columns)).reshape(-1)
