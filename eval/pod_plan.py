@@ -1,10 +1,10 @@
 """What a training step takes on a TPU pod that is not there: python -m eval.pod_plan PRESET --topology v5e:16x16.
 
-The real step of `train.lm` is compiled ahead of time for every chip of the topology (it needs the package libtpu and no
-TPU): all options of train.lm hold, `--mesh.fsdp 16`, `--batch 256`, `--remat full`; `--context` is another word for
-`--length`. Printed are the memory of a chip beside what it has, the matrix products, the bytes that each kind of
-communication brings to a chip, and the shortest time that any of them allows the step. Exit status 1 where it does not
-fit. `--json` prints one object instead.
+The real step of `train.lm`, or of `train.lra` for a preset of the Long Range Arena, is compiled ahead of time for every
+chip of the topology (it needs the package libtpu and no TPU): all options of that command hold, `--mesh.fsdp 16`,
+`--batch 256`, `--remat full`; `--context` is another word for `--length`. Printed are the memory of a chip beside what it
+has, the matrix products, the bytes that each kind of communication brings to a chip, and the shortest time that any of
+them allows the step. Exit status 1 where it does not fit. `--json` prints one object instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,26 +29,26 @@ from rich.table import Table
 from brl_jax.sharding import row_shards
 from eval.program_costs import collective_bytes, matrix_flops
 from eval.tpu_chips import CHIPS, Chip, known_topologies
+from train import lm, lra
 from train.config import LmConfig, parse
 from train.errors import RunError, UserError, command, one_line
-from train.lm import build_model, lm_objective
+from train.lra_config import LraConfig
 from train.mesh import open_mesh, rows_sharding, sharded_state
 from train.optimizer import decayed, make_optimizer, make_schedule
-from train.presets import PRESETS
 from train.step import Objective, TrainState, make_train_step
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanConfig(LmConfig):
-    """A run of train.lm, and where it would be."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Where a run would be."""
 
     topology: str = "v5e:16x16"
     """The slice: KIND:SHAPE, for example v5e:16x16 or v5p:4x4x4."""
     json: bool = False
     """Print one JSON object."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check_topology(self) -> None:
+        """Raises UserError for a slice that there is not."""
         kind, _, shape = self.topology.partition(":")
         if kind not in CHIPS or shape not in CHIPS[kind].topologies:
             raise UserError(f"--topology: unknown {self.topology!r}; expected one of {known_topologies()}")
@@ -57,6 +57,26 @@ class PlanConfig(LmConfig):
     def chip(self) -> Chip:
         """The chips of the topology."""
         return CHIPS[self.topology.partition(":")[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LmPlanConfig(LmConfig, Slice):
+    """A run of train.lm, and where it would be."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_topology()
+
+
+@dataclasses.dataclass(frozen=True)
+class LraPlanConfig(LraConfig, Slice):
+    """A run of train.lra, and where it would be."""
+
+    def __post_init__(self):
+        self.check_topology()
+
+
+PlanConfig = LmPlanConfig | LraPlanConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +141,29 @@ def vocabulary(tokenizer: str) -> int:
     return int(size[1])
 
 
+def sized(config: PlanConfig) -> PlanConfig:
+    """The configuration with what the data decide of the network."""
+    if isinstance(config, LraPlanConfig):
+        return cast(LraPlanConfig, lra.for_task(config))
+    model = dataclasses.replace(config.model, vocab_size=vocabulary(config.data.tokenizer))
+    return dataclasses.replace(config, model=model)
+
+
+def make_objective(config: PlanConfig) -> Objective:
+    """What the step lowers."""
+    if isinstance(config, LraPlanConfig):
+        return lra.lra_objective(lra.build_model(config))
+    return lm.lm_objective(lm.build_model(config))
+
+
+def batch_shapes(config: PlanConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a step, or a part of it with so many rows, takes."""
+    if isinstance(config, LraPlanConfig):
+        return lra.batch_shapes(config, rows)
+    tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
+    return {"tokens": tokens, "targets": tokens}
+
+
 def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
     """Compiles the step and adds up; the mesh it is compiled for.
 
@@ -132,22 +175,22 @@ def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
 
     started = time.monotonic()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=config.topology).devices
-    mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=config.loop.length)
-    objective = lm_objective(build_model(config))
+    length = config.loop.length if isinstance(config, LmPlanConfig) else None
+    mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=length)
+    objective = make_objective(config)
     loop, whole = config.loop, NamedSharding(mesh, PartitionSpec())
     schedule = make_schedule(config.optimizer, loop.steps)
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
     optimizer = make_optimizer(config.optimizer, schedule, decayed(boxed), objective.rates(boxed))
     fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
     state = jax.tree.map(_placed, jax.eval_shape(fresh), shardings)
-    tokens = jax.ShapeDtypeStruct(
-        (loop.batch, loop.length), jnp.int32, sharding=rows_sharding(mesh, loop.batch, 2)
-    )
     batch = {
-        "tokens": tokens,
-        "targets": tokens,
-        "reset": jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole),
+        name: _placed(x, rows_sharding(mesh, loop.batch, len(x.shape)))
+        for name, x in batch_shapes(config, loop.batch).items()
     }
+    tokens = math.prod(batch["tokens"].shape)
+    if isinstance(config, LmPlanConfig):
+        batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole)
     kept = _kept_bytes(objective, state, config, mesh)
     with jax.set_mesh(mesh):
         traced = jax.jit(
@@ -190,7 +233,7 @@ def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
         # At the least, the state is read and written, and so is what the backward pass needs.
         hbm_seconds=2 * (_share(state) + loop.accumulation * kept) / config.chip.memory_bandwidth,
         link_seconds=sum(received.values()) / config.chip.link_bandwidth,
-        tokens=loop.batch * loop.length,
+        tokens=tokens,
         compile_seconds=time.monotonic() - started,
     )
     return plan, mesh
@@ -209,16 +252,15 @@ def _share(tree: Any) -> int:
 def _kept_bytes(objective: Objective, state: TrainState, config: PlanConfig, mesh: Mesh) -> int:
     """About what a microbatch's forward pass keeps for the backward pass on one device, weights left out."""
     rows = config.loop.batch // config.loop.accumulation
-    tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
     memory = jax.eval_shape(lambda: objective.init_memory(rows))
 
-    def residuals(params: Any, memory: Any, tokens: Any, key: Any) -> Any:
+    def residuals(params: Any, memory: Any, batch: Any, key: Any) -> Any:
         def loss(params: Any) -> Any:
-            return objective.sums(params, memory, {"tokens": tokens, "targets": tokens}, key)[0]["loss"]
+            return objective.sums(params, memory, batch, key)[0]["loss"]
 
         return jax.vjp(loss, params)[1]
 
-    kept = jax.eval_shape(residuals, state.params, memory, tokens, jax.random.key(0))
+    kept = jax.eval_shape(residuals, state.params, memory, batch_shapes(config, rows), jax.random.key(0))
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state.params)}
     size = sum(
         leaf.size * leaf.dtype.itemsize
@@ -256,9 +298,10 @@ def show(plan: Plan, config: PlanConfig) -> None:
     """Prints a plan for people."""
     console = Console(soft_wrap=True, highlight=False)
     shape = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    rows = config.loop.batch
     console.print(
         f"{plan.topology}, {plan.devices} devices as {shape}; {plan.parameters / 1e6:.1f}M parameters; "
-        f"{config.loop.batch} rows of {config.loop.length} tokens; compiled in {plan.compile_seconds:.0f} s"
+        f"{rows} rows of {plan.tokens // rows} tokens; compiled in {plan.compile_seconds:.0f} s"
     )
     table = Table(title="memory of a device")
     table.add_column("what")
@@ -308,9 +351,11 @@ def main(argv: Sequence[str]) -> None:
         ["False"],
     ):
         words.insert(words.index("--json") + 1, "True")
-    presets = {
-        name: PlanConfig(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
-        for name, preset in PRESETS.items()
+    kinds: dict[Any, Any] = {LmPlanConfig: lm.PRESETS, LraPlanConfig: lra.PRESETS}
+    presets: dict[str, PlanConfig] = {
+        name: kind(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
+        for kind, known in kinds.items()
+        for name, preset in known.items()
     }
     config = parse(
         presets,
@@ -319,8 +364,7 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m eval.pod_plan",
         about="What a training step takes on a TPU pod, without one.",
     )
-    model = dataclasses.replace(config.model, vocab_size=vocabulary(config.data.tokenizer))
-    config = dataclasses.replace(config, model=model)
+    config = sized(config)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -59,6 +59,29 @@ def lra_objective(model: Classifier | PairClassifier) -> Objective:
     )
 
 
+def for_task(config: LraConfig) -> LraConfig:
+    """The configuration with what the task decides of the network."""
+    task = TASKS[config.data.task]
+    model = dataclasses.replace(
+        config.model,
+        vocab_size=task.vocab_size,
+        num_classes=task.num_classes,
+        max_length=config.data.padded_lengths[-1],
+    )
+    return dataclasses.replace(config, model=model)
+
+
+def batch_shapes(config: LraConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The longest batch of so many rows (see `lra_objective`)."""
+    pairs = (2,) if TASKS[config.data.task].is_pair else ()
+    shapes = {"tokens": (rows, *pairs, config.data.padded_lengths[-1]), "lengths": (rows, *pairs)}
+    shapes |= {"targets": (rows,), "weights": (rows,)}
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "weights" else jnp.int32)
+        for name, shape in shapes.items()
+    }
+
+
 def build_model(config: LraConfig) -> Classifier | PairClassifier:
     """The model of a configuration, tried on a batch's shapes.
 
@@ -66,18 +89,7 @@ def build_model(config: LraConfig) -> Classifier | PairClassifier:
       UserError: its parts don't fit each other or the batch.
     """
     pair = TASKS[config.data.task].is_pair
-    rows = config.loop.batch // config.loop.accumulation
-    pairs = (2,) if pair else ()
-
-    def struct(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    batch = {
-        "tokens": struct(rows, *pairs, config.data.padded_lengths[-1]),
-        "lengths": struct(rows, *pairs),
-        "targets": struct(rows),
-        "weights": struct(rows, dtype=jnp.float32),
-    }
+    batch = batch_shapes(config, config.loop.batch // config.loop.accumulation)
     try:
         model = (PairClassifier if pair else Classifier)(config.model)
         objective = lra_objective(model)
@@ -105,14 +117,7 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m train.lra",
         about="Trains a classifier on the Long Range Arena.",
     )
-    task = TASKS[config.data.task]
-    model_config = dataclasses.replace(
-        config.model,
-        vocab_size=task.vocab_size,
-        num_classes=task.num_classes,
-        max_length=config.data.padded_lengths[-1],
-    )
-    config = dataclasses.replace(config, model=model_config)
+    config = for_task(config)
     join(config.hosts)
     mesh = open_mesh(config.mesh, config.loop, config.model)
     model = build_model(config)
