@@ -2,9 +2,9 @@
 
 The real step of `train.lm`, or of `train.lra` for a preset of the Long Range Arena, is compiled ahead of time for every
 chip of the topology (it needs the package libtpu and no TPU): all options of that command hold, `--mesh.fsdp 16`,
-`--batch 256`, `--remat full`; `--context` is another word for `--length`. Printed are the memory of a chip beside what it
-has, the matrix products, the bytes that each kind of communication brings to a chip, and the shortest time that any of
-them allows the step. Exit status 1 where it does not fit. `--json` prints one object instead.
+`--batch 256`, `--remat full`; `--context` is another word for `--length`. Printed are the memory of a chip beside what
+it has, the matrix products, the bytes that each kind of communication brings to a chip, and the shortest time that any
+of them allows the step. Exit status 1 where it does not fit. `--json` prints one object instead.
 """
 
 from __future__ import annotations
