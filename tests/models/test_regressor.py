@@ -53,7 +53,7 @@ def test_positions_and_read_out():
     swapped = np.asarray(model.apply({"params": params}, x[:, jnp.array([1, 0, 2, 3, 4, 5])]))
     assert np.abs(swapped[:, 5] - y[:, 5]).max() > 1e-4
     # What is added is what the embedding could have added.
-    embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"]
+    embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"][None, None]
     table = sinusoidal_positions(6, 16)[None]
     bare = {"kernel": jnp.eye(16), "bias": jnp.zeros(16)}
     plain = Regressor(small(FullConfig(), positions="learned", num_layers=1, num_inputs=16))
