@@ -130,6 +130,7 @@ def measure(workdir: str, checkpoint: str) -> dict[str, Any]:
         "num_layers": config.model.num_layers,
         "input_dim": config.data.input_dim,
         "prompt": kind,
+        "batch": config.loop.batch,
         "error": float(ours.mean()),
         "standard_error": float(by_prompt.std(ddof=1) / np.sqrt(len(by_prompt))) if len(ours) > 1 else None,
         "least_squares_error": float(best.mean()),

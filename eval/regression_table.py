@@ -13,7 +13,7 @@ from eval.plotting import legend_outside, line_styles
 Result = Mapping[str, Any]
 
 # What runs have in common that differ in their seed alone.
-_SAME = ("model", "num_heads", "d_model", "num_layers", "input_dim", "prompt", "learning_rate")
+_SAME = ("model", "num_heads", "d_model", "num_layers", "input_dim", "prompt", "learning_rate", "batch")
 
 
 def label(result: Result) -> str:
@@ -27,7 +27,7 @@ def grouped(results: Sequence[Result]) -> list[list[Result]]:
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault((*(result[name] for name in _SAME), len(result["errors"])), []).append(result)
-    return sorted(groups.values(), key=lambda runs: (label(runs[0]), runs[0]["d_model"]))
+    return sorted(groups.values(), key=lambda runs: (label(runs[0]), runs[0]["d_model"], runs[0]["batch"]))
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -38,22 +38,23 @@ def _spread(values: Sequence[float]) -> str:
 def markdown(results: Sequence[Result]) -> str:
     """A row for each group of runs that differ in their seed alone, and one for least squares."""
     lines = [
-        "| mechanism | width | head | parameters | TFLOP | seconds | seeds | error, all pairs | error of the last |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| mechanism | width | head | batch | parameters | TFLOP | seconds | seeds | error | error of the last |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for runs in grouped(results):
         first = runs[0]
         flops = [run["flops_per_step"] * run["curve"]["step"][-1] / 1e12 for run in runs]
         seconds = [run["curve"]["seconds"][-1] for run in runs]
         lines.append(
-            f"| {label(first)} | {first['d_model']} | {first['d_model'] // first['num_heads']} | {first['parameters']} "
+            f"| {label(first)} | {first['d_model']} | {first['d_model'] // first['num_heads']} "
+            f"| {first['batch']} | {first['parameters']} "
             f"| {np.mean(flops):.1f} | {np.mean(seconds):.0f} | {', '.join(str(run['seed']) for run in runs)} "
             f"| {_spread([run['error'] for run in runs])} | {_spread([run['errors'][-1] for run in runs])} |"
         )
     kinds = {(run["input_dim"], len(run["errors"])): run for run in results}
     for (dims, pairs), run in sorted(kinds.items()):
         lines.append(
-            f"| least squares, {dims} inputs, {pairs} pairs | - | - | - | - | - | - "
+            f"| least squares, {dims} inputs, {pairs} pairs | - | - | - | - | - | - | - "
             f"| {run['least_squares_error']:.3f} | {run['least_squares'][-1]:.3f} |"
         )
     return "\n".join(lines)
@@ -65,9 +66,13 @@ def draw(results: Sequence[Result]) -> Figure:
     figure = Figure(figsize=(14, 9), layout="constrained")
     (by_pairs, by_width), (by_flops, by_time) = figure.subplots(2, 2)
     many_widths = len({run["d_model"] for run in results}) > 1
-    names = {
-        id(runs): label(runs[0]) + (f", width {runs[0]['d_model']}" if many_widths else "") for runs in groups
-    }
+    many_batches = len({run["batch"] for run in results}) > 1
+
+    def name_of(run: Result) -> str:
+        width = f", width {run['d_model']}" if many_widths else ""
+        return label(run) + width + (f", batch {run['batch']}" if many_batches else "")
+
+    names = {id(runs): name_of(runs[0]) for runs in groups}
     styles = line_styles([names[id(runs)] for runs in groups])
     for runs in groups:
         style = {**styles[names[id(runs)]], "markersize": 4}

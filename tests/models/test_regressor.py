@@ -45,13 +45,15 @@ def test_positions_and_read_out():
     variables = nn.unbox(model.init(jax.random.key(0), x))
     np.testing.assert_array_equal(model.apply(variables, x), np.zeros((1, 6, 2)))  # says nothing at first
     params = variables["params"]
-    params = {**params, "read_out": jax.tree.map(lambda leaf: leaf + 1.0, params["read_out"])}
+    # Not all alike: a norm's outputs sum to 0.
+    kernel = jax.random.normal(jax.random.key(2), params["read_out"]["kernel"].shape)
+    params = {**params, "read_out": {**params["read_out"], "kernel": kernel}}
     y = np.asarray(model.apply({"params": params}, x))
     # Earlier tokens in another order: full attention without positions would not notice.
     swapped = np.asarray(model.apply({"params": params}, x[:, jnp.array([1, 0, 2, 3, 4, 5])]))
     assert np.abs(swapped[:, 5] - y[:, 5]).max() > 1e-4
     # What is added is what the embedding could have added.
-    embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"]
+    embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"][None, None]
     table = sinusoidal_positions(6, 16)[None]
     bare = {"kernel": jnp.eye(16), "bias": jnp.zeros(16)}
     plain = Regressor(small(FullConfig(), positions="learned", num_layers=1, num_inputs=16))

@@ -174,7 +174,7 @@ def test_measuring_and_the_table(runs, capsys):
     eval.regression.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| full, 1 head | 16 | 16 |" not in text  # two heads here
-    assert "| full, 2 heads | 16 | 8 |" in text
+    assert "| full, 2 heads | 16 | 8 | 8 |" in text
     assert "| least squares, 3 inputs, 5 pairs |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (runs / "full" / "regression_test.json").exists()
