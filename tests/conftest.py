@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import jax
+import pytest
 
 if jax.__version_info__ < (
     0,
@@ -28,3 +29,12 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def uncached():
+    """Programs for chips that are not there could be put into the cache of compiled programs, but not read from it."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)

@@ -153,8 +153,12 @@ def window_blocks(
 
 
 def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int) -> int:
-    """VMEM of a backward step of propagate, the larger one: blocks twice, the scores in flight."""
-    return 2 * (3 * block * width * itemsize + keys * width * (2 * itemsize + 8)) + 8 * keys * tile * 4
+    """VMEM of a backward step of propagate, the larger one: blocks twice, the scores in flight.
+
+    Of float32 the compiler keeps those of all packed heads where there are many keys.
+    """
+    scores = 56 if itemsize == 4 and keys > 256 else 8
+    return 2 * (3 * block * width * itemsize + keys * width * (2 * itemsize + 8)) + scores * keys * tile * 4
 
 
 def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple[int, int]:
@@ -169,15 +173,19 @@ def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple
 
 
 def compress_bytes(block: int, queries: int, width: int, itemsize: int, sets: int, packed: int) -> int:
-    """VMEM of a backward step of compress, the larger one: blocks twice, results, the scores in flight."""
+    """VMEM of a backward step of compress, the larger one: blocks twice, results, the scores in flight.
+
+    Products of float32 are made of several of bfloat16: the compiler keeps their parts for all packed heads.
+    """
     history = (2 * sets + 2) * block * width * itemsize
     resident = queries * width * (itemsize * (1 + sets) + 4 * (1 + sets)) + 8 * 4 * packed * sets * queries
-    return 2 * (history + resident) + 6 * block * queries * 4
+    scores = 28 * sets if itemsize == 4 else 6
+    return 2 * (history + resident) + scores * block * queries * 4
 
 
 def compress_block(length: int, queries: int, width: int, itemsize: int, sets: int, packed: int) -> int:
     """Tokens in a grid step, halved until they fit in what every kernel is granted."""
-    block, most = 1024, GRANTED_MIB * MIB * 3 // 4
+    block, most = 1024, GRANTED_MIB * MIB * 7 // 8
     while block > 128 and (
         block // 2 >= length or compress_bytes(block, queries, width, itemsize, sets, packed) > most
     ):

@@ -11,6 +11,7 @@ from train.errors import RunError, UserError
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
+pytestmark = pytest.mark.usefixtures("uncached")
 SMALL = "small --num_layers 2 --batch 8 --length 128 --mechanism.block_size 128"
 
 

@@ -9,6 +9,7 @@ from eval import tpu_compile
 from train.errors import RunError, UserError
 
 
+@pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_prints_a_row_for_each_kernel_and_names_what_fails(capsys, monkeypatch):
     arguments = ["--chips", "v5e", "--lengths", "1024", "2048", "--windows", "128", "--compressed", "64"]

@@ -31,9 +31,13 @@ from pallas_kernels.tpu import (
     window_attention,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'brl-jax[tpu]')"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu is not installed (pip install 'brl-jax[tpu]')",
+    ),
+    pytest.mark.usefixtures("uncached"),
+]
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
@@ -90,12 +94,25 @@ def test_temporary_memory_is_linear():
     assert large <= 8 * max(small, statistics) * 1.1
 
 
-@pytest.mark.parametrize(("chip", "head_dim", "tokens"), [("v5e", 128, 128), ("7x", 64, 256)])
-def test_compress_and_propagate(chip, head_dim, tokens):
+@pytest.mark.parametrize(
+    ("chip", "head_dim", "tokens", "dtype"),
+    [
+        ("v5e", 128, 128, jnp.bfloat16),
+        ("7x", 64, 256, jnp.bfloat16),
+        (
+            "v5e",
+            8,
+            256,
+            jnp.float32,
+        ),  # sixteen heads in one row of lanes, as a preset of the Long Range Arena has them
+        ("v5e", 8, 512, jnp.float32),
+    ],
+)
+def test_compress_and_propagate(chip, head_dim, tokens, dtype):
     short, long = (1, tokens, 8, head_dim), (1, 4096, 8, head_dim)
     ones = jnp.ones((8,), jnp.float32)
-    compile_both(chip, functools.partial(compress, gamma=ones, chip=chip), (short, long, long, long))
-    compile_both(chip, functools.partial(propagate, strength=ones, chip=chip), (long, short, short))
+    compile_both(chip, functools.partial(compress, gamma=ones, chip=chip), (short, long, long, long), dtype)
+    compile_both(chip, functools.partial(propagate, strength=ones, chip=chip), (long, short, short), dtype)
 
 
 def test_scores_and_blockwise_history():
