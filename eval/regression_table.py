@@ -86,14 +86,13 @@ def draw(results: Sequence[Result]) -> Figure:
     best = {len(run["least_squares"]): run["least_squares"] for run in results}
     for errors in best.values():
         by_pairs.plot(errors, color="#999999", linestyle=":", label="least squares")
-    kinds = dict.fromkeys(label(runs[0]) for runs in groups)
-    for kind, style in line_styles(list(kinds)).items():
-        points = sorted(
-            (run["d_model"], run["error"]) for runs in groups for run in runs if label(run) == kind
-        )
-        by_width.plot(
-            *zip(*points), label=kind, **{**style, "linestyle": style["linestyle"] if many_widths else "none"}
-        )
+    series: dict[Any, list[tuple[int, float]]] = {}
+    for runs in groups:
+        points = [(run["d_model"], run["error"]) for run in runs]
+        series.setdefault((label(runs[0]), runs[0]["batch"]), []).extend(points)
+        by_width.plot(*zip(*points), **{**styles[names[id(runs)]], "linestyle": "none"})
+    for points in series.values():
+        by_width.plot(*zip(*sorted(points)), color="#bbbbbb", linewidth=0.8, zorder=0)
     floor = {run["least_squares_error"] for run in results}
     for axes in (by_width, by_flops, by_time):
         for value in floor:
@@ -108,6 +107,5 @@ def draw(results: Sequence[Result]) -> Figure:
     for axes in (by_pairs, by_width, by_flops, by_time):
         axes.set_ylim(bottom=0)
         axes.grid(True, alpha=0.3)
-    legend_outside(by_width)
     legend_outside(by_time)
     return figure
