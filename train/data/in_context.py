@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
-import grain
 import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.attention.checks import check_choice
-from train.data.streams import READ_AHEAD, check_rows
+from train.data.repeated import RepeatedBatches
+from train.data.streams import check_rows
 from train.errors import UserError
 
 Prompt = Literal["alternate", "joined"]
@@ -92,7 +92,7 @@ def draw_prompts(
     return {"y": y, "weights": np.ascontiguousarray(weights), "x": x, "reset": np.bool_(False)}
 
 
-class TaskStream(grain.DatasetIterator):
+class TaskStream(RepeatedBatches):
     """Endless training batches of fresh functions; batch s is drawn from the seed and s alone.
 
     A batch is what `draw_prompts` gives, and "reset": False. A process among many gives some of the rows. The state is
@@ -121,33 +121,8 @@ class TaskStream(grain.DatasetIterator):
         def make(index: int, _: Any) -> dict[str, Any]:
             return draw_prompts(config, (_TRAIN, seed, index), chosen, *config.sizes(index))
 
-        dataset = grain.MapDataset.range(1).repeat().map_with_index(make)
-        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
-        super().__init__(self._inner)
-        self._identity = {"batch": batch, "seed": seed}
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self._inner)
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the stream stands, as plain numbers (JSON)."""
-        return {"step": self._inner.get_state()["next_index"], **self._identity}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a state of `get_state`: the next batch is the one that would have come next.
-
-        Raises:
-          UserError: the state is of another batch size or seed; says which.
-        """
-        for name, ours in self._identity.items():
-            if state.get(name) != ours:
-                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
-        self._inner.set_state({"next_index": state["step"]})
-
-    def close(self) -> None:
-        """Ends the reading thread; batches cannot be read any more."""
-        if "_inner" in vars(self):  # the base class closes what it deletes, also where arguments were refused
-            self._inner.close()
+        identity = {"batch": batch, "seed": seed}
+        super().__init__(make, 1, identity)
 
 
 class HeldOutTasks:

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import grain
 import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.attention.checks import check_choice
-from train.data.streams import READ_AHEAD, check_rows
+from train.data.repeated import RepeatedBatches
+from train.data.streams import check_rows
 from train.errors import UserError, one_line
 
 Features = Literal["univariate", "multivariate"]
@@ -165,7 +165,7 @@ class Windows:
         }
 
 
-class WindowStream(grain.DatasetIterator):
+class WindowStream(RepeatedBatches):
     """Endless training batches: in each pass every window at most once, in an order of its own, drawn from the seed and
     the pass's number alone. A process among many gives some of the rows. The state is the number of batches handed out.
 
@@ -199,33 +199,8 @@ class WindowStream(grain.DatasetIterator):
             order = np.random.default_rng([seed, index // steps]).permutation(len(origin))
             return windows.batch(origin[order[step * batch : (step + 1) * batch][chosen]])
 
-        dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
-        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
-        super().__init__(self._inner)
-        self._identity = {"batch": batch, "seed": seed, "windows": len(origin), "digest": digest}
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self._inner)
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the stream stands and over which series, as plain numbers and strings (JSON)."""
-        return {"step": self._inner.get_state()["next_index"], **self._identity}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a state of `get_state`: the next batch is the one that would have come next.
-
-        Raises:
-          UserError: the state is of another series, batch size or seed; says which.
-        """
-        for name, ours in self._identity.items():
-            if state.get(name) != ours:
-                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
-        self._inner.set_state({"next_index": state["step"]})
-
-    def close(self) -> None:
-        """Ends the reading thread; batches cannot be read any more."""
-        if "_inner" in vars(self):  # the base class closes what it deletes, also where arguments were refused
-            self._inner.close()
+        identity = {"batch": batch, "seed": seed, "windows": len(origin), "digest": digest}
+        super().__init__(make, steps, identity)
 
 
 class HeldOutWindows:

@@ -10,10 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.corpus import Corpus
+from train.data.repeated import READ_AHEAD, RepeatedBatches
 from train.errors import UserError
-
-# One thread reads ahead: batches come in order, and the state says which was handed out last, not read last.
-READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
 def check_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
@@ -31,7 +29,7 @@ def _check_length(length: int) -> None:
         raise UserError(f"--length: expected at least 1 token, got {length}")
 
 
-class TokenStreams(grain.DatasetIterator):
+class TokenStreams(RepeatedBatches):
     """Endless training batches: `batch` rows, each reading its own stretch of the text.
 
     A pass takes steps_per_pass = N // (batch * length) steps. In a pass that starts at offset o, row b of
@@ -82,50 +80,14 @@ class TokenStreams(grain.DatasetIterator):
             window = tokens.take(row_starts + (offset + step * length), mode="wrap").astype(np.int32)
             return {"tokens": window[:, :-1], "targets": window[:, 1:], "reset": np.bool_(step == 0)}
 
-        dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
-        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
-        super().__init__(self._inner)
-        self._identity = {
+        identity = {
             "batch": batch,
             "length": length,
             "seed": seed,
             "tokens": size,
             "digest": corpus.digest,
         }
-        self.steps_per_pass = steps
-
-    @property
-    def step(self) -> int:
-        """Number of batches handed out since the start of training."""
-        return self._inner.get_state()["next_index"]
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self._inner)
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the stream stands and over which text, as plain numbers and strings (JSON)."""
-        return {"step": self.step, **self._identity}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a state of `get_state`: the next batch is the one that would have come next.
-
-        Raises:
-          UserError: the state is of another text, batch size, length or seed; says which.
-        """
-        for name, ours in self._identity.items():
-            if state.get(name) != ours:
-                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
-        self._inner.set_state({"next_index": state["step"]})
-
-    def start_prefetch(self) -> None:
-        """Starts reading ahead before the first batch is asked for."""
-        self._inner.start_prefetch()
-
-    def close(self) -> None:
-        """Ends the reading thread; batches cannot be read any more."""
-        # The base class closes what it deletes, also a stream whose arguments were refused.
-        if "_inner" in vars(self):
-            self._inner.close()
+        super().__init__(make, steps, identity)
 
 
 class EvalStream:

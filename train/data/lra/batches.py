@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.lra.examples import Examples
-from train.data.streams import READ_AHEAD, check_rows
+from train.data.repeated import READ_AHEAD, RepeatedBatches
+from train.data.streams import check_rows
 from train.errors import UserError
 
 
@@ -58,7 +59,7 @@ def _batch(examples: Examples, rows: Int[np.ndarray, " B"], width: int) -> dict[
     }
 
 
-class TrainBatches(grain.DatasetIterator):
+class TrainBatches(RepeatedBatches):
     """Endless training batches; each pass has every example at most once, in an order of its own.
 
     A batch is {"tokens": (B, T) or, for pairs, (B, 2, T) int32, zeros after each sequence's end, "lengths": (B,)
@@ -104,40 +105,14 @@ class TrainBatches(grain.DatasetIterator):
             chosen = plan(index // steps)
             return _batch(examples, chosen.rows[step, chosen_rows], int(chosen.widths[step]))
 
-        dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
-        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
-        super().__init__(self._inner)
-        self._identity = {
+        identity = {
             "batch": batch,
             "buckets": sorted(buckets),
             "seed": seed,
             "examples": len(examples),
             "digest": examples.digest,
         }
-        self.steps_per_pass = steps
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self._inner)
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the stream stands and over which examples, as plain numbers and strings (JSON)."""
-        return {"step": self._inner.get_state()["next_index"], **self._identity}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a state of `get_state`: the next batch is the one that would have come next.
-
-        Raises:
-          UserError: the state is of other examples, batch size, buckets or seed; says which.
-        """
-        for name, ours in self._identity.items():
-            if state.get(name) != ours:
-                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
-        self._inner.set_state({"next_index": state["step"]})
-
-    def close(self) -> None:
-        """Ends the reading thread; batches cannot be read any more."""
-        if "_inner" in vars(self):  # the base class closes what it deletes, also where arguments were refused
-            self._inner.close()
+        super().__init__(make, steps, identity)
 
 
 class EvalBatches:

@@ -1,0 +1,63 @@
+"""Training batches that a number stands for, pass after pass, through Grain: read ahead, and gone on with exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grain
+
+from train.errors import UserError
+
+# One thread reads ahead: batches come in order, and the state says which was handed out last, not read last.
+READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+
+
+class RepeatedBatches(grain.DatasetIterator):
+    """An endless iterator over batches made by number, whose state is the number of the next one.
+
+    Args:
+      make: (index, step) -> batch; index counts all batches since the start of training, step those of the pass.
+      steps: batches of a pass.
+      identity: what batches follow from (sizes, seed, the data's digest), numbers and strings by name.
+    """
+
+    def __init__(self, make: Callable[[int, int], dict[str, Any]], steps: int, identity: dict[str, Any]):
+        dataset = grain.MapDataset.range(steps).repeat().map_with_index(make)
+        self._inner = iter(dataset.to_iter_dataset(READ_AHEAD))
+        super().__init__(self._inner)
+        self._identity = identity
+        self.steps_per_pass = steps
+
+    @property
+    def step(self) -> int:
+        """Number of batches handed out since the start of training."""
+        return self._inner.get_state()["next_index"]
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._inner)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the stream stands and of which data, as plain numbers and strings (JSON)."""
+        return {"step": self.step, **self._identity}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a state of `get_state`: the next batch is the one that would have come next.
+
+        Raises:
+          UserError: the state is of other data, sizes or another seed; says which.
+        """
+        for name, ours in self._identity.items():
+            if state.get(name) != ours:
+                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        self._inner.set_state({"next_index": state["step"]})
+
+    def start_prefetch(self) -> None:
+        """Starts reading ahead before the first batch is asked for."""
+        self._inner.start_prefetch()
+
+    def close(self) -> None:
+        """Ends the reading thread; batches cannot be read any more."""
+        # The base class closes what it deletes, also a stream whose arguments were refused.
+        if "_inner" in vars(self):
+            self._inner.close()
