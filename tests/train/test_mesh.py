@@ -70,11 +70,16 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results, mesh):
 
 
 def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
-    """Where tokens are cut, those of a whole row meet in full attention, in states, and in BRL's queue of outputs."""
+    """Where tokens are cut, those of a whole row meet in full attention, in states, in BRL's queue of outputs, and
+    where a row is cut in that queue's segments, of each of which every device has its share, and joined again."""
     whole = [
         (shape, where) for shape, where in results["sequence"]["gathers"] if np.prod(shape) >= ROWS * LENGTH
     ]
-    elsewhere = [(shape, where) for shape, where in whole if not re.search(r"block_[023]/|carrier", where)]
+    elsewhere = [
+        (shape, where)
+        for shape, where in whole
+        if not re.search(r"block_[023]/|carrier|jvp\(\)/sharding_constraint|stack\._run/final_norm", where)
+    ]
     assert len(whole) > 2
     assert not elsewhere
 
