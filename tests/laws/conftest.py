@@ -7,6 +7,7 @@ import pytest
 from tests.laws.cases import CASES
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items):
     for item in items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")
