@@ -16,9 +16,9 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
@@ -27,17 +27,19 @@ import numpy as np
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.plotting import legend_outside, line_styles, picture_path, save
 from train.config import parse_options
 from train.errors import UserError, command
 from train.lm import lm_objective
-from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.optimizer import OptimizerConfig, optimizer_of
 from train.step import init_state, make_train_step
 
 # Modules whose outputs are followed, by their names in the network.
 _FOLLOWED = {"mixer": "mixer", "feed_forward": "feed-forward network"}
+Options = TypeVar("Options", bound="WidthOptions")
 PARAMETRIZATIONS = ("standard", "muP")
 
 
@@ -69,9 +71,7 @@ class WidthOptions:
             raise ValueError(f"mechanism must be one of {', '.join(MECHANISMS)}, got {self.mechanism!r}")
         if len(self.widths) < 2 or list(self.widths) != sorted(set(self.widths)):
             raise ValueError(f"widths must be two or more, from the narrowest on, got {self.widths}")
-        for name in ("num_heads", "num_layers", "steps", "batch", "length", "seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "num_heads", "num_layers", "steps", "batch", "length", "seeds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +136,11 @@ def changes(
     """How far each of `activations` has moved from its first value after 1, 2, ... steps."""
     model = make_model(options, width, parametrization)
     objective = lm_objective(model)
-    boxed = jax.eval_shape(objective.init, jax.random.key(0))
     config = OptimizerConfig(
         learning_rate=options.learning_rate, warmup_steps=0, decay="constant", weight_decay=0.0
     )
-    schedule = make_schedule(config, options.steps)
-    optimizer = make_optimizer(config, schedule, decayed(boxed), objective.rates(boxed))
+    boxed = jax.eval_shape(objective.init, jax.random.key(0))
+    optimizer, schedule = optimizer_of(config, options.steps, boxed, objective.rates(boxed))
 
     def fresh(key: Array) -> Any:
         params = nn.unbox(objective.init(key))
@@ -204,6 +203,21 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
+def compare(
+    options: Options,
+    measure: Callable[[Options, str], dict[str, Any]],
+    draw: Callable[[Sequence[dict[str, Any]]], Figure],
+) -> None:
+    """Measures each parametrisation, prints a JSON object of it and draws them all where a picture is asked for."""
+    picture = picture_path(options.picture)
+    results = []
+    for parametrization in PARAMETRIZATIONS:
+        results.append(measure(options, parametrization))
+        print(json.dumps(results[-1]), flush=True)
+    if picture is not None:
+        save(draw(results), picture)
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints a JSON object a parametrisation and draws the picture; see the module's text and --help."""
     options = parse_options(
@@ -212,13 +226,7 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m eval.coordinates",
         about="How activations grow with the width in the first steps, with muP and without.",
     )
-    picture = picture_path(options.picture)
-    results = []
-    for parametrization in PARAMETRIZATIONS:
-        results.append(measure(options, parametrization))
-        print(json.dumps(results[-1]), flush=True)
-    if picture is not None:
-        save(draw(results), picture)
+    compare(options, measure, draw)
 
 
 if __name__ == "__main__":

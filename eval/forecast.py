@@ -24,6 +24,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Float, Int
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.decoding import generate
 from eval.forecast_table import Example, draw, markdown
 from eval.plotting import picture_path, save
@@ -61,11 +62,8 @@ class EvalOptions:
     """Of the samples."""
 
     def __post_init__(self):
-        for name in ("stride", "samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        check_at_least(self, "stride", "samples")
+        check_at_least(self, "seed", least=0)
 
 
 class Forecasts(NamedTuple):

@@ -20,6 +20,7 @@ import tyro
 from etils import epath
 from jaxtyping import Int
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.decoding import generate
 from eval.lm import read_run
 from train.config import parse_options
@@ -51,16 +52,14 @@ class GenerateOptions:
     """best (lowest held-out loss), last, or a step."""
 
     def __post_init__(self):
-        if self.tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {self.tokens}")
+        check_at_least(self, "tokens")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        check_at_least(self, "seed", least=0)
 
 
 def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:

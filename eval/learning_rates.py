@@ -10,7 +10,6 @@ tenth of the steps (null where it is no number), averaged over seeds, and `best`
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -24,12 +23,12 @@ import optax
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from eval.coordinates import PARAMETRIZATIONS, WidthOptions, make_model, text_batch
-from eval.plotting import legend_outside, line_styles, picture_path, save
+from eval.coordinates import WidthOptions, compare, make_model, text_batch
+from eval.plotting import legend_outside, line_styles
 from train.config import parse_options
 from train.errors import command
 from train.lm import lm_objective
-from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.optimizer import OptimizerConfig, optimizer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +50,10 @@ class RateOptions(WidthOptions):
 
 def losses(options: RateOptions, width: int, parametrization: str, seed: int) -> Float[np.ndarray, "R S"]:
     """The training loss of every step at every rate; all rates train side by side in one program."""
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=max(1, options.steps // 10), weight_decay=0.0)
     objective = lm_objective(make_model(options, width, parametrization))
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=max(1, options.steps // 10), weight_decay=0.0)
-    schedule = make_schedule(config, options.steps)
-    optimizer = make_optimizer(config, schedule, decayed(boxed), objective.rates(boxed))
+    optimizer, _ = optimizer_of(config, options.steps, boxed, objective.rates(boxed))
 
     def loss(params: Any, batch: Any) -> Array:
         total, weight, _ = objective.loss(params, objective.init_memory(options.batch), batch, None)
@@ -135,13 +133,7 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m eval.learning_rates",
         about="Which learning rate is best at which width, with muP and without.",
     )
-    picture = picture_path(options.picture)
-    results = []
-    for parametrization in PARAMETRIZATIONS:
-        results.append(measure(options, parametrization))
-        print(json.dumps(results[-1]), flush=True)
-    if picture is not None:
-        save(draw(results), picture)
+    compare(options, measure, draw)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.layers import MECHANISMS, BRLConfig, Mechanism
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.sharding import MeshConfig, make_mesh
@@ -28,9 +29,8 @@ from train.config import LoopConfig, parse_options
 from train.errors import RunError, command, one_line
 from train.hosts import HostsConfig, is_lead, join
 from train.lm import lm_objective
-from train.mesh import held_rows, place_batch, sharded_state
-from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
-from train.step import make_train_step
+from train.mesh import held_rows, place_batch, training_programs
+from train.optimizer import OptimizerConfig
 
 _ROWS, _LENGTH, _VOCABULARY = 8, 64, 64
 _CLOSE = 1e-4
@@ -76,8 +76,7 @@ class CheckOptions:
             for word in given:
                 if word not in known:
                     raise ValueError(f"{name} must be out of {', '.join(known)}, got {word!r}")
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_at_least(self, "steps")
 
 
 def candidates() -> dict[str, Mechanism]:
@@ -111,19 +110,13 @@ def losses(mechanism: Mechanism, mesh: Mesh, steps: int) -> list[float]:
             mechanism=mechanism,
         )
     )
-    objective, loop = lm_objective(model), LoopConfig(batch=_ROWS)
     settings = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
-    schedule = make_schedule(settings, steps)
-    optimizer = make_optimizer(settings, schedule, decayed(jax.eval_shape(objective.init, jax.random.key(0))))
     taken = []
     with jax.set_mesh(mesh):
-        fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
-        state = jax.jit(fresh, out_shardings=shardings)()
-        step = jax.jit(
-            make_train_step(objective, optimizer, schedule, loop.accumulation),
-            donate_argnums=0,
-            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        programs = training_programs(
+            mesh, lm_objective(model), settings, LoopConfig(batch=_ROWS, steps=steps)
         )
+        state = programs.fresh()
         for i in range(steps):
             # A text that can be learned: each token follows from the one before it, three times out of four.
             rng = np.random.default_rng([5, i])
@@ -134,7 +127,7 @@ def losses(mechanism: Mechanism, mesh: Mesh, steps: int) -> list[float]:
                 )
             held = text[held_rows(mesh, _ROWS)]
             batch = {"tokens": held[:, :-1], "targets": held[:, 1:], "reset": np.bool_(i == 0)}
-            state, metrics = step(state, place_batch(mesh, batch, _ROWS))
+            state, metrics = programs.step(state, place_batch(mesh, batch, _ROWS))
             taken.append(float(metrics["loss"]))
     return taken
 

@@ -33,9 +33,8 @@ from train import lm, lra
 from train.config import LmConfig, parse
 from train.errors import RunError, UserError, command, one_line
 from train.lra_config import LraConfig
-from train.mesh import open_mesh, rows_sharding, sharded_state
-from train.optimizer import decayed, make_optimizer, make_schedule
-from train.step import Objective, TrainState, make_train_step
+from train.mesh import open_mesh, rows_sharding, training_programs
+from train.step import Objective, TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,26 +177,19 @@ def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
     length = config.loop.length if isinstance(config, LmPlanConfig) else None
     mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=length)
     objective = make_objective(config)
-    loop, whole = config.loop, NamedSharding(mesh, PartitionSpec())
-    schedule = make_schedule(config.optimizer, loop.steps)
-    boxed = jax.eval_shape(objective.init, jax.random.key(0))
-    optimizer = make_optimizer(config.optimizer, schedule, decayed(boxed), objective.rates(boxed))
-    fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
-    state = jax.tree.map(_placed, jax.eval_shape(fresh), shardings)
+    loop = config.loop
+    programs = training_programs(mesh, objective, config.optimizer, loop)
+    state = jax.tree.map(_placed, jax.eval_shape(programs.fresh), programs.shardings)
     batch = {
         name: _placed(x, rows_sharding(mesh, loop.batch, len(x.shape)))
         for name, x in batch_shapes(config, loop.batch).items()
     }
     tokens = math.prod(batch["tokens"].shape)
     if isinstance(config, LmPlanConfig):
-        batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=whole)
+        batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
     kept = _kept_bytes(objective, state, config, mesh)
     with jax.set_mesh(mesh):
-        traced = jax.jit(
-            make_train_step(objective, optimizer, schedule, loop.accumulation),
-            donate_argnums=0,
-            out_shardings=(shardings, whole),
-        ).trace(state, batch)
+        traced = programs.step.trace(state, batch)
         try:
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:

@@ -36,6 +36,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from brl_jax.attention.checks import check_at_least
 from pallas_kernels import tpu
 from train.config import parse_options
 from train.errors import RunError, UserError, command
@@ -71,9 +72,7 @@ class ScheduleOptions:
         for chip in self.chips:
             if chip not in TOPOLOGIES:
                 raise ValueError(f"chips must be out of {', '.join(TOPOLOGIES)}, got {chip}")
-        for name in ("length", "heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "length", "heads", "head_dim")
         for name in ("windows", "compressed", "splash_blocks"):
             if any(size < 1 for size in getattr(self, name)):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

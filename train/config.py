@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from etils import epath
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.layers import MECHANISMS, Mechanism, mechanism_name
 from brl_jax.models import DecoderConfig, StackConfig
 from brl_jax.sharding import AXES, MeshConfig
@@ -104,19 +105,10 @@ class LoopConfig:
     def __post_init__(self):
         if not self.workdir:
             raise ValueError("workdir must be a folder's path, got an empty one")
-        for name in (
-            "steps",
-            "batch",
-            "accumulation",
-            "eval_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("seed", "patience"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_at_least(
+            self, "steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep_checkpoints"
+        )
+        check_at_least(self, "seed", "patience", least=0)
         if self.batch % self.accumulation:
             raise ValueError(
                 f"batch must be a multiple of accumulation={self.accumulation}, got {self.batch}"
@@ -136,10 +128,8 @@ class LmLoopConfig(LoopConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.length < 1:
-            raise ValueError(f"length must be at least 1, got {self.length}")
-        if self.eval_tokens < 0:
-            raise ValueError(f"eval_tokens must be at least 0, got {self.eval_tokens}")
+        check_at_least(self, "length")
+        check_at_least(self, "eval_tokens", least=0)
         if self.eval_tokens == 1:
             raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
 
@@ -170,8 +160,7 @@ class LmConfig:
     """Tokens of that sample; 0: none."""
 
     def __post_init__(self):
-        if self.sample_tokens < 0:
-            raise ValueError(f"sample_tokens must be at least 0, got {self.sample_tokens}")
+        check_at_least(self, "sample_tokens", least=0)
 
 
 def parse(presets: Mapping[str, T], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> T:

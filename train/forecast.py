@@ -51,7 +51,13 @@ def forecast(
     """The rows after those that are known, in normalised units. `batch` as `Windows` gives it; of its values what is to
     be forecast is not read."""
     known = batch["values"][:, : config.data.lookback]
-    level = known.mean(axis=1, keepdims=True) if config.center else jnp.zeros_like(known[:, :1])
+    match config.center:
+        case "last":
+            level = known[:, -1:]
+        case "mean":
+            level = known.mean(axis=1, keepdims=True)
+        case _:
+            level = jnp.zeros_like(known[:, :1])
     empty = ((0, 0), (0, config.data.horizon), (0, 0))
     tokens = jnp.concatenate(
         [jnp.pad(known - level, empty), jnp.pad(jnp.ones_like(known[..., :1]), empty), batch["clock"]],
@@ -185,19 +191,15 @@ def main(argv: Sequence[str]) -> None:
         batch=rows,
         rows=held_rows(mesh, rows),
     )
-    try:
-        train(
-            make_objective(model, config),
-            config.loop,
-            config.optimizer,
-            config=to_json(config),
-            stream=stream,
-            held_out=held_out,
-            full_held_out=held_out,
-            mesh=mesh,
-        )
-    finally:
-        stream.close()
+    train(
+        make_objective(model, config),
+        config.loop,
+        config.optimizer,
+        config=to_json(config),
+        stream=stream,
+        held_out=held_out,
+        mesh=mesh,
+    )
     say(f"done: {config.loop.workdir}; python -m eval.forecast --workdir {config.loop.workdir} tests it")
 
 

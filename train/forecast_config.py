@@ -21,6 +21,7 @@ from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
 
 LossKind = Literal["squared", "absolute"]
+Center = Literal["last", "mean", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +57,14 @@ class ForecastConfig:
     """The processes."""
     objective: LossKind = "squared"
     """What training makes small: squared or absolute errors, in normalised units."""
-    center: bool = True
-    """Subtracts from a window the mean of what is known of it, and adds it to the forecast: the level of a season is
-    another one in the next (Kim et al. 2022, RevIN, of which this is the half)."""
+    center: Center = "last"
+    """What is subtracted from a window and added to the forecast, as the level of a season is another one in the next:
+    the last row that is known (Zeng et al. 2023, NLinear), the mean of what is known (Kim et al. 2022, RevIN, of which
+    this is the half), or nothing."""
 
     def __post_init__(self):
         check_choice("objective", self.objective, get_args(LossKind))
+        check_choice("center", self.center, get_args(Center))
 
 
 @dataclasses.dataclass(frozen=True)

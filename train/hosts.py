@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import multihost_utils
 
+from brl_jax.attention.checks import check_at_least
 from train.errors import UserError, one_line
 
 # A process that is silent for so long is taken for dead. Gloo and the TPU's runtime mostly notice sooner.
@@ -47,8 +48,7 @@ class HostsConfig:
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"coordinator must be HOST:PORT, got {self.coordinator!r}")
-        if self.processes < 1:
-            raise ValueError(f"processes must be at least 1, got {self.processes}")
+        check_at_least(self, "processes")
         if not 0 <= self.process < self.processes:
             raise ValueError(f"process must be at least 0 and below {self.processes}, got {self.process}")
 

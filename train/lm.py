@@ -119,19 +119,16 @@ def main(argv: Sequence[str]) -> None:
         seed=config.loop.seed,
         rows=held_rows(mesh, config.loop.batch),
     )
-    try:
-        state = train(
-            lm_objective(model),
-            config.loop,
-            config.optimizer,
-            config=to_json(config),
-            stream=stream,
-            held_out=held_out,
-            full_held_out=whole,
-            mesh=mesh,
-        )
-    finally:
-        stream.close()
+    state = train(
+        lm_objective(model),
+        config.loop,
+        config.optimizer,
+        config=to_json(config),
+        stream=stream,
+        held_out=held_out,
+        full_held_out=whole,
+        mesh=mesh,
+    )
     say(f"done: {config.loop.steps} steps in {config.loop.workdir}")
     if config.sample_tokens:
         with jax.set_mesh(mesh):

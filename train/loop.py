@@ -21,22 +21,21 @@ from typing import Any, Protocol
 
 import jax
 from etils import epath
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from brl_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig, differences, write_json
 from train.errors import RunError, Stopped, UserError, one_line
 from train.hosts import ending_together, is_lead, preempted
-from train.mesh import place_batch, sharded_state
+from train.mesh import place_batch, training_programs
 from train.metrics import MetricsLog, Reporter, say
-from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.optimizer import OptimizerConfig
 from train.step import (
     Batch,
     Objective,
     TrainState,
     make_eval_step,
-    make_train_step,
     means,
     num_rows,
     num_tokens,
@@ -50,6 +49,7 @@ class Stream(Protocol):
     def __next__(self) -> Batch: ...
     def get_state(self) -> dict[str, Any]: ...
     def set_state(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class HeldOut(Protocol):
@@ -154,7 +154,7 @@ def train(
     config: Mapping[str, Any],
     stream: Stream,
     held_out: HeldOut,
-    full_held_out: HeldOut,
+    full_held_out: HeldOut | None = None,
     mesh: Mesh | None = None,
 ) -> TrainState:
     """Trains until `loop.steps`, going on from the newest whole checkpoint in the run's folder.
@@ -163,8 +163,8 @@ def train(
       objective: the task.
       loop, optimizer_config: the settings.
       config: the whole configuration as JSON; kept in config.json and in each checkpoint.
-      stream: the training batches.
-      held_out, full_held_out: data of the evaluations on the way, and of the last one.
+      stream: the training batches; closed at the end.
+      held_out, full_held_out: data of the evaluations on the way, and of the last one where that has others.
       mesh: what the arrays are cut over; by default all devices in the default shape. The streams give the rows of
         this process (`train.mesh.held_rows`).
 
@@ -177,7 +177,7 @@ def train(
       one. Stopped: a signal came; the run is saved.
     """
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
-    with jax.set_mesh(mesh), ending_together(loop.workdir):
+    with contextlib.closing(stream), jax.set_mesh(mesh), ending_together(loop.workdir):
         return _train(
             objective,
             loop,
@@ -185,7 +185,7 @@ def train(
             config=config,
             stream=stream,
             held_out=held_out,
-            full_held_out=full_held_out,
+            full_held_out=held_out if full_held_out is None else full_held_out,
             mesh=mesh,
         )
 
@@ -201,19 +201,11 @@ def _train(
     full_held_out: HeldOut,
     mesh: Mesh,
 ) -> TrainState:
-    schedule = make_schedule(optimizer_config, loop.steps)
-    boxed = jax.eval_shape(objective.init, jax.random.key(0))
-    optimizer = make_optimizer(optimizer_config, schedule, decayed(boxed), objective.rates(boxed))
     eval_step = jax.jit(make_eval_step(objective))
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, say=say)
 
-    fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
-    train_step = jax.jit(
-        make_train_step(objective, optimizer, schedule, loop.accumulation),
-        donate_argnums=0,
-        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-    )
-    state, meta = _begin(loop, config, jax.jit(fresh, out_shardings=shardings), checkpoints)
+    programs = training_programs(mesh, objective, optimizer_config, loop)
+    state, meta = _begin(loop, config, programs.fresh, checkpoints)
     step = int(state.step)
     # A step's line is written when its evaluation is done; a run stopped before that left the line in the
     # checkpoint.
@@ -243,7 +235,7 @@ def _train(
                     break
                 if line is None:
                     batch = place_batch(mesh, next(stream), loop.batch)
-                    state, metrics = train_step(state, batch)
+                    state, metrics = programs.step(state, batch)
                     step += 1
                     if preempted(step):
                         signals.received = signal.SIGTERM

@@ -132,19 +132,15 @@ def main(argv: Sequence[str]) -> None:
         rows=held_rows(mesh, config.loop.batch),
     )
     held_out = held_out_batches(examples["valid"], config, mesh)
-    try:
-        train(
-            lra_objective(model),
-            config.loop,
-            config.optimizer,
-            config=to_json(config),
-            stream=stream,
-            held_out=held_out,
-            full_held_out=held_out,
-            mesh=mesh,
-        )
-    finally:
-        stream.close()
+    train(
+        lra_objective(model),
+        config.loop,
+        config.optimizer,
+        config=to_json(config),
+        stream=stream,
+        held_out=held_out,
+        mesh=mesh,
+    )
     say(f"done: {config.loop.workdir}; python -m eval.lra --workdir {config.loop.workdir} tests it")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,7 +16,8 @@ from brl_jax.models import StackConfig
 from brl_jax.sharding import MeshConfig, make_mesh, parameter_shardings, partition_spec, row_shards
 from train.config import LoopConfig
 from train.errors import UserError
-from train.step import Batch, Objective, TrainState, init_state
+from train.optimizer import OptimizerConfig, optimizer_of
+from train.step import Batch, Objective, TrainState, init_state, make_train_step
 
 
 def open_mesh(
@@ -65,10 +66,24 @@ def open_mesh(
     return mesh
 
 
-def sharded_state(
-    mesh: Mesh, objective: Objective, optimizer: optax.GradientTransformation, loop: LoopConfig
-) -> tuple[Callable[[], TrainState], Any]:
-    """The function that makes a run's first state, to be jitted, and a sharding for each of the state's arrays.
+class TrainingPrograms(NamedTuple):
+    """What a run does on a mesh, jitted.
+
+    Attributes:
+      fresh: makes the first state.
+      step: (state, batch) -> (state, metrics), see `train.step.make_train_step`; the state given is used up.
+      shardings: of the state's arrays.
+    """
+
+    fresh: Callable[[], TrainState]
+    step: Any
+    shardings: Any
+
+
+def training_programs(
+    mesh: Mesh, objective: Objective, config: OptimizerConfig, loop: LoopConfig
+) -> TrainingPrograms:
+    """A run's programs; to be called, or lowered, under `jax.set_mesh(mesh)`.
 
     The optimiser's moments lie like their parameters, the memory by its rows; the rest is on every device.
 
@@ -76,6 +91,8 @@ def sharded_state(
       UserError: a parameter that the mesh doesn't divide.
     """
     rows = loop.batch // loop.accumulation
+    boxed = jax.eval_shape(objective.init, jax.random.key(0))
+    optimizer, schedule = optimizer_of(config, loop.steps, boxed, objective.rates(boxed))
 
     def fresh() -> TrainState:
         params_key, run_key = jax.random.split(jax.random.key(loop.seed))
@@ -96,10 +113,10 @@ def sharded_state(
 
     state = jax.eval_shape(fresh)
     try:
-        params = parameter_shardings(mesh, jax.eval_shape(objective.init, jax.random.key(0)))
+        params = parameter_shardings(mesh, boxed)
     except ValueError as error:
         raise UserError(f"--{error}") from error
-    return fresh, state.replace(
+    shardings = state.replace(
         step=whole,
         params=params,
         opt_state=optax.tree.map_params(
@@ -112,6 +129,12 @@ def sharded_state(
         key=whole,
         memory=objective.memory_names(state.memory, rows, stacked),
         moments=jax.tree.map(lambda _: whole, state.moments),
+    )
+    step = make_train_step(objective, optimizer, schedule, loop.accumulation)
+    return TrainingPrograms(
+        jax.jit(fresh, out_shardings=shardings),
+        jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
+        shardings,
     )
 
 

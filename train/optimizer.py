@@ -133,6 +133,14 @@ def make_optimizer(
     return optax.GradientTransformation(chain.init, update)
 
 
+def optimizer_of(
+    config: OptimizerConfig, steps: int, boxed_params: Any, rates: Any
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The optimiser of a run of so many steps, and its schedule; see `decayed` and `make_optimizer`."""
+    schedule = make_schedule(config, steps)
+    return make_optimizer(config, schedule, decayed(boxed_params), rates), schedule
+
+
 def _scale_each(rates: Any) -> optax.GradientTransformation:
     """Updates times the float at their place."""
     return optax.stateless(

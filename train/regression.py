@@ -125,19 +125,15 @@ def main(argv: Sequence[str]) -> None:
         rows=held_rows(mesh, config.loop.batch),
     )
     held_out = held_out_tasks(config, "valid", mesh)
-    try:
-        train(
-            regression_objective(model, config.data.prompt),
-            config.loop,
-            config.optimizer,
-            config=to_json(config),
-            stream=stream,
-            held_out=held_out,
-            full_held_out=held_out,
-            mesh=mesh,
-        )
-    finally:
-        stream.close()
+    train(
+        regression_objective(model, config.data.prompt),
+        config.loop,
+        config.optimizer,
+        config=to_json(config),
+        stream=stream,
+        held_out=held_out,
+        mesh=mesh,
+    )
     say(f"done: {config.loop.workdir}; python -m eval.regression --workdir {config.loop.workdir} measures it")
 
 

@@ -38,6 +38,13 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
     )
 
 
+def check_at_least(owner: object, *names: str, least: int = 1) -> None:
+    """Raises ValueError unless each of these attributes of a configuration is at least so much."""
+    for name in names:
+        value = getattr(owner, name)
+        require(value >= least, f"{name} must be at least {least}, got {value}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raises ValueError, with the nearest choice, unless value is one of them."""
     near = difflib.get_close_matches(str(value), choices, n=1)

@@ -18,6 +18,7 @@ from brl_jax.attention.bilinear import (
     bilinear_mlr_scales,
     btt_factors,
 )
+from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.feature_attention import feature_attention
 from brl_jax.attention.rotary import rotate
 from brl_jax.layers.common import dense, merge_heads, parameter, sow_weights
@@ -87,8 +88,7 @@ class BilinearBTTConfig(Mechanism):
     """Scores are products times this over the root of the width."""
 
     def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
+        check_at_least(self, "rank")
 
     @property
     def packs(self) -> bool:

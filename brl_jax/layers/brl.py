@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.propagate import propagate, propagate_weights
 from brl_jax.attention.scores import Score
 from brl_jax.layers.common import dense, norm, parameter, scale_scores
@@ -85,9 +86,7 @@ class BRLConfig(Mechanism):
     "rsqrt", 1 / sqrt(h), which reached the lower held-out loss on text; "learned", begun at the latter."""
 
     def __post_init__(self):
-        for name in ("window", "dilation", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "window", "dilation", "block_size")
         if not 0 <= self.num_compressed <= 256:
             raise ValueError(f"num_compressed must be 0 to 256, got {self.num_compressed}")
         if self.history_size is not None and self.history_size < 1:

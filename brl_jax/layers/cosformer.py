@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.layers.common import merge_heads, project_qkv
 from brl_jax.layers.mechanism import Dimensions, Mechanism
@@ -24,8 +25,7 @@ class CosformerConfig(Mechanism):
     """Tokens of a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
-        if self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {self.max_length}")
+        check_at_least(self, "max_length")
         check_chunk_size(self.chunk_size)
 
     @property

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.checks import check_choice
+from brl_jax.attention.checks import check_at_least, check_choice
 from brl_jax.attention.diag import DiagScore, diag_attention, diag_attention_step, init_diag_state
 from brl_jax.layers.common import (
     NormKind,
@@ -34,8 +34,7 @@ class DiagConfig(Mechanism):
     """That norm: "rms" or "layer"."""
 
     def __post_init__(self):
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        check_at_least(self, "block_size")
         check_choice("score", self.score, get_args(DiagScore))
         check_choice("norm", self.norm, get_args(NormKind))
 

@@ -11,6 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.bias import RotaryBias
+from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.flash import MixedChunkState, init_mixed_chunk_state, mixed_chunk_attention
 from brl_jax.attention.gau import gau_attention, init_gau_state
 from brl_jax.attention.rotary import rotate
@@ -35,9 +36,7 @@ class GauConfig(Mechanism):
     """Queries computed at once; changes time and memory, not results."""
 
     def __post_init__(self):
-        for name in ("expansion", "key_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "expansion", "key_dim")
         if self.key_dim % 2:
             raise ValueError(f"key_dim must be even, for its pairs are rotated, got {self.key_dim}")
         check_chunk_size(self.chunk_size)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.feature_attention import feature_attention
 from brl_jax.attention.global_window import (
     check_split,
@@ -35,8 +36,7 @@ class GlobalWindowConfig(Mechanism):
     """Scores are products times this over the part's rank."""
 
     def __post_init__(self):
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        check_at_least(self, "window")
 
     @property
     def packs(self) -> bool:

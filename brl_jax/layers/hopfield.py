@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.hopfield import hopfield_attention
 from brl_jax.layers.common import scale_scores
 from brl_jax.layers.full import FullAttention
@@ -26,8 +27,7 @@ class HopfieldConfig(Mechanism):
     """Inverse temperature; None for 1 / sqrt(head_dim)."""
 
     def __post_init__(self):
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_at_least(self, "steps")
         if self.beta is not None and not 0 < self.beta < math.inf:
             raise ValueError(f"beta must be above 0 or None, got {self.beta}")
 

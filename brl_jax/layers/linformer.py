@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.checks import check_choice
+from brl_jax.attention.checks import check_at_least, check_choice
 from brl_jax.attention.linformer import linformer_attention
 from brl_jax.layers.common import merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
@@ -30,9 +30,7 @@ class LinformerConfig(Mechanism):
     two for all heads of a layer; "key_value", one for both."""
 
     def __post_init__(self):
-        for name in ("num_projected", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "num_projected", "max_length")
         check_choice("sharing", self.sharing, get_args(Sharing))
 
     @property

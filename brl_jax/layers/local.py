@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention import patterns, sequence_parallel
+from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.local import local_attention
 from brl_jax.layers.common import merge_heads, project_qkv, sow_weights
 from brl_jax.layers.mechanism import Call, Dimensions, Mechanism, MemorylessLayer
@@ -38,9 +39,7 @@ class LocalConfig(Mechanism):
     """Tokens at the start that see and are seen by all ("global"); in blocks, rounded up, for "bigbird"."""
 
     def __post_init__(self):
-        for name in ("window", "dilation", "num_global"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "window", "dilation", "num_global")
 
     @property
     def causal(self) -> bool:

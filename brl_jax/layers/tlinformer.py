@@ -10,6 +10,7 @@ import flax.linen as nn
 import numpy as np
 from jaxtyping import Int
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.layers.full import FullAttention
 from brl_jax.layers.mechanism import Dimensions, Mechanism
 
@@ -31,12 +32,10 @@ class TLinFormerConfig(Mechanism):
     """Layers of a block between the one that compresses the history and the one that restores it (H)."""
 
     def __post_init__(self):
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        check_at_least(self, "window")
         if self.context != "auto" and (isinstance(self.context, str) or self.context < 1):
             raise ValueError(f'context must be at least 1, or "auto", got {self.context!r}')
-        if self.hidden < 0:
-            raise ValueError(f"hidden must be at least 0, got {self.hidden}")
+        check_at_least(self, "hidden", least=0)
 
     @property
     def bidirectional(self) -> bool:

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.layers.mechanism import Dimensions
 from brl_jax.layers.tlinformer import TLinFormerConfig
 from brl_jax.models.config import StackConfig
@@ -28,8 +29,7 @@ class DecoderConfig(StackConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        check_at_least(self, "vocab_size")
         self.make_dimensions(is_causal=True)  # refuses mechanisms that cannot serve
 
     @property

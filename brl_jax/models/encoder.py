@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.checks import check_choice
+from brl_jax.attention.checks import check_at_least, check_choice
 from brl_jax.layers.common import dense, parameter
 from brl_jax.layers.mechanism import Dimensions
 from brl_jax.models.config import StackConfig
@@ -43,9 +43,7 @@ class EncoderConfig(StackConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("vocab_size", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "vocab_size", "max_length")
         if self.num_classes < 2:
             raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
         for name, kind in (("inputs", Inputs), ("positions", Positions), ("pooling", Pooling)):

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.checks import check_choice
+from brl_jax.attention.checks import check_at_least, check_choice
 from brl_jax.layers.common import dense, parameter
 from brl_jax.layers.mechanism import Dimensions
 from brl_jax.models.config import StackConfig
@@ -35,9 +35,7 @@ class RegressorConfig(StackConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("num_inputs", "num_outputs", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "num_inputs", "num_outputs", "max_length")
         check_choice("positions", self.positions, get_args(Positions))
         self.make_dimensions(self.is_causal)  # refuses mechanisms that cannot serve
 

@@ -66,19 +66,10 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
 
 def _network(mechanism: Mechanism, options: SpeedOptions, length: int) -> tuple[Stack, Any, jax.Array]:
     """A stack, its parameters and an input."""
-    width = options.heads * options.head_dim
-    dimensions = Dimensions(
-        d_model=width,
-        num_heads=options.heads,
-        num_kv_heads=options.heads,
-        head_dim=options.head_dim,
-        d_ff=4 * width,
-        is_causal=False,
-        dtype=jnp.dtype(options.dtype),
-    )
+    dimensions = options.dimensions(is_causal=False)
     mechanism.check(dimensions)
     stack = Stack((mechanism,) * NUM_LAYERS, dimensions)
-    draws = np.random.default_rng(length).standard_normal((options.batch, length, width))
+    draws = np.random.default_rng(length).standard_normal((options.batch, length, dimensions.d_model))
     x = jnp.asarray(draws, dimensions.dtype)
     return stack, nn.unbox(jax.jit(stack.init)(jax.random.key(0), x[:, :1])), x
 

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from brl_jax.attention.checks import check_at_least
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.plotting import make_folder
@@ -79,9 +80,7 @@ class GenerationOptions:
     """Folder to draw six pictures in one file in."""
 
     def __post_init__(self):
-        for name in ("heads", "head_dim", "layers", "window", "context", "vocabulary", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "heads", "head_dim", "layers", "window", "context", "vocabulary", "repeats")
         if not self.lengths or any(n < self.window or n % self.window for n in self.lengths):
             raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brl_jax.layers import MECHANISMS, Dimensions, Mechanism
+from brl_jax.layers import MECHANISMS, Mechanism
 from brl_jax.models.stack import Stack
 from eval.speed.measure import Candidate, Case, check_equal, check_finite, compile_program
 from eval.speed.options import SpeedOptions
@@ -46,22 +46,12 @@ def default_config(name: str, length: int) -> Mechanism:
 
 def _make(name: str, options: SpeedOptions, length: int) -> Candidate:
     mechanism = default_config(name, length)
-    width = options.heads * options.head_dim
-    dimensions = Dimensions(
-        d_model=width,
-        num_heads=options.heads,
-        num_kv_heads=options.heads,
-        head_dim=options.head_dim,
-        d_ff=4 * width,
-        is_causal=mechanism.causal,
-        dtype=jnp.dtype(options.dtype),
-    )
+    dimensions = options.dimensions(is_causal=mechanism.causal)
     mechanism.check(dimensions)
     stack = Stack((mechanism,), dimensions)
     rng = np.random.default_rng(length)
-    x, d_y = (
-        jnp.asarray(rng.standard_normal((options.batch, length, width)), dimensions.dtype) for _ in range(2)
-    )
+    shape = (options.batch, length, dimensions.d_model)
+    x, d_y = (jnp.asarray(rng.standard_normal(shape), dimensions.dtype) for _ in range(2))
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x[:, :1]))
     params = variables.pop("params")
     rest = {name: variables[name] for name in variables if name != "maps"}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from brl_jax.layers import MECHANISMS
+import jax.numpy as jnp
+
+from brl_jax.attention.checks import check_at_least
+from brl_jax.layers import MECHANISMS, Dimensions
 from eval.speed.encoders import NAMES
 from eval.speed.functions import CASES
 
@@ -50,9 +53,7 @@ class SpeedOptions:
     """Folder to draw five pictures of the layers in."""
 
     def __post_init__(self):
-        for name in ("window", "heads", "head_dim", "batch", "repeats", "fit_from"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "window", "heads", "head_dim", "batch", "repeats", "fit_from")
         for name in ("patience", "limit"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
@@ -73,3 +74,16 @@ class SpeedOptions:
             raise ValueError(
                 "pictures are of layers: levels must have layers among them, got " + ", ".join(self.levels)
             )
+
+    def dimensions(self, *, is_causal: bool) -> Dimensions:
+        """Of a network's layers."""
+        width = self.heads * self.head_dim
+        return Dimensions(
+            d_model=width,
+            num_heads=self.heads,
+            num_kv_heads=self.heads,
+            head_dim=self.head_dim,
+            d_ff=4 * width,
+            is_causal=is_causal,
+            dtype=jnp.dtype(self.dtype),
+        )

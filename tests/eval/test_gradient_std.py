@@ -6,6 +6,7 @@ import pytest
 
 import train.lm
 from eval.gradient_std import main
+from tests.train.logs import metrics_lines
 from train.errors import UserError
 
 TINY = (
@@ -22,7 +23,7 @@ def _train(folder, name, steps, *more):
 def test_command(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("a word follows another word and so on\n" * 20)
     _train(tmp_path, "logged", 5, "--log_gradient_std", "True")
-    lines = [json.loads(line) for line in (tmp_path / "logged" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_lines(tmp_path / "logged")
     assert lines[0]["grad_rsd"] == lines[0]["grad_rsd_tensors"] == 0.0
     norms = [line["grad_norm"] for line in lines]
     mean = sum(norms) / 5

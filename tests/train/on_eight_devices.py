@@ -4,7 +4,6 @@ python -m tests.train.on_eight_devices FOLDER.
 A network of five mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
 """
 
-import json
 import pickle
 import re
 import sys
@@ -24,14 +23,14 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from brl_jax.layers import MECHANISMS, BRLConfig, LocalConfig  # noqa: E402
 from brl_jax.models import DecoderConfig, DecoderLM, losses  # noqa: E402
 from brl_jax.sharding import MeshConfig, constrain, make_mesh  # noqa: E402
+from tests.train.logs import metrics_lines  # noqa: E402
 from train.config import LoopConfig, parse  # noqa: E402
 from train.errors import UserError  # noqa: E402
 from train.lm import lm_objective  # noqa: E402
 from train.loop import train  # noqa: E402
-from train.mesh import held_rows, open_mesh, place_batch, sharded_state  # noqa: E402
-from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule  # noqa: E402
+from train.mesh import held_rows, open_mesh, place_batch, training_programs  # noqa: E402
+from train.optimizer import OptimizerConfig  # noqa: E402
 from train.presets import PRESETS  # noqa: E402
-from train.step import make_train_step  # noqa: E402
 
 ROWS, LENGTH, STEPS = 16, 16, 4
 MESHES = {
@@ -67,26 +66,18 @@ def take_steps(mesh):
     model = DecoderLM(
         FiveMechanisms(num_layers=10, d_model=32, num_heads=4, d_ff=64, dropout=0.1, vocab_size=64)
     )
-    objective, loop = lm_objective(model), LoopConfig(batch=2 * ROWS, accumulation=2)
+    loop = LoopConfig(batch=2 * ROWS, accumulation=2, steps=STEPS)
     settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, clip_norm=0.0)
-    schedule = make_schedule(settings, STEPS)
-    boxed = jax.eval_shape(objective.init, jax.random.key(0))
-    optimizer = make_optimizer(settings, schedule, decayed(boxed))
     rng, lost, first = np.random.default_rng(0), [], None
     with jax.set_mesh(mesh):
-        fresh, shardings = sharded_state(mesh, objective, optimizer, loop)
-        state = jax.jit(fresh, out_shardings=shardings)()
-        step = jax.jit(
-            make_train_step(objective, optimizer, schedule, loop.accumulation),
-            donate_argnums=0,
-            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-        )
+        programs = training_programs(mesh, lm_objective(model), settings, loop)
+        state = programs.fresh()
         compiled = None
         for i in range(STEPS):
             text = rng.integers(64, size=(loop.batch, LENGTH + 1)).astype(np.int32)
             batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "reset": np.bool_(i == 0)}
             batch = place_batch(mesh, batch, loop.batch)
-            compiled = compiled or step.lower(state, batch).compile()
+            compiled = compiled or programs.step.lower(state, batch).compile()
             state, metrics = compiled(state, batch)
             lost.append(float(metrics["loss"]))
             first = first or {
@@ -152,6 +143,9 @@ class Stream:
     def set_state(self, state):
         self.step = state["step"]
 
+    def close(self):
+        pass
+
 
 class HeldOut:
     """One batch."""
@@ -172,18 +166,16 @@ def run(workdir, mesh, steps):
         DecoderConfig(num_layers=1, d_model=32, num_heads=4, d_ff=32, mechanism=BRL, vocab_size=64)
     )
     loop = LoopConfig(workdir=str(workdir), steps=steps, batch=8, eval_every=100, tensorboard=False)
-    held_out = HeldOut(mesh)
     train(
         lm_objective(model),
         loop,
         OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay="constant"),
         config={},
         stream=Stream(mesh),
-        held_out=held_out,
-        full_held_out=held_out,
+        held_out=HeldOut(mesh),
         mesh=mesh,
     )
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_lines(workdir)
     return [line["loss"] for line in lines] + [line["val_loss"] for line in lines[-1:]]
 
 

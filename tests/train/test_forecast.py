@@ -12,6 +12,7 @@ import pytest
 import eval.forecast
 import train.forecast
 from eval.forecast_table import markdown
+from tests.train.logs import metrics_lines
 from train.config import parse
 from train.data.series import (
     HeldOutWindows,
@@ -145,8 +146,11 @@ def test_tokens_are_bins_of_the_scaled_series(table):
     )
 
 
-def test_a_forecast_does_not_read_what_came(table):
-    config = parse(PRESETS, "encoder", f"--data {table} {TINY}".split(), prog="", about="")
+@pytest.mark.parametrize("center", ["last", "mean", "none"])
+def test_a_forecast_does_not_read_what_came(table, center):
+    config = parse(
+        PRESETS, "encoder", f"--data {table} {TINY} --center {center}".split(), prog="", about=""
+    )
     config = with_columns(config, 1)
     model = build_model(config)
     series = load_series(config.data)
@@ -154,12 +158,17 @@ def test_a_forecast_does_not_read_what_came(table):
     init = make_objective(model, config).init(jax.random.key(0))
     params = jax.tree.map(lambda box: box.unbox() + 0.1, init, is_leaf=lambda leaf: hasattr(leaf, "unbox"))
     first = np.asarray(forecast(model, config, params, batch))
+    if center == "last":  # before training, the naive forecast
+        known = batch["values"][:, :30].astype(np.float64)
+        start = forecast(model, config, jax.tree.map(np.zeros_like, params), batch)
+        np.testing.assert_array_equal(start, naive_forecast(known, 6).astype(np.float32))
     hidden = batch["values"].copy()
     hidden[:, 30:] = np.nan
     np.testing.assert_array_equal(forecast(model, config, params, batch | {"values": hidden}), first)
     # Centred: what is known lifted by a number lifts the forecast by it.
     lifted = forecast(model, config, params, batch | {"values": batch["values"] + np.float32(2)})
-    np.testing.assert_allclose(lifted, first + 2, rtol=1e-4, atol=1e-4)
+    moves = np.allclose(lifted, first + 2, rtol=1e-4, atol=1e-4)
+    assert moves == (center != "none")
 
 
 def test_commands(runs, capsys):
@@ -191,8 +200,7 @@ def test_a_run_goes_on(runs, table, tmp_path):
     """Stopped by its number of steps and gone on with, it computes what one run does."""
 
     def losses(folder):
-        read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [(line["step"], line["loss"], line.get("val_mae")) for line in read]
+        return [(line["step"], line["loss"], line.get("val_mae")) for line in metrics_lines(folder)]
 
     run(tmp_path / "whole", table, "encoder", "--decay constant")
     run(tmp_path / "cut", table, "encoder", "--decay constant --steps 2")

@@ -23,6 +23,7 @@ import eval.lm
 import train.lm
 from brl_jax.models import DecoderLM
 from eval.lm import read_run
+from tests.train.logs import metrics_lines
 from train.data import load
 from train.errors import command
 from train.presets import PRESETS
@@ -57,8 +58,7 @@ def _argv(text, workdir, *more, mechanism=BRL):
 
 
 def _lines(workdir):
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in MEASURED if name in line} for line in lines]
+    return metrics_lines(workdir, MEASURED)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,3 @@
-import json
 import math
 import signal
 
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
 from train.errors import RunError, Stopped, UserError
 from train.loop import Signals, evaluate, held_out_metrics, train
@@ -29,8 +29,7 @@ def _train(workdir, *, stream=None, held_out=None, objective=OBJECTIVE, config=N
 
 
 def _lines(workdir):
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in MEASURED if name in line} for line in lines]
+    return metrics_lines(workdir, MEASURED)
 
 
 def _sigterm():
@@ -87,10 +86,6 @@ def test_moments_of_the_gradients_go_on_too(tmp_path):
         changes = {"log_gradient_std": True, "steps": 6}
         return _train(tmp_path / folder, config={"loop": {"log_gradient_std": True}}, **changes, **kwargs)
 
-    def lines(folder):
-        text = (tmp_path / folder / "metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
-
     state = run("whole")
     with pytest.raises(Stopped):
         run("stopped", stream=ToyStream(at={1: _sigterm}))
@@ -98,9 +93,9 @@ def test_moments_of_the_gradients_go_on_too(tmp_path):
     for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     names = ("step", "grad_norm", "grad_rsd", "grad_rsd_tensors")
-    logged = [[line[name] for name in names] for line in lines("whole")]
-    assert [[line[name] for name in names] for line in lines("stopped")] == logged
-    norms = [line["grad_norm"] for line in lines("whole")]
+    logged = [[line[name] for name in names] for line in metrics_lines(tmp_path / "whole")]
+    assert [[line[name] for name in names] for line in metrics_lines(tmp_path / "stopped")] == logged
+    norms = [line["grad_norm"] for line in metrics_lines(tmp_path / "whole")]
     assert logged[-1][2] == pytest.approx(np.std(norms) / np.mean(norms), rel=1e-4)
 
     without = _train(tmp_path / "without", steps=6)
@@ -135,8 +130,10 @@ def test_a_crash_goes_back_to_the_last_checkpoint(tmp_path, never_stopped):
     def crash():
         raise RuntimeError("crash")
 
+    stream = ToyStream(at={7: crash})
     with pytest.raises(RuntimeError, match="crash"):
-        _train(tmp_path, stream=ToyStream(at={7: crash}))
+        _train(tmp_path, stream=stream)
+    assert stream.closed
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
     _train(tmp_path)

@@ -13,6 +13,7 @@ import eval.lra
 import train.lra
 from eval.lra_figures import PAPERS
 from eval.lra_table import markdown
+from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
 from train.config import parse, to_json
 from train.data.lra import TrainBatches
@@ -38,8 +39,7 @@ def run(workdir, more=LOCAL, task="listops"):
 
 
 def lines(workdir):
-    read = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in MEASURED if name in line} for line in read]
+    return metrics_lines(workdir, MEASURED)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def _toy(workdir, stream=None, **changes):
         held_out=ToyHeldOut(),
         full_held_out=ToyHeldOut(),
     )
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return metrics_lines(workdir)
 
 
 def test_a_run_ends_when_it_gets_no_better(tmp_path):

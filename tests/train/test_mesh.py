@@ -70,15 +70,19 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results, mesh):
 
 
 def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
-    """Where tokens are cut, those of a whole row meet in full attention, in states, in BRL's queue of outputs, and
-    where a row is cut in that queue's segments, of each of which every device has its share, and joined again."""
+    """Where tokens are cut, those of a whole row meet in full attention, in states, and in BRL's queue of outputs (what
+    the last norm gives)."""
+    # Of both layers with a memory of their own, the five tokens that they carry on, and three to make it eight shares.
+    carried = [2, ROWS, 8, 32]
     whole = [
-        (shape, where) for shape, where in results["sequence"]["gathers"] if np.prod(shape) >= ROWS * LENGTH
+        (shape, where)
+        for shape, where in results["sequence"]["gathers"]
+        if np.prod(shape) >= ROWS * LENGTH and shape != carried
     ]
     elsewhere = [
         (shape, where)
         for shape, where in whole
-        if not re.search(r"block_[023]/|carrier|jvp\(\)/sharding_constraint|stack\._run/final_norm", where)
+        if not re.search(r"block_[023]/|carrier|stack\._run/final_norm", where)
     ]
     assert len(whole) > 2
     assert not elsewhere

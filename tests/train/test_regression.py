@@ -11,6 +11,7 @@ import pytest
 
 import eval.regression
 import train.regression
+from tests.train.logs import metrics_lines
 from train.config import parse
 from train.data.in_context import (
     HeldOutTasks,
@@ -37,8 +38,7 @@ def run(workdir, more="", preset="full-1"):
 
 
 def lines(workdir):
-    read = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in MEASURED if name in line} for line in read]
+    return metrics_lines(workdir, MEASURED)
 
 
 @pytest.fixture(scope="module")

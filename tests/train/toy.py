@@ -47,7 +47,7 @@ class ToyStream:
     """Batches numbered by step, five a pass. `at` maps a step to what is done when its batch is asked for."""
 
     def __init__(self, rows=4, at=None):
-        self.step, self.rows, self.at = 0, rows, at or {}
+        self.step, self.rows, self.at, self.closed = 0, rows, at or {}, False
 
     def __iter__(self):
         return self
@@ -63,6 +63,9 @@ class ToyStream:
 
     def set_state(self, state):
         self.step = state["step"]
+
+    def close(self):
+        self.closed = True
 
 
 class ToyHeldOut:

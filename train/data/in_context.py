@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.checks import check_choice
+from brl_jax.attention.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.errors import UserError
@@ -51,14 +51,11 @@ class InContextConfig:
 
     def __post_init__(self):
         check_choice("prompt", self.prompt, get_args(Prompt))
-        for name in ("input_dim", "pairs", "valid_prompts", "test_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "input_dim", "pairs", "valid_prompts", "test_prompts")
         for name, most in (("start_dims", self.input_dim), ("start_pairs", self.pairs)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be 0 to {most}, got {getattr(self, name)}")
-        if self.curriculum_steps < 0:
-            raise ValueError(f"curriculum_steps must be at least 0, got {self.curriculum_steps}")
+        check_at_least(self, "curriculum_steps", least=0)
         if (self.start_dims or self.start_pairs) and not self.curriculum_steps:
             raise ValueError("curriculum_steps must be at least 1 with start_dims or start_pairs, got 0")
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.checks import check_choice
+from brl_jax.attention.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.errors import UserError, one_line
@@ -53,9 +53,7 @@ class SeriesConfig:
 
     def __post_init__(self):
         check_choice("features", self.features, get_args(Features))
-        for name in ("lookback", "horizon", "valid_stride"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, "lookback", "horizon", "valid_stride")
         if min(self.split) < 1:
             raise ValueError(f"split must be three numbers of at least 1, got {self.split}")
         most = min(self.split[0] - self.lookback, *self.split[1:])

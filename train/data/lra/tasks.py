@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from etils import epath
 
+from brl_jax.attention.checks import check_at_least
 from train.data.dataset import cache_folder
 from train.data.lra import image, listops, pathfinder, retrieval, text
 from train.data.lra.batches import default_buckets
@@ -71,11 +72,10 @@ class LraDataConfig:
     def __post_init__(self):
         if self.task not in TASKS:
             raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
-        if self.length < 1:
-            raise ValueError(f"length must be at least 1, got {self.length}")
-        for name in ("train_examples", "valid_examples", "test_examples", "data_seed", "processes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_at_least(self, "length")
+        check_at_least(
+            self, "train_examples", "valid_examples", "test_examples", "data_seed", "processes", least=0
+        )
         if self.resolution not in pathfinder.SIZES:
             raise ValueError(
                 f"resolution must be one of {', '.join(map(str, pathfinder.SIZES))}, got {self.resolution}"
