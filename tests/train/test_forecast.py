@@ -148,9 +148,7 @@ def test_tokens_are_bins_of_the_scaled_series(table):
 
 @pytest.mark.parametrize("center", ["last", "mean", "none"])
 def test_a_forecast_does_not_read_what_came(table, center):
-    config = parse(
-        PRESETS, "encoder", f"--data {table} {TINY} --center {center}".split(), prog="", about=""
-    )
+    config = parse(PRESETS, "encoder", f"--data {table} {TINY} --center {center}".split(), prog="", about="")
     config = with_columns(config, 1)
     model = build_model(config)
     series = load_series(config.data)
