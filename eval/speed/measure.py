@@ -164,6 +164,8 @@ def measure(
                 if done < repeats and (spent[name] < patience or done < 2):
                     spent[name] += sum(program.measure() for program in candidate.programs.values())
                 progress.advance(task)
+        if not progress.console.is_terminal:  # where nobody sees a bar
+            progress.console.print(f"{label}, n = {length}: {len(candidates)} of {len(cases)} timed")
     finally:
         rows.extend(as_row(length, name, candidate) for name, candidate in candidates.items())
         rows.extend({"length": length, "name": name, "note": note} for name, note in notes.items())
