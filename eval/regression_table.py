@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eval.plotting import legend_outside, line_styles
+from train.data.in_context import one_step_errors
 
 Result = Mapping[str, Any]
 
@@ -36,7 +37,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A row for each group of runs that differ in their seed alone, and one for least squares."""
+    """A row for each group of runs that differ in their seed alone, and for what they are compared with."""
     lines = [
         "| mechanism | width | head | batch | parameters | TFLOP | seconds | seeds | error | error of the last |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -56,6 +57,11 @@ def markdown(results: Sequence[Result]) -> str:
         lines.append(
             f"| least squares, {dims} inputs, {pairs} pairs | - | - | - | - | - | - | - "
             f"| {run['least_squares_error']:.3f} | {run['least_squares'][-1]:.3f} |"
+        )
+        errors = one_step_errors(dims, pairs)
+        lines.append(
+            f"| one step of gradient descent, {dims} inputs, {pairs} pairs | - | - | - | - | - | - | - "
+            f"| {errors.mean():.3f} | {errors[-1]:.3f} |"
         )
     return "\n".join(lines)
 
@@ -86,6 +92,9 @@ def draw(results: Sequence[Result]) -> Figure:
     best = {len(run["least_squares"]): run["least_squares"] for run in results}
     for errors in best.values():
         by_pairs.plot(errors, color="#999999", linestyle=":", label="least squares")
+    steps = [one_step_errors(*kind) for kind in {(run["input_dim"], len(run["errors"])) for run in results}]
+    for errors in steps:
+        by_pairs.plot(errors, color="#999999", linestyle="--", label="one step of gradient descent")
     series: dict[Any, list[tuple[int, float]]] = {}
     for runs in groups:
         points = [(run["d_model"], run["error"]) for run in runs]
@@ -97,6 +106,8 @@ def draw(results: Sequence[Result]) -> Figure:
     for axes in (by_width, by_flops, by_time):
         for value in floor:
             axes.axhline(value, color="#999999", linestyle=":", label="least squares")
+        for errors in steps:
+            axes.axhline(errors.mean(), color="#999999", linestyle="--", label="one step of gradient descent")
     by_pairs.set(xlabel="pairs seen", ylabel="squared error", title="on test prompts")
     widths = sorted({run["d_model"] for run in results})
     by_width.set(xlabel="width", ylabel="squared error, all pairs", title="on test prompts", xticks=widths)

@@ -11,7 +11,11 @@ import pytest
 
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, FullConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
+from brl_jax.sharding import MeshConfig, make_mesh
+from tests.train.toy import OBJECTIVE, batch_of
+from train.config import LoopConfig
 from train.lm import lm_objective
+from train.mesh import place_batch, training_programs
 from train.mup import make_rates, mup_rates
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
 
@@ -147,3 +151,16 @@ def test_bad_settings_are_named():
         small(FullConfig(), mup_base_width=8, mup_base_heads=3)
     with pytest.raises(ValueError, match="expected logical axis names for every parameter, got none for a/w"):
         mup_rates({"a": {"w": jnp.ones(2)}}, base_width=2, width=4)
+
+
+def test_training_takes_the_rates_of_the_objective():
+    """A parameter whose rate is zero stays where it is."""
+    objective = dataclasses.replace(OBJECTIVE, rates=lambda boxed: {"table": 0.0, "past": 1.0})
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        programs = training_programs(mesh, objective, OptimizerConfig(weight_decay=0.0), LoopConfig(batch=4))
+        state = programs.fresh()
+        before = jax.tree.map(np.array, state.params)
+        state, _ = programs.step(state, place_batch(mesh, batch_of(0) | {"reset": np.bool_(True)}, 4))
+    np.testing.assert_array_equal(state.params["table"], before["table"])
+    assert (np.asarray(state.params["past"]) != before["past"]).any()

@@ -19,6 +19,7 @@ from train.data.in_context import (
     TaskStream,
     draw_prompts,
     least_squares_errors,
+    one_step_errors,
 )
 from train.errors import Stopped, UserError
 from train.regression import build_model, make_prompt, regression_objective, squared_errors
@@ -83,6 +84,19 @@ def test_held_out_prompts_do_not_hang_on_the_batch():
     assert len(collected[0]) == 5
     np.testing.assert_array_equal(*collected)
     assert np.all(next(iter(HeldOutTasks(config, batch=5, split="test")))["y"] != collected[0])
+
+
+def test_one_step_of_gradient_descent():
+    """The formula's rate is the best of those tried, and its error what prompts show."""
+    config = InContextConfig(input_dim=4, pairs=10)
+    batch = draw_prompts(config, (0, 1), np.arange(40_000), 4, 10)
+    x, y = batch["x"].astype(np.float64), batch["y"].astype(np.float64)
+    expected = one_step_errors(4, 10)
+    for i in (1, 3, 9):
+        guess = np.einsum("rid,ri,rd->r", x[:, :i], y[:, :i], x[:, i]) / i
+        best = min(np.square(y[:, i] - rate * guess).mean() for rate in np.linspace(0, 1, 101))
+        np.testing.assert_allclose(best, expected[i], rtol=0.03)
+    assert expected[0] == 1
 
 
 def test_least_squares():
@@ -176,6 +190,7 @@ def test_measuring_and_the_table(runs, capsys):
     assert "| full, 1 head | 16 | 16 |" not in text  # two heads here
     assert "| full, 2 heads | 16 | 8 | 8 |" in text
     assert "| least squares, 3 inputs, 5 pairs |" in text
+    assert "| one step of gradient descent, 3 inputs, 5 pairs |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (runs / "full" / "regression_test.json").exists()
 

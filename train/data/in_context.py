@@ -166,3 +166,14 @@ def least_squares_errors(
         weights = np.linalg.pinv(x[:, :count]) @ y[:, :count, None]
         errors[:, count] = np.square(y[:, count] - (x[:, count, None] @ weights)[:, 0, 0])
     return errors
+
+
+def one_step_errors(input_dim: int, pairs: int) -> Float[np.ndarray, " P"]:
+    """The squared error of each y, on average over functions, by one step of gradient descent from zero on the pairs
+    before it, at the best rate: (d + 1) / (d + 1 + i) after i pairs.
+
+    With S the mean of x x' over the pairs, the step is c S w, and E |w - c S w|^2 / d = 1 - 2 c + c^2 (1 + (d + 1) / i)
+    is least at c = i / (i + d + 1). One layer of linear attention can say this (von Oswald et al. 2023,
+    arXiv:2212.07677, proposition 1), with no need to tell which earlier x is like the new one.
+    """
+    return (input_dim + 1) / (input_dim + 1 + np.arange(pairs))
