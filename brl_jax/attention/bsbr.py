@@ -267,24 +267,26 @@ def _piece(
     summaries = state.summary.at[row, slot].set(summary, mode="drop")
     retrieval_key = state.retrieval_key.at[row, slot].set(new_key, mode="drop")
 
-    def renew(begins: Array, place: Array, number: Array, old: Array) -> Array:
+    def renew(begins: Array, place: Array, number: Array, keys: Array, chunks: Array, old: Array) -> Array:
         """What is retrieved with the token at `place` by chunk `number`, in the rows where that `begins`."""
 
         def new() -> Array:
             seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[:, None, None]
             query = token(piece["retrieval_query"], place)
-            matrix = retrieve.mix(query, retrieval_key, summaries, seen, head_dim)[:, 0]
+            matrix = retrieve.mix(query, keys, chunks, seen, head_dim)[:, 0]
             return jnp.where(begins[:, None, None, None], matrix, old)
 
         # All chunks are read at the beginning of one only, not for each of its tokens.
         return lax.cond(jnp.any(begins), new, lambda: old)
 
-    here = renew(filled == 0, filled, chunk, state.retrieved)
+    # The chunks before this one are in the old arrays: read from these, they need not be copied to be written.
+    here = renew(filled == 0, filled, chunk, state.retrieval_key, state.summary, state.retrieved)
     far = retrieve.read(piece["query"], here[:, None])
     retrieved = here
     if length > 1:
         follows = places.total > chunk_size
-        retrieved = renew(follows, jnp.full_like(filled, chunk_size), chunk + 1, here)
+        second = jnp.full_like(filled, chunk_size)
+        retrieved = renew(follows, second, chunk + 1, retrieval_key, summaries, here)
         beyond = retrieve.read(piece["query"], retrieved[:, None])
         far = jnp.where((places.query >= chunk_size)[..., None, None], beyond, far)
 
