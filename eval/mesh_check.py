@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from brl_jax.attention.checks import check_at_least
-from brl_jax.layers import MECHANISMS, BRLConfig, Mechanism
+from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.sharding import MeshConfig, make_mesh
 from train.config import LoopConfig, parse_options
@@ -86,6 +86,9 @@ def candidates() -> dict[str, Mechanism]:
     brl = causal["brl"]
     assert isinstance(brl, BRLConfig)
     return causal | {
+        # By default heads this small would have a level of two features, of which a LayerNorm leaves the sign alone:
+        # rounding decides what is learned.
+        "bilinear_mlr": BilinearMLRConfig(ranks=(4, 4)),
         "brl": dataclasses.replace(brl, block_size=16),
         "brl-layer": dataclasses.replace(brl, memory="layer", history_size=20),
     }
