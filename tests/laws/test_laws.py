@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import MECHANISMS, HopfieldConfig, MLRConfig
+from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack
 from tests.laws.cases import CASES, dimensions, named
 from tests.laws.networks import LAYERS, LENGTH, as_float64, network, relative_error, slope_of
@@ -66,6 +66,26 @@ def test_law_2_generation_is_training(name):
         # Relative to the outputs' size, which is that of a norm's: single numbers among them may be near 0.
         size = float(jnp.sqrt(jnp.mean(jnp.square(expected))))
         np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-4 * size)
+
+
+@pytest.mark.parametrize("name", named(lambda m: m.causal and isinstance(m, BRLConfig)))
+def test_law_2_a_stream_goes_on(name):
+    """Batches of whole blocks with the memory of those before them give the parallel forward's outputs, but for the
+    window, which begins anew with every batch: here it is the token itself."""
+    net, short = network(name, True), dataclasses.replace(CASES[name], window=1)
+    stack = Stack((short,) * LAYERS, net.stack.dimensions)
+    expected = jax.jit(lambda v, x: stack.apply(v, x)[0])(net.variables, net.x[:, :24])
+    step = jax.jit(lambda v, x, memory: stack.apply(v, x, cache=memory))
+    # A batch may be longer than what is kept of it, or shorter.
+    for sizes in ((16, 8), (8, 8, 8)):
+        memory, outputs, start = stack.init_memory(2), [], 0
+        for size in sizes:
+            y, memory = step(net.variables, net.x[:, start : start + size], memory)
+            outputs.append(y)
+            start += size
+        assert relative_error(jnp.concatenate(outputs, axis=1), expected) < 1e-5
+    alone, _ = step(net.variables, net.x[:, 16:24], stack.init_memory(2))
+    assert relative_error(alone, expected[:, 16:]) > 1e-2
 
 
 @pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=FORM_IDS)
