@@ -80,7 +80,7 @@ def draw_scene(rng: np.random.Generator, resolution: int, connected: bool) -> Sc
     """A scene of the release's hard set at `resolution` pixels (32, 64 or 128)."""
     size = SIZES[resolution]
     while True:
-        taken = np.zeros((0, 3))
+        taken = _Taken(np.zeros((0, 2)), np.zeros(0))
         paths = []
         for dashes in (_DASHES,) * 2 + (_SHORT_DASHES,) * size.short_paths:
             found = _draw_path(rng, resolution, size, dashes, taken)
@@ -88,7 +88,7 @@ def draw_scene(rng: np.random.Generator, resolution: int, connected: bool) -> Sc
                 break
             path, occupied = found
             paths.append(path)
-            taken = np.concatenate([taken, occupied])
+            taken = _Taken(*map(np.concatenate, zip(taken, occupied)))
         else:
             return Scene(paths, _dots(paths[0], paths[1], connected), connected)
 
@@ -101,55 +101,69 @@ def _dots(first: np.ndarray, second: np.ndarray, connected: bool) -> Float[np.nd
     return min(pairs, key=lambda pair: abs(np.linalg.norm(pair[0] - pair[1]) - wanted))
 
 
+class _Taken(NamedTuple):
+    """Points that paths keep clear of, and by how much: the squared distance."""
+
+    points: Float[np.ndarray, "n 2"]
+    squared_distances: Float[np.ndarray, " n"]
+
+
 def _draw_path(
-    rng: np.random.Generator, resolution: int, size: Size, dashes: int, taken: Float[np.ndarray, "n 3"]
-) -> tuple[Float[np.ndarray, "c 2"], Float[np.ndarray, "n 3"]] | None:
-    """Corners of a path that keeps clear of what is taken, rows (x, y, radius), and what it takes; None: no room.
+    rng: np.random.Generator, resolution: int, size: Size, dashes: int, taken: _Taken
+) -> tuple[Float[np.ndarray, "c 2"], _Taken] | None:
+    """Corners of a path that keeps clear of what is taken, and what it takes itself; None: no room.
 
     Long paths keep room for a dot at both ends.
     """
     room = size.dot if dashes == _DASHES else 0.0
     step, border = size.dash + size.gap, 1.0
-    along = np.linspace(0, size.dash, max(2, math.ceil(size.dash) + 1)) / step
-    for _ in range(_STARTS):
-        corners = [rng.uniform(border + room, resolution - border - room, 2)]
-        heading = rng.uniform(0, 2 * math.pi)
-        if not _clear(corners[0][None, None], taken, size.clearance + room)[0]:
-            continue
-        own = [np.zeros((0, 3))]
+    along = np.linspace(0, size.dash, max(2, math.ceil(size.dash) + 1))[:, None]
+    at_ends = _Taken(taken.points, (np.sqrt(taken.squared_distances) + room) ** 2)
+    # What is taken, and then the path's own points, dash after dash.
+    before, own = len(taken.points), dashes * len(along)
+    obstacles = _Taken(
+        np.concatenate([taken.points, np.empty((own, 2))]),
+        np.concatenate([taken.squared_distances, np.full(own, size.clearance**2)]),
+    )
+    ahead = np.empty((2 * _DIRECTIONS, 1, 2))
+    starts = rng.uniform(border + room, resolution - border - room, (_STARTS, 2))
+    for start in starts[_clear(starts[:, None], at_ends)]:
+        # Each dash's directions, as turns from the dash before: gentle ones are tried first.
+        turns = rng.normal(0, _TURN, (dashes, 2 * _DIRECTIONS)).clip(-_SHARPEST, _SHARPEST)
+        turns[:, _DIRECTIONS:] = rng.uniform(-_SHARPEST, _SHARPEST, (dashes, _DIRECTIONS))
+        heading, corner = rng.uniform(0, 2 * math.pi), start
+        corners = np.empty((dashes + 1, 2))
+        corners[0] = start
         for i in range(dashes):
-            gentle, any_turn = (
-                rng.normal(0, _TURN, _DIRECTIONS),
-                rng.uniform(-_SHARPEST, _SHARPEST, _DIRECTIONS),
-            )
-            headings = heading + np.clip(np.concatenate([gentle, any_turn]), -_SHARPEST, _SHARPEST)
-            ahead = step * np.stack([np.cos(headings), np.sin(headings)], -1)
-            points = corners[-1] + ahead[:, None] * along[:, None]
+            headings = heading + turns[i]
+            ahead[:, 0, 0], ahead[:, 0, 1] = np.cos(headings), np.sin(headings)
+            points = corner + ahead * along
             last = i == dashes - 1
             edge = border + (room if last else 0.0)
-            inside = ((points >= edge) & (points <= resolution - edge)).all(axis=(1, 2))
-            # The dashes just before are near by their nature.
-            others = np.concatenate([taken, *own[:-2]])
-            free = inside & _clear(points, others, size.clearance)
+            free = np.abs(points - resolution / 2).max((1, 2)) <= resolution / 2 - edge
+            # The last two dashes are near by their nature.
+            end = before + max(i - 2, 0) * len(along)
+            free &= _clear(points, _Taken(*(array[:end] for array in obstacles)))
             if last:
-                free &= _clear(points[:, -1:], taken, size.clearance + room)
-            if not free.any():
+                free &= _clear(points[:, -1:], at_ends)
+            chosen = free.argmax()
+            if not free[chosen]:
                 break
-            chosen = int(np.flatnonzero(free)[0])
             heading = headings[chosen]
-            own.append(np.pad(points[chosen], ((0, 0), (0, 1))))
-            corners.append(corners[-1] + ahead[chosen] * (size.dash / step if last else 1.0))
+            obstacles.points[before + i * len(along) :][: len(along)] = points[chosen]
+            corner = corners[i + 1] = corner + ahead[chosen, 0] * (size.dash if last else step)
         else:
-            occupied = np.concatenate(own)
-            occupied[[0, -1], 2] = room
-            return np.stack(corners), occupied
+            occupied = _Taken(*(array[before:].copy() for array in obstacles))
+            occupied.squared_distances[[0, -1]] = (size.clearance + room) ** 2
+            return corners, occupied
     return None
 
 
-def _clear(points: Float[np.ndarray, "d p 2"], taken: Float[np.ndarray, "n 3"], distance: float):
-    """Which of d groups of points are farther than `distance` and its radius from everything that is taken."""
-    between = np.linalg.norm(points[:, :, None] - taken[:, :2], axis=-1)
-    return (between >= distance + taken[:, 2]).all(axis=(1, 2))
+def _clear(points: Float[np.ndarray, "d p 2"], taken: _Taken) -> np.ndarray:
+    """Which of d groups of points keep their distance from everything that is taken."""
+    x = points[..., 0, None] - taken.points[:, 0]
+    y = points[..., 1, None] - taken.points[:, 1]
+    return (x * x + y * y >= taken.squared_distances).all((1, 2))
 
 
 def render(scene: Scene, resolution: int) -> UInt8[np.ndarray, "R R"]:
