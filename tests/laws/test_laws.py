@@ -13,7 +13,7 @@ import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack
-from tests.laws.cases import CASES, dimensions, named
+from tests.laws.cases import CASES, KERNELS, dimensions, named
 from tests.laws.networks import LAYERS, LENGTH, as_float64, network, relative_error, slope_of
 from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
 from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
@@ -255,9 +255,14 @@ def test_law_7_composes(name, is_causal):
 def test_law_8_lowers_for_tpu(name, is_causal):
     """A host without a TPU lowers training for it (compilation: tests/laws/test_tpu.py)."""
     net = network(name, is_causal)
-    step = jax.jit(jax.grad(lambda v, x: net.stack.apply(v, x)[0].sum()))
+    stack = net.stack.clone(dimensions=dataclasses.replace(net.stack.dimensions, implementation=None))
+    step = jax.jit(jax.grad(lambda v, x: stack.apply(v, x)[0].sum()))
     text = step.trace(net.variables, net.x).lower(lowering_platforms=("tpu",)).as_text()
     assert "func.func public @main" in text
+    # No kernel reads BigBird's random blocks, or adds a bias.
+    assert ("tpu_custom_call" in text) == (
+        mechanism_of(name) in KERNELS and name not in ("local-bigbird", "brl-output-equations")
+    )
 
 
 def test_law_5_window_over_everything_is_full_attention():

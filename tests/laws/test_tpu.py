@@ -25,9 +25,8 @@ import flax.linen as nn, jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from brl_jax.models import make_stack
-from tests.laws.cases import CASES, dimensions
+from tests.laws.cases import CASES, KERNELS, dimensions
 
-KERNELS = ("local", "brl", "bsbr", "global_window", "tlinformer")  # those in which local_attention or compress is
 chip = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0]
 sizes = {}
 for name in sys.argv[2:]:
@@ -35,7 +34,8 @@ for name in sys.argv[2:]:
     changes = {"window": 128, "num_compressed": 64, "block_size": 256, "num_projected": 128, "max_length": 1024}
     changes |= {"context": 64 if name == "tlinformer" else 1024, "ranks": None, "block_sizes": None}
     mechanism = dataclasses.replace(CASES[name], **{k: v for k, v in changes.items() if k in known})
-    d = dimensions(mechanism.causal, d_model=256, head_dim=64, num_kv_heads=4, d_ff=256, dtype=jnp.bfloat16)
+    size = {"d_model": 256, "head_dim": 64, "num_kv_heads": 4, "d_ff": 256}
+    d = dimensions(mechanism.causal, dtype=jnp.bfloat16, implementation=None, **size)
     stack = make_stack((mechanism,) * (2 * mechanism.group), d)
     x = jax.ShapeDtypeStruct((1, 1024, 256), jnp.bfloat16, sharding=SingleDeviceSharding(chip))
     variables = jax.eval_shape(lambda key: nn.unbox(stack.init(key, jnp.zeros(x.shape, x.dtype))), jax.random.key(0))
