@@ -48,6 +48,8 @@ CASES = [
     for schedule, causal in (("loop", False), ("loop", True), ("at_once", False))
     if PATTERNS[name][0].causal_ok or not causal
 ]
+# What runs here in any case: following the TPU kernels too takes as long again (they have test_local_kernels.py).
+xla_attention = functools.partial(local_attention, implementation="xla")
 TOLERANCE = {jnp.float32: 1e-4, jnp.bfloat16: 2e-2}
 
 
@@ -79,7 +81,7 @@ def run(query, key, value, d_out, **kwargs):
     """The output and the gradients of query, key and value, in one compiled function."""
 
     def both(query, key, value, d_out, traced):
-        out, pull = jax.vjp(lambda *a: local_attention(*a, **kwargs, **traced), query, key, value)
+        out, pull = jax.vjp(lambda *a: xla_attention(*a, **kwargs, **traced), query, key, value)
         return out, *pull(d_out)
 
     traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], (jax.Array, np.ndarray))}
@@ -204,7 +206,7 @@ def test_position_bias(schedule, name, bias):
 
     @jax.jit
     def both(query, key, value, bias, d_out):
-        attend = functools.partial(local_attention, pattern=pattern)
+        attend = functools.partial(xla_attention, pattern=pattern)
         out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
         return out, *pull(d_out)
 
@@ -232,7 +234,7 @@ def test_array_bias(schedule, name, shape):
 
     @jax.jit
     def both(query, key, value, bias, d_out):
-        attend = functools.partial(local_attention, pattern=pattern, is_causal=True)
+        attend = functools.partial(xla_attention, pattern=pattern, is_causal=True)
         out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
         return out, *pull(d_out)
 
@@ -301,7 +303,7 @@ def test_causal_bitwise(name):
     """Whatever happens at token t leaves every output before t as it was, to the last bit (jax#39576)."""
     pattern, sees = PATTERNS[name]
     query, key, value, _ = random_qkv(130, batch=1)
-    attend = jax.jit(functools.partial(local_attention, pattern=pattern, is_causal=True))
+    attend = jax.jit(functools.partial(xla_attention, pattern=pattern, is_causal=True))
     base = np.asarray(attend(query, key, value))
     for t in (1, 64, 100, 129):
         other = [x.at[:, t:].add(3.0) for x in (query, key, value)]
@@ -312,7 +314,7 @@ def test_causal_bitwise(name):
 
 def test_not_causal_window_does_look_ahead():
     query, key, value, _ = random_qkv(40, batch=1)
-    attend = jax.jit(functools.partial(local_attention, local_window_size=4))
+    attend = jax.jit(functools.partial(xla_attention, local_window_size=4))
     base, changed = attend(query, key, value), attend(query, key, value.at[:, 20].add(1.0))
     touched = np.abs(np.asarray(changed - base)).max((0, 2, 3)) > 0
     np.testing.assert_array_equal(np.flatnonzero(touched), np.arange(16, 25))
@@ -320,7 +322,7 @@ def test_not_causal_window_does_look_ahead():
 
 def test_composes_with_vmap_scan_checkpoint():
     arrays = random_qkv(40, batch=3)
-    attend = functools.partial(local_attention, local_window_size=(9, 2))
+    attend = functools.partial(xla_attention, local_window_size=(9, 2))
     expected = run(*arrays, local_window_size=(9, 2))
 
     def mapped(query, key, value):
@@ -360,7 +362,7 @@ LINEAR = {
 def compiled(pattern, length, **kwargs):
     """Forward and backward, compiled for abstract inputs."""
     shape = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
-    attend = functools.partial(local_attention, pattern=pattern, **kwargs)
+    attend = functools.partial(xla_attention, pattern=pattern, **kwargs)
 
     def both(query, key, value, d_out):
         out, pull = jax.vjp(attend, query, key, value)
@@ -396,7 +398,7 @@ def test_largest_array_sees_one_of_all_pairs():
 def test_schedule_is_chosen_when_lowering(platform, loops):
     """Lowered on this CPU machine for another platform, it takes that platform's schedule."""
     shape = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
-    attend = jax.jit(functools.partial(local_attention, local_window_size=(64, 0)))
+    attend = jax.jit(functools.partial(xla_attention, local_window_size=(64, 0)))
     text = attend.trace(*[shape] * 3).lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.while" in text) == loops
 
