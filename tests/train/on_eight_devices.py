@@ -63,9 +63,8 @@ class FiveMechanisms(DecoderConfig):
 
 def take_steps(mesh):
     """(losses, the first step's gradients as the optimiser keeps them, last state, HLO) on a mesh."""
-    model = DecoderLM(
-        FiveMechanisms(num_layers=10, d_model=32, num_heads=4, d_ff=64, dropout=0.1, vocab_size=64)
-    )
+    size = {"num_layers": 10, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 64}
+    model = DecoderLM(FiveMechanisms(**size, dropout=0.1, implementation="xla"))
     loop = LoopConfig(batch=2 * ROWS, accumulation=2, steps=STEPS)
     settings = OptimizerConfig(learning_rate=1e-3, warmup_steps=2, clip_norm=0.0)
     rng, lost, first = np.random.default_rng(0), [], None
@@ -209,6 +208,7 @@ def refused():
 
 
 def main(folder):
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # three runs are on one device
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     results = {"refused": refused()}
     for name, mesh in {"one": one, **{name: make_mesh(config) for name, config in MESHES.items()}}.items():
