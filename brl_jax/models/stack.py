@@ -140,6 +140,7 @@ class Stack(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=repeats,
             metadata_params={nn.PARTITION_NAME: "layers"},
+            check_constancy_invariants=False,  # it traces the layers once more
         )
 
     def init_cache(self, batch: int, length: int) -> dict[str, Any]:
@@ -255,6 +256,16 @@ class Stack(nn.Module):
             new["index"] = cache["index"] + count
         return y, new
 
+    def _over_segments(self, step: Any, length: int | None = None) -> Any:
+        return nn.scan(
+            step,
+            variable_broadcast="params",
+            split_rngs={"params": False, "dropout": True},
+            length=length,
+            # It traces the network once more, and is needed where the parameters are made.
+            check_constancy_invariants=self.is_initializing(),
+        )
+
     def _aligned_segments(self, x, memory, call, deterministic):
         """Segment after segment from a segment's start on, as training needs it: gradients flow through the caches."""
         batch, length, width = x.shape
@@ -266,7 +277,7 @@ class Stack(nn.Module):
             y, cache = stack._run(piece, cache, call, deterministic)
             return cache, y
 
-        scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False, "dropout": True})
+        scan = self._over_segments(step)
         pieces = jnp.moveaxis(x[:, : whole * segment].reshape(batch, whole, segment, width), 1, 0)
         # Of every segment each device of a mesh takes its share.
         pieces = constrain(pieces, (None, "batch", "length", "embed"))
@@ -296,9 +307,7 @@ class Stack(nn.Module):
             y = jax.lax.dynamic_update_slice_in_dim(y, out, done, axis=1)
             return (cache, y, done + count), None
 
-        scan = nn.scan(
-            step, variable_broadcast="params", split_rngs={"params": False, "dropout": True}, length=pieces
-        )
+        scan = self._over_segments(step, length=pieces)
         start = (cache, jnp.zeros_like(x), jnp.zeros((), jnp.int32))
         (cache, y, _), _ = scan(self, start, None)
         return y[:, :length], cache
