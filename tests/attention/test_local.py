@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from brl_jax.attention import local
 from brl_jax.attention.bias import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.full import full_attention
 from brl_jax.attention.local import local_attention
@@ -56,12 +57,20 @@ TOLERANCE = {jnp.float32: 1e-4, jnp.bfloat16: 2e-2}
 @pytest.fixture
 def schedule(request, monkeypatch):
     """Both schedules run here: the CPU's, and the one that other platforms lower to."""
-    if request.param == "at_once":
-        jax.clear_caches()
-        monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **others: default(*args))
+    if request.param == "loop":
+        yield request.param
+        return
+    taken = []
+
+    def take_default(*args, default, **others):
+        taken.append(default)
+        return default(*args)
+
+    local._choose.clear_cache()
+    monkeypatch.setattr(lax, "platform_dependent", take_default)
     yield request.param
-    if request.param == "at_once":
-        jax.clear_caches()
+    assert taken
+    local._choose.clear_cache()
 
 
 BOTH = pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
