@@ -10,6 +10,7 @@ import dataclasses
 import jax
 from jaxtyping import Array
 
+from pallas_kernels.tpu.heads import Layout
 from pallas_kernels.tpu.window_plan import WindowPlan
 from pallas_kernels.tpu.window_sums import held_rows
 
@@ -104,27 +105,38 @@ class WindowBlocks:
                 raise ValueError(f"{name} must be a positive multiple of 128, got {size}")
 
 
-def window_bytes(plan: WindowPlan, width: int, itemsize: int, *, backward: bool, group: int) -> int:
-    """VMEM of a step of the window kernels: double-buffered blocks, scratch and the scores in flight."""
+def window_bytes(plan: WindowPlan, layout: Layout, itemsize: int, *, backward: bool) -> int:
+    """VMEM of a step of the window kernels: double-buffered blocks, scratch and the scores in flight.
+
+    Products of float32 are made of several of bfloat16: the compiler keeps their parts for all packed heads, 20 to 33
+    tiles a head and pair of tiles in the shapes that tests/pallas_kernels/tpu/test_compile.py compiles.
+    """
+    width, group = layout.width, layout.group
     row = width * itemsize
     keys = 2 * (plan.block + plan.halo * len(plan.sides[1:]))
     blocks = (5 if backward else 2) * plan.block + keys
     statistics = 2 * 8 * 4 * plan.block
     scratch = 2 * held_rows(plan, group) * width * 4 if backward else 0
-    scores = (6 if backward else 4) * len(plan.distances()) * plan.tile**2 * 4
-    return 2 * blocks * row + statistics + scratch + scores
+    wide = itemsize == 4
+    tiles = 8 + 26 * layout.packed if wide else 6 if backward else 4
+    scores = tiles * len(plan.distances()) * plan.tile**2 * 4
+    total = 2 * blocks * row + statistics + scratch + scores
+    return total * 5 // 4 if wide else total
 
 
 def window_blocks(
-    left: int, right: int, length: int, width: int, itemsize: int, group: int, chip: str | None
+    left: int, right: int, length: int, layout: Layout, itemsize: int, chip: str | None
 ) -> WindowBlocks | None:
-    """The table's sizes for a shape, halved until they fit in what every kernel is granted.
+    """The table's sizes for a shape, halved until they fit: in what every kernel is granted, or where float32 needs
+    more than that, in what the chip has.
 
     None when the window is so wide that no block that holds its sides fits.
     """
+    wide = itemsize == 4
+    room = VMEM_MIB.get(chip or "", SMALLEST_VMEM_MIB) if wide else GRANTED_MIB
 
     def choose(backward: bool) -> tuple[int, int] | None:
-        tile = _WINDOW_TILES.get(chip or "", _DEFAULT_TILE)
+        tile = _DEFAULT_TILE if wide else _WINDOW_TILES.get(chip or "", _DEFAULT_TILE)
         while tile > 128 and tile >= 2 * max(left, right, 64):
             tile //= 2
         block = _WINDOW_BLOCKS.get(chip or "", _DEFAULT_BLOCK)
@@ -135,10 +147,7 @@ def window_blocks(
             smallest = tile * (1 << (smallest - 1).bit_length())
             block = max(block, smallest)
             plan = WindowPlan(left, right, length, tile, block)
-            fits = (
-                window_bytes(plan, width, itemsize, backward=backward, group=group)
-                <= GRANTED_MIB * MIB * 3 // 4
-            )
+            fits = window_bytes(plan, layout, itemsize, backward=backward) <= room * MIB * 3 // 4
             if fits and plan.unrolled <= MAX_UNROLLED:
                 return tile, block
             if block // 2 >= smallest:

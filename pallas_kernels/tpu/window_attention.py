@@ -79,7 +79,7 @@ _packed.defvjp(_packed_fwd, _packed_bwd)
 
 def _table(query, layout: Layout, left: int, right: int, chip: str | None) -> WindowBlocks | None:
     length, itemsize = query.shape[1], query.dtype.itemsize
-    return block_sizes.window_blocks(left, right, length, layout.width, itemsize, layout.group, chip)
+    return block_sizes.window_blocks(left, right, length, layout, itemsize, chip)
 
 
 def window_fits(
@@ -180,13 +180,7 @@ def window_attention(
     forward_limit, backward_limit = (
         block_sizes.vmem_limit(
             f"window_attention's {name} pass",
-            block_sizes.window_bytes(
-                plan,
-                width=layout.width,
-                itemsize=query.dtype.itemsize,
-                group=layout.group,
-                backward=name == "backward",
-            ),
+            block_sizes.window_bytes(plan, layout, query.dtype.itemsize, backward=name == "backward"),
             chip,
             f"choose a block below {plan.block}",
         )

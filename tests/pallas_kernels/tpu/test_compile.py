@@ -84,6 +84,29 @@ def test_window_attention(chip, n, heads, groups, head_dim, window, dtype):
     attend(chip, n, heads, groups, head_dim, f, dtype)
 
 
+@pytest.mark.parametrize(
+    ("chip", "heads", "head_dim", "left", "right"),
+    [
+        ("v5e", 8, 16, 256, 256),
+        ("v5e", 8, 16, 512, 512),
+        ("v5e", 8, 64, 128, 127),
+        ("v5e", 2, 256, 255, 0),
+        ("7x", 8, 64, 256, 256),
+        ("v4", 4, 128, 255, 0),
+    ],
+)
+def test_windows_of_float32(chip, heads, head_dim, left, right):
+    """They take several times the memory of bfloat16's."""
+    f = functools.partial(window_attention, left=left, right=right, chip=chip)
+    attend(chip, 4096, heads, heads, head_dim, f, jnp.float32)
+
+
+def test_a_window_of_float32_that_fits_no_chip_goes_by_blocks():
+    f = functools.partial(local_attention, local_window_size=256, implementation="pallas")
+    text = attend("v4", 4096, 8, 8, 16, f, jnp.float32).as_text()
+    assert "block_attention_forward" in text
+
+
 def test_temporary_memory_is_linear():
     f = functools.partial(window_attention, left=255, right=0)
     small, large = (
