@@ -154,7 +154,7 @@ def _draw_path(
             obstacles.points[before + i * len(along) :][: len(along)] = points[chosen]
             corner = corners[i + 1] = corner + ahead[chosen, 0] * (size.dash if last else step)
         else:
-            occupied = _Taken(*(array[before:].copy() for array in obstacles))
+            occupied = _Taken(*(array[before:] for array in obstacles))
             occupied.squared_distances[[0, -1]] = (size.clearance + room) ** 2
             return corners, occupied
     return None
