@@ -64,7 +64,7 @@ class ScheduleOptions:
     head_dim: int = 128
     """Features of a head."""
     any_chip: bool = False
-    """Our block sizes that fit every chip, as without a mesh, instead of the chip's own."""
+    """Our block sizes that fit every chip, instead of the chip's own."""
     splash_blocks: tuple[int, ...] = (128, 256, 512, 1024)
     """Splash attention is compiled at every pair of these; empty leaves it out."""
 

@@ -54,7 +54,8 @@ def chip_name(device_kind: str) -> str | None:
 
 
 def resolve_chip(chip: str | None, x: Array) -> str | None:
-    """The chip asked for, else that of the mesh that x lies on or of the mesh in use; None where nothing says it.
+    """The chip asked for, else that of the mesh that x lies on, of the mesh in use or of this process; None where
+    nothing says it.
 
     Raises:
       ValueError: for a chip that the tables do not hold.
@@ -64,6 +65,8 @@ def resolve_chip(chip: str | None, x: Array) -> str | None:
     for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()):
         if chip is None and mesh.abstract_device is not None:
             chip = chip_name(mesh.abstract_device.device_kind)
+    if chip is None and jax.default_backend() == "tpu":
+        chip = chip_name(jax.devices()[0].device_kind)
     return chip
 
 

@@ -194,7 +194,8 @@ def compress(
       axis_name: inside `shard_map`, the mesh axis over which sequences are cut: key, contrast_key and value are this
         device's part, query and the result are the same on all. Merged like splits.
       chip: "v4", "v5e", "v5p", "v6e" or "7x"; None takes that of the mesh which query lies
-        on, or which is in use, and without one sizes that fit every chip.
+        on, or which is in use, else of the chip that this process runs on; where nothing says it, sizes that fit
+        every chip.
       block: tokens in a grid step, a multiple of 128, instead of the table's.
       splits: parts of the sequence; by default 1 where the heads of a batch fill two cores, else 2.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.

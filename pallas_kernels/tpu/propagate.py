@@ -198,7 +198,8 @@ def propagate(
       scale: multiplies the scores; 1 / sqrt(H) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
       chip: "v4", "v5e", "v5p", "v6e" or "7x"; None takes that of the mesh which query lies
-        on, or which is in use, and without one sizes that fit every chip.
+        on, or which is in use, else of the chip that this process runs on; where nothing says it, sizes that fit
+        every chip.
       block: queries in a grid step, a multiple of 128, instead of the table's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 

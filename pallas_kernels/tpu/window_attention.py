@@ -136,7 +136,8 @@ def window_attention(
         result.
       return_log_sum_exp: also return the natural log of each row's sum of exponentials.
       chip: "v4", "v5e", "v5p", "v6e" or "7x" picks its block sizes; None takes that of the mesh which query lies
-        on, or which is in use, and without one sizes that fit every chip.
+        on, or which is in use, else of the chip that this process runs on; where nothing says it, sizes that fit
+        every chip.
       blocks: sizes to use instead of the table's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 

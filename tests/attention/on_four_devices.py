@@ -191,12 +191,10 @@ CASES = {
 }
 
 
-def gradients(**options):
+def gradients(dtype=jnp.float32, **options):
     """Of a window's results, to be lowered: 1024 tokens on each of four devices."""
     cut = jax.sharding.NamedSharding(MESH, CUT)
-    shapes = [
-        jax.ShapeDtypeStruct((1, 4096, heads, SIZE), jnp.float32, sharding=cut) for heads in (HEADS, 2, 2)
-    ]
+    shapes = [jax.ShapeDtypeStruct((1, 4096, heads, SIZE), dtype, sharding=cut) for heads in (HEADS, 2, 2)]
     attend = functools.partial(sequence_parallel.local_attention, axis_name="sequence", **options)
     mapped = jax.shard_map(attend, mesh=MESH, in_specs=(CUT,) * 3, out_specs=CUT)
     return jax.jit(jax.grad(lambda *x: mapped(*x).sum(), (0, 1, 2))).trace(*shapes)
@@ -214,7 +212,9 @@ def travelled():
 def kernels():
     """The kernels in the program of a window's gradients for a TPU, near and reaching over several stretches."""
     lowered = [
-        gradients(pattern=SlidingWindow(left, 0), is_causal=True).lower(lowering_platforms=("tpu",)).as_text()
+        gradients(jnp.bfloat16, pattern=SlidingWindow(left, 0), is_causal=True)
+        .lower(lowering_platforms=("tpu",))
+        .as_text()
         for left in (127, 2000)
     ]
     return [sorted(set(re.findall(r'kernel_name = "(\w+)"', text))) for text in lowered]

@@ -1,6 +1,7 @@
 """The sliding-window kernels, interpreted on a CPU, against a dense float64 reference."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import WindowBlocks, window_attention
+from pallas_kernels.tpu import WindowBlocks, block_sizes, window_attention
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
@@ -242,3 +243,12 @@ def test_bad_input(change, error, words):
     k = jax.ShapeDtypeStruct((1, 20000, groups, head_dim), dtype)
     with pytest.raises(error, match=words):
         jax.eval_shape(functools.partial(window_attention, **options), q, k, k)
+
+
+def test_without_a_mesh_the_chip_is_the_process_own(monkeypatch):
+    x = jnp.zeros((1,))
+    assert block_sizes.resolve_chip(None, x) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU v6 lite")])
+    assert block_sizes.resolve_chip(None, x) == "v6e"
+    assert block_sizes.resolve_chip("v4", x) == "v4"
