@@ -4,14 +4,18 @@ Tests are about what programs mean, and spend their time in the compiler: it lea
 and in the processes that tests start (its emitters of fused loops alone take most of the time on a CPU). Compiled
 programs are kept in .pytest_cache/xla, where the next run of the same tests finds them; each worker has a folder of its
 own, as none must read what another is writing.
+
+Tracing makes objects by the million, hardly any of them garbage: looking for it seldom saves a tenth of the time.
 """
 
+import gc
 import os
 from pathlib import Path
 
 import jax
 import pytest
 
+gc.set_threshold(100_000, 20, 10)
 if jax.__version_info__ < (
     0,
     11,

@@ -147,14 +147,16 @@ def test_bfloat16():
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_one_level_is_full_attention(is_causal):
     arrays = random_qkv(200)
-    expected = full_attention(*arrays[:3], is_causal=is_causal, scale=1 / 8, implementation="xla")
-    got = mlr_attention(*arrays[:3], ranks=(8,), is_causal=is_causal)
+
+    @jax.jit
+    def four(*arrays):
+        full = functools.partial(full_attention, *arrays, is_causal=is_causal, implementation="xla")
+        level = functools.partial(mlr_attention, *arrays, ranks=(8,), is_causal=is_causal)
+        return level(), full(scale=1 / 8), level(scale=8**-0.5), full()
+
+    got, expected, scaled, default = four(*arrays[:3])
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
-    default = full_attention(*arrays[:3], is_causal=is_causal, implementation="xla")
-    np.testing.assert_allclose(
-        mlr_attention(*arrays[:3], ranks=(8,), is_causal=is_causal, scale=8**-0.5),
-        default, rtol=1e-4, atol=1e-6,
-    )  # fmt: skip
+    np.testing.assert_allclose(scaled, default, rtol=1e-4, atol=1e-6)
 
 
 def test_causal_bitwise():
@@ -195,11 +197,11 @@ def test_lengths_and_poisoned_padding(is_causal):
 def test_values_of_another_size():
     query, key, _, _ = random_qkv(70)
     value = jnp.asarray(np.random.default_rng(1).standard_normal((2, 70, 2, 3)), jnp.float32)
-    out = mlr_attention(query, key, value, ranks=(8,), is_causal=True)
+    out = jax.jit(functools.partial(mlr_attention, ranks=(8,), is_causal=True))(query, key, value)
     assert out.shape == (2, 70, 4, 3)
     expected, _ = oracles.softmax_attention(query, key, value, causal_pairs(70), scale=1 / 8)
     assert oracles.relative_error(out, expected) < 1e-5
-    full = full_attention(query, key, value, is_causal=True, scale=1 / 8)
+    full = jax.jit(functools.partial(full_attention, is_causal=True, scale=1 / 8))(query, key, value)
     assert oracles.relative_error(full, expected) < 1e-5
     with pytest.raises(ValueError, match="value's head_dim"):
         full_attention(query, key, value, implementation="cudnn")
@@ -222,7 +224,7 @@ def test_composes_with_vmap_scan_checkpoint():
 
     for f in (mapped, scanned):
         out, pull = jax.jit(functools.partial(jax.vjp, f))(*arrays[:3])
-        for x, y in zip((out, *pull(arrays[3])), expected):
+        for x, y in zip((out, *jax.jit(pull)(arrays[3])), expected):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
