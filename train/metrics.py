@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard events, and a progress bar or plain lines."""
+"""What a run reports: metrics.jsonl, TensorBoard events, and progress bars or plain lines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -23,6 +23,8 @@ from tensorboardX import SummaryWriter
 
 from train.hosts import is_lead
 
+T = TypeVar("T")
+
 # Without a terminal a line comes at the first step and then this often.
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -35,6 +37,28 @@ def say(message: str) -> None:
     """A line on stderr, above the progress bar if there is one; of many processes, the first one's."""
     if is_lead():
         _CONSOLE.print(message, markup=False)
+
+
+def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T]:
+    """The pieces as they are made, and on stderr how far that is: a bar on a terminal, else a line now and then.
+
+    Args:
+      sizes: of each piece, in examples. title: what is made.
+    """
+    began = spoke = time.monotonic()
+    done, total = 0, sum(sizes)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not (_CONSOLE.is_terminal and is_lead())
+    with Progress(*columns, console=_CONSOLE, transient=True, disable=hidden) as progress:
+        task = progress.add_task(title, total=total)
+        for piece, size in zip(pieces, sizes, strict=True):
+            done += size
+            progress.update(task, completed=done)
+            now = time.monotonic()
+            if hidden and now - spoke >= _SECONDS_BETWEEN_LINES:
+                spoke = now
+                say(f"{title}: {done:,} of {total:,}  {_clock((now - began) / done * (total - done))} left")
+            yield piece
 
 
 class MetricsLog:

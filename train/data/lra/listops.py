@@ -206,6 +206,7 @@ def generated(
             functools.partial(_chunk, spec, seed, number),
             chunk_sizes(sizes[split], _CHUNK),
             processes,
+            f"listops, {split}",
         )
         for number, split in enumerate(_SPLIT_FILES)
     }

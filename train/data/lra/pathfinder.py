@@ -213,6 +213,7 @@ def generated(
             functools.partial(_chunk, resolution, seed, number),
             chunk_sizes(sizes[split], _CHUNK),
             processes,
+            f"pathfinder{resolution}, {split}",
         )
         for number, split in enumerate(SPLITS)
     }

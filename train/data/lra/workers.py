@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+from train.metrics import tracked
+
 T = TypeVar("T")
 
 
@@ -16,16 +18,18 @@ def chunk_sizes(count: int, size: int) -> list[int]:
     return [min(size, count - start) for start in range(0, count, size)]
 
 
-def run_chunks(make: Callable[[int, int], T], sizes: Sequence[int], processes: int) -> Iterator[T]:
-    """make(index, size) for each chunk, in order.
+def run_chunks(
+    make: Callable[[int, int], T], sizes: Sequence[int], processes: int, title: str
+) -> Iterator[T]:
+    """make(index, size) for each chunk, in order, and on stderr how far that is.
 
     Args:
-      make: can be pickled. processes: how many at a time; 0: one a core.
+      make: can be pickled. processes: how many at a time; 0: one a core. title: what is made.
     """
     processes = min(processes or os.cpu_count() or 1, len(sizes))
     if processes <= 1:
-        yield from (make(index, size) for index, size in enumerate(sizes))
+        yield from tracked((make(index, size) for index, size in enumerate(sizes)), sizes, title)
         return
     # Not forked: this process may have threads (JAX's, the input's) that a fork would cut off in mid-air.
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(make, range(len(sizes)), sizes)
+        yield from tracked(pool.map(make, range(len(sizes)), sizes), sizes, title)
