@@ -36,8 +36,7 @@ from train.presets import PRESETS  # noqa: E402
 
 ROWS, LENGTH, STEPS = 16, 16, 4
 MESHES = {
-    "data": MeshConfig(data=8),
-    "fsdp": MeshConfig(fsdp=8),
+    "rows": MeshConfig(data=2, fsdp=4),
     "mixed": MeshConfig(data=2, fsdp=2, tensor=2),
     "sequence": MeshConfig(sequence=8),
 }
@@ -216,11 +215,11 @@ def main(folder):
     for name, mesh in {"one": one, **{name: make_mesh(config) for name, config in MESHES.items()}}.items():
         lost, first, state, hlo = take_steps(mesh)
         results[name] = {"losses": lost, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
-    fsdp, mixed = (make_mesh(MESHES[name]) for name in ("fsdp", "mixed"))
+    rows, mixed = (make_mesh(MESHES[name]) for name in ("rows", "mixed"))
     results["pieces"] = [loss_in_pieces(mesh) for mesh in (one, make_mesh(MESHES["sequence"]))]
-    results["careless"] = gathers(careless(fsdp))
+    results["careless"] = gathers(careless(rows))
     results["straight"] = run(folder / "straight", one, 6)
-    for steps, mesh in zip((2, 4, 6), (fsdp, one, mixed)):
+    for steps, mesh in zip((2, 4, 6), (rows, one, mixed)):
         results["moved"] = run(folder / "moved", mesh, steps)
     (folder / "results.pickle").write_bytes(pickle.dumps(results))
 

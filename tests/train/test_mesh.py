@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Of a step's microbatch; an array of its tokens has at least so many numbers.
 ROWS, LENGTH = 16, 16
-MESHES = ("data", "fsdp", "mixed", "sequence")
+MESHES = ("rows", "mixed", "sequence")
 
 pytestmark = pytest.mark.xdist_group("eight devices")
 
@@ -41,27 +41,26 @@ def test_each_gradient_is_that_of_one_device(results, mesh):
         assert error <= 1e-4 * np.abs(expected).max(), name
 
 
-@pytest.mark.parametrize(("mesh", "parts"), [("fsdp", (8,)), ("mixed", (2, 4))])
+@pytest.mark.parametrize(("mesh", "parts"), [("rows", (4,)), ("mixed", (2, 4))])
 def test_every_matrix_its_moments_and_the_memory_are_cut(results, mesh, parts):
     matrices = 0
     for name, (size, share) in results[mesh]["shares"].items():
         vector = name.rsplit("/", 1)[-1] in ("scale", "lambda", "gamma", "filled")
         if not vector:
-            expected = (8,) if mesh == "fsdp" else (4,) if "memory" in name else parts
+            expected = {"rows": (8,), "mixed": (4,)}[mesh] if "memory" in name else parts
             assert size / share in expected, name
             matrices += 1
     assert matrices > 3 * 30
 
 
-@pytest.mark.parametrize("mesh", ["data", "fsdp"])
-def test_only_one_layers_weights_are_gathered_at_a_time(results, mesh):
+def test_only_one_layers_weights_are_gathered_at_a_time(results):
     """No activation, no moment, no stack of layers: what is gathered is a weight, for the layer that takes it."""
     weights = {
         tuple(sorted(leaf.shape[1:] if "layers_" in name else leaf.shape))
         for name, leaf in results["one"]["first"].items()
     }
-    gathered = results[mesh]["gathers"]
-    assert len(gathered) > 20 or mesh == "data"
+    gathered = results["rows"]["gathers"]
+    assert len(gathered) > 20
     for shape, where in gathered:
         assert "DecoderLM." in where, f"{shape} gathered outside of the network: {where}"
         assert tuple(sorted(n for n in shape if n > 1)) in weights, (
