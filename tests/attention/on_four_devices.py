@@ -39,8 +39,11 @@ def normal(seed, *shape):
 def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted=False):
     """Results and gradients of `arrays` of a function and of the same on stretches.
 
-    interpreted: a kernel, which JAX interprets under `vmap` but not under `shard_map`.
+    interpreted: a kernel, which JAX interprets under `vmap` but not under `shard_map`. None where it no longer takes
+    the gradient of a result that lanes share.
     """
+    if interpreted and jax.__version_info__ >= (0, 12):
+        return None
 
     def run(function):
         def weighted(*arrays):
