@@ -7,7 +7,7 @@ import pytest
 from eval.coordinates import main
 from train.errors import UserError
 
-TINY = "--widths 16 64 256 --num_heads 2 --num_layers 1 --steps 3 --batch 2 --length 16 --learning_rate 0.01"
+TINY = "--widths 16 256 --num_heads 2 --num_layers 1 --steps 3 --batch 2 --length 16 --learning_rate 0.01"
 
 
 def test_command(tmp_path, capsys):

@@ -24,14 +24,14 @@ def test_to_nnx(mechanism):
     # Without a mesh there is nothing to shard parameters over as they are made.
     with nnx.use_eager_sharding(False):
         bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(TOKENS)
-    logits, _ = bridged(TOKENS)
+    logits, _ = nnx.jit(lambda m: m(TOKENS))(bridged)
     params = jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, nn.meta.AxisMetadata) else leaf,
         nnx.to_pure_dict(nnx.state(bridged, nnx.Param)),
         is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata),
     )
-    expected, _ = model.apply({"params": params}, TOKENS)
+    expected, _ = jax.jit(model.apply)({"params": params}, TOKENS)
     np.testing.assert_allclose(logits, expected, rtol=1e-6)
 
-    gradient = nnx.grad(lambda m: m(TOKENS)[0].sum())(bridged)
+    gradient = nnx.jit(nnx.grad(lambda m: m(TOKENS)[0].sum()))(bridged)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient) if leaf.size > 1000)
