@@ -92,6 +92,8 @@ def test_window_attention(chip, n, heads, groups, head_dim, window, dtype):
         ("v5e", 8, 64, 128, 127),
         ("v5e", 2, 256, 255, 0),
         ("7x", 8, 64, 256, 256),
+        ("v5p", 8, 16, 255, 0),
+        ("v6e", 8, 16, 256, 256),
         ("v4", 4, 128, 255, 0),
     ],
 )
