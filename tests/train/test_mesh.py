@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +17,9 @@ ROWS, LENGTH = 16, 16
 MESHES = ("rows", "mixed", "sequence")
 
 pytestmark = pytest.mark.xdist_group("eight devices")
+told_by_name = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12), reason="JAX 0.12's compiler leaves out or changes the names of gathers"
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,7 @@ def test_every_matrix_its_moments_and_the_memory_are_cut(results, mesh, parts):
     assert matrices > 3 * 30
 
 
+@told_by_name
 def test_only_one_layers_weights_are_gathered_at_a_time(results):
     """No activation, no moment, no stack of layers: what is gathered is a weight, for the layer that takes it."""
     weights = {
@@ -68,6 +73,7 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results):
         )
 
 
+@told_by_name
 def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
     """Where tokens are cut, those of a whole row meet in full attention, in states, and in BRL's queue of outputs (what
     the last norm gives)."""
