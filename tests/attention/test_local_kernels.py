@@ -12,12 +12,6 @@ from brl_jax.attention.patterns import BigBird, BlockMask, GlobalWindow, Sliding
 from tests.attention import oracles
 from tests.attention.test_local import PATTERNS, expect, random_qkv
 
-CASES = [
-    (name, causal)
-    for name, (pattern, _) in PATTERNS.items()
-    for causal in ((True, False) if name in ("strided", "fixed") else (pattern.causal_ok,))
-]
-
 
 def run(arrays, **kwargs):
     """Output and gradients of query, key and value on the kernels."""
@@ -38,9 +32,11 @@ def assert_close(got, expected, tolerance=1e-5):
         assert error < tolerance, f"{what}: relative error {error}"
 
 
-@pytest.mark.parametrize(("name", "causal"), CASES)
-def test_pattern_equals_oracle(name, causal):
+@pytest.mark.parametrize("name", PATTERNS)
+def test_pattern_equals_oracle(name):
+    """Causal where there is that form; strided and fixed ones look ahead too in the padded rows below."""
     pattern, sees = PATTERNS[name]
+    causal = pattern.causal_ok
     arrays = random_qkv(130, batch=1, heads=2)
     got = run(arrays, pattern=pattern, is_causal=causal)
     assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=causal)))
