@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.checks import check_at_least
 from brl_jax.attention.propagate import propagate, propagate_weights
 from brl_jax.attention.scores import Score
-from brl_jax.layers.common import dense, norm, parameter, scale_scores
+from brl_jax.layers.common import dense, maps_wanted, norm, parameter, scale_scores
 from brl_jax.layers.compressed import (
     COMPRESSED,
     CompressedStream,
@@ -415,7 +415,7 @@ class BRLAttention(nn.Module):
             inside = jnp.arange(size) + (0 if aligned else offset)
             places = jnp.full((1, count), -1) if d.is_causal else spread(count, length, lengths)
             bias = jax.vmap(lambda places: bias(inside, places))(places)
-        if self.is_mutable_collection("maps"):
+        if maps_wanted(self):
             merged, offered = merge_blocks(query, key)
             weights = propagate_weights(merged, offered, strength=strength, score=mechanism.score, bias=bias)
             self.sow("maps", "propagate", weights)

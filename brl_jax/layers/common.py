@@ -186,6 +186,11 @@ def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Fl
     return dense(d, d.d_model, axes, name="out", contract=2, scale=d.residual_scale)(attended)
 
 
+def maps_wanted(module: nn.Module) -> bool:
+    """Whether the caller asked for the collection "maps"; never while initialising, which makes every collection."""
+    return module.is_mutable_collection("maps") and not module.is_initializing()
+
+
 def sow_weights(
     module: nn.Module,
     attend: Callable[[Float[Array, "B S K H"]], Float[Array, "B T N H"]],
@@ -193,7 +198,7 @@ def sow_weights(
 ) -> None:
     """Sows the attention matrix (B, N, T, S) of `attend`, a function of the values, as "weights" into "maps".
 
-    Only where that collection is asked for, and never while initialising: the matrix is quadratic in the length.
+    Only where `maps_wanted`: the matrix is quadratic in the length.
     """
-    if module.is_mutable_collection("maps") and not module.is_initializing():
+    if maps_wanted(module):
         module.sow("maps", "weights", implied_weights(attend, value))

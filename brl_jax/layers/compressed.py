@@ -16,7 +16,7 @@ from brl_jax.attention import sequence_parallel
 from brl_jax.attention.bias import ALiBi, PositionBias, T5Bias, alibi_slopes
 from brl_jax.attention.compress import compress, compress_weights
 from brl_jax.attention.compress_blocks import compress_blocks
-from brl_jax.layers.common import FeedForward, dense, head_norm, norm, parameter, scale_scores
+from brl_jax.layers.common import FeedForward, dense, head_norm, maps_wanted, norm, parameter, scale_scores
 from brl_jax.layers.mechanism import Dimensions
 from brl_jax.sharding import Names, constrain, sequence_axis, shard_call
 
@@ -113,7 +113,7 @@ class CompressedStream(nn.Module):
         if bias is not None:
             tokens_at = jnp.arange(length)
             bias = jax.vmap(lambda places: bias(places, tokens_at))(spread(count, length, lengths))
-        if self.is_mutable_collection("maps"):
+        if maps_wanted(self):
             mask = None if lengths is None else jnp.arange(length)[None] < lengths[:, None]
             weights = compress_weights(
                 query,

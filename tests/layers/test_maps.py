@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax.layers import MECHANISMS, Dimensions
+from brl_jax.models import Stack
 
 # Between the matrix and the output projection these have nothing.
 PLAIN = {
@@ -89,3 +90,21 @@ def _sown_by_a_bidirectional_layer(name):
     layer = MECHANISMS[name]().layer(Dimensions(16, 4, 2, 4, 16, is_causal=False))
     x, variables = _inputs(layer)
     return _apply(layer, variables, x, mutable="maps")[1]["maps"]["weights"]
+
+
+def test_compressed_tokens_show_what_they_read_of_this_input():
+    """One map of each kind, of the sequence at hand: initialising leaves none behind."""
+    config = MECHANISMS["brl"](window=4, num_compressed=3, memory="layer")
+    stack = Stack((config,), Dimensions(16, 4, 2, 4, 16, is_causal=False))
+    x, variables = _inputs(stack)
+    assert "maps" not in variables
+
+    def maps(x):
+        sown = _apply(stack, variables, x, mutable="maps")[1]["maps"]["layers_0"]["block_0"]["mixer"]
+        (read,), (given,) = sown["compressed"]["compress"], sown["propagate"]
+        return read[0], given[0]
+
+    (read, given), (other, _) = maps(x[:1]), maps(x[1:])
+    assert read.shape == (1, 4, 3, LENGTH)
+    assert given.shape == (1, 4, LENGTH, 3)
+    assert np.abs(read - other).max() > 1e-3
