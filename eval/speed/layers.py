@@ -52,9 +52,8 @@ def _make(name: str, options: SpeedOptions, length: int) -> Candidate:
     rng = np.random.default_rng(length)
     shape = (options.batch, length, dimensions.d_model)
     x, d_y = (jnp.asarray(rng.standard_normal(shape), dimensions.dtype) for _ in range(2))
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x[:, :1]))
-    params = variables.pop("params")
-    rest = {name: variables[name] for name in variables if name != "maps"}
+    rest = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x[:, :1]))
+    params = rest.pop("params")
 
     def forward(params, rest, x):
         return stack.apply({"params": params, **rest}, x)[0]
