@@ -70,6 +70,10 @@ def resolve_chip(chip: str | None, x: Array) -> str | None:
     return chip
 
 
+def _vmem_mib(chip: str | None) -> int:
+    return VMEM_MIB.get(chip or "", SMALLEST_VMEM_MIB)
+
+
 def vmem_limit(kernel: str, needed: int, chip: str | None, advice: str) -> int | None:
     """What to ask of the compiler for a kernel that needs so many bytes: None where the usual grant is
     enough.
@@ -77,7 +81,7 @@ def vmem_limit(kernel: str, needed: int, chip: str | None, advice: str) -> int |
     Raises:
       ValueError: when the chip has less than that, with both numbers and what to change.
     """
-    capacity = VMEM_MIB.get(chip or "", SMALLEST_VMEM_MIB) * MIB
+    capacity = _vmem_mib(chip) * MIB
     if needed > capacity:
         where = chip or "a chip that was not named (pass chip=)"
         raise ValueError(
@@ -136,7 +140,7 @@ def window_blocks(
     None when the window is so wide that no block that holds its sides fits.
     """
     wide = itemsize == 4
-    room = VMEM_MIB.get(chip or "", SMALLEST_VMEM_MIB) if wide else GRANTED_MIB
+    room = _vmem_mib(chip) if wide else GRANTED_MIB
 
     def choose(backward: bool) -> tuple[int, int] | None:
         tile = _DEFAULT_TILE if wide else _WINDOW_TILES.get(chip or "", _DEFAULT_TILE)

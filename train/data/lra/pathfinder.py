@@ -7,8 +7,7 @@ each of its resolutions.
 
 Paths keep `clearance` from each other, and from themselves, which is more than the gap between dashes: a path can be
 followed in the drawn image. Among the ends of both paths, those dots are taken whose distance is nearest to that
-of the first path's ends, so that distance gives little away: a threshold answers 55% of the images right at 32 pixels,
-59% at 64.
+of the first path's ends, so that distance gives little away (docs/lra.md says how much).
 """
 
 from __future__ import annotations
