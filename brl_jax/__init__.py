@@ -12,26 +12,15 @@ Networks (Flax Linen):
   transnormer builds the configuration of a TransNormer; Stack is the layers alone.
 """
 
-from brl_jax.attention.bias import ALiBi, PositionBias, RotaryBias, T5Bias, alibi_slopes
-from brl_jax.attention.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
-from brl_jax.attention.bsbr import bsbr_attention, init_bsbr_state
-from brl_jax.attention.compress import compress
-from brl_jax.attention.compress_blocks import compress_blocks
-from brl_jax.attention.cosformer import cosformer_attention
-from brl_jax.attention.delta import delta_rule
-from brl_jax.attention.diag import diag_attention, diag_attention_step, init_diag_state
-from brl_jax.attention.flash import mixed_chunk_attention
-from brl_jax.attention.full import full_attention
-from brl_jax.attention.gau import gau_attention, init_gau_state
-from brl_jax.attention.global_window import global_window_attention
-from brl_jax.attention.hopfield import hopfield_attention
-from brl_jax.attention.linear import linear_attention
-from brl_jax.attention.linformer import linformer_attention
-from brl_jax.attention.local import local_attention
-from brl_jax.attention.mlr import doubling_block_sizes, mlr_attention
-from brl_jax.attention.mlr_step import init_mlr_state, mlr_attention_step
-from brl_jax.attention.norm import norm_attention
-from brl_jax.attention.patterns import (
+from brl_jax.attention.compressed.compress import compress
+from brl_jax.attention.compressed.compress_blocks import compress_blocks
+from brl_jax.attention.compressed.propagate import propagate
+from brl_jax.attention.core.biases import ALiBi, PositionBias, RotaryBias, T5Bias, alibi_slopes
+from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.dense.hopfield import hopfield_attention
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import (
     BigBird,
     BlockDiagonal,
     BlockMask,
@@ -43,8 +32,19 @@ from brl_jax.attention.patterns import (
     SlidingWindow,
     Strided,
 )
-from brl_jax.attention.performer import performer_attention, performer_projection
-from brl_jax.attention.propagate import propagate
+from brl_jax.attention.low_rank.linformer import linformer_attention
+from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
+from brl_jax.attention.recurrent.cosformer import cosformer_attention
+from brl_jax.attention.recurrent.delta import delta_rule
+from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
+from brl_jax.attention.recurrent.linear import linear_attention
+from brl_jax.attention.recurrent.mixed_chunk import mixed_chunk_attention
+from brl_jax.attention.recurrent.norm_attention import norm_attention
+from brl_jax.attention.recurrent.performer import performer_attention, performer_projection
+from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
+from brl_jax.attention.structured.global_window import global_window_attention
+from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
+from brl_jax.attention.structured.mlr_step import init_mlr_state, mlr_attention_step
 from brl_jax.decoding import generate
 from brl_jax.layers import (
     MECHANISMS,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.checks import require
+from brl_jax.attention.core.checks import require
 
 # Prompts are read in pieces of this many tokens, so that a long one needs no more memory than that.
 _PREFILL = 2048

@@ -230,7 +230,7 @@ def sequence_axis(length: int, block: int = 1) -> str | None:
     """The mesh axis over which sequences of so many tokens are cut; None where they stay whole.
 
     Where it is an axis, `shard_call` may cut dimensions named "length" (and "blocks", an entry for each `block` tokens)
-    over it, and functions of stretches (`brl_jax.attention.sequence_parallel`) fetch from other devices by its name.
+    over it, and functions of stretches (`brl_jax.attention.local.sharded`) fetch from other devices by its name.
 
     Args:
       length: tokens. block: how many of them must stay together on one device.

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.plotting import legend_outside, line_styles, picture_path, save

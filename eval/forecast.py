@@ -24,7 +24,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Float, Int
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
 from eval.forecast_table import Example, draw, markdown
 from eval.plotting import picture_path, save

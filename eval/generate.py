@@ -20,7 +20,7 @@ import tyro
 from etils import epath
 from jaxtyping import Int
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
 from eval.lm import read_run
 from train.config import parse_options

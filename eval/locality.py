@@ -1,7 +1,7 @@
 """How local a trained model's attention is: python -m eval.locality --workdir DIR [DIR ...].
 
 The locally accumulated attention score of TransNormer (arXiv 2210.10340, section 3.2), for any mechanism that
-exposes its attention matrix, explicit or implied (`brl_jax.layers.common.sow_weights`). With p_ij the attention of
+exposes its attention matrix, explicit or implied (`sow_weights` of the layers). With p_ij the attention of
 position i to position j (eq. 4), a neighbourhood of r N positions around i and a sequence of N,
 
     l(i, r, N) = p_i,start + ... + p_i,end,     end = start + w - 1,  w = max(1, round(r N)),

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.sharding import MeshConfig, make_mesh

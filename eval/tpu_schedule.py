@@ -36,7 +36,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from pallas_kernels import tpu
 from train.config import parse_options
 from train.errors import RunError, UserError, command

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from etils import epath
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, Mechanism, mechanism_name
 from brl_jax.models import DecoderConfig, StackConfig
 from brl_jax.sharding import AXES, MeshConfig

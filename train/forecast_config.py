@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 from etils import epath
 
-from brl_jax.attention.checks import check_choice
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.layers import FullConfig
 from brl_jax.models import DecoderConfig, RegressorConfig
 from brl_jax.sharding import MeshConfig

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from train.errors import UserError, one_line
 
 # A process that is silent for so long is taken for dead. Gloo and the TPU's runtime mostly notice sooner.

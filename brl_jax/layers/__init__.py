@@ -1,24 +1,24 @@
 """Flax Linen modules: projections, norms and positions around the attention functions, and their caches."""
 
-from brl_jax.layers.bilinear import BilinearBTTConfig, BilinearMLRConfig
-from brl_jax.layers.brl import BRLConfig
-from brl_jax.layers.bsbr import BSBRConfig
-from brl_jax.layers.cosformer import CosformerConfig
-from brl_jax.layers.deltanet import DeltaNetConfig
-from brl_jax.layers.diag import DiagConfig
-from brl_jax.layers.full import FullConfig
-from brl_jax.layers.gau import FlashConfig, GauConfig
-from brl_jax.layers.global_window import GlobalWindowConfig
-from brl_jax.layers.hopfield import HopfieldConfig
-from brl_jax.layers.linear import LinearConfig
-from brl_jax.layers.linformer import LinformerConfig
-from brl_jax.layers.local import LocalConfig
-from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.mechanisms import MECHANISMS, mechanism_name
-from brl_jax.layers.mlr import MLRConfig
-from brl_jax.layers.norm import NormConfig
-from brl_jax.layers.performer import PerformerConfig
-from brl_jax.layers.tlinformer import TLinFormerConfig
+from brl_jax.layers.compressed.brl import BRLConfig
+from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.dense.diag import DiagConfig
+from brl_jax.layers.dense.full import FullConfig
+from brl_jax.layers.dense.hopfield import HopfieldConfig
+from brl_jax.layers.local.local import LocalConfig
+from brl_jax.layers.low_rank.linformer import LinformerConfig
+from brl_jax.layers.recurrent.bsbr import BSBRConfig
+from brl_jax.layers.recurrent.cosformer import CosformerConfig
+from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
+from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.linear import LinearConfig
+from brl_jax.layers.recurrent.norm_attention import NormConfig
+from brl_jax.layers.recurrent.performer import PerformerConfig
+from brl_jax.layers.registry import MECHANISMS, mechanism_name
+from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
+from brl_jax.layers.structured.global_window import GlobalWindowConfig
+from brl_jax.layers.structured.mlr import MLRConfig
 
 __all__ = [
     "MECHANISMS",

@@ -5,7 +5,7 @@ from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
 from brl_jax.models.regressor import Regressor, RegressorConfig
 from brl_jax.models.stack import Stack
-from brl_jax.models.tlinformer import make_stack
+from brl_jax.models.tlinformer.stack import make_stack
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, transnormer
 
 __all__ = [

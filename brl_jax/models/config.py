@@ -7,11 +7,11 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 
-from brl_jax.attention.checks import check_choice
-from brl_jax.layers.brl import BRLConfig
-from brl_jax.layers.common import FeedForwardKind, NormKind
-from brl_jax.layers.mechanism import Dimensions, Mechanism
-from brl_jax.layers.parallel import ParallelConfig
+from brl_jax.attention.core.checks import check_choice
+from brl_jax.layers.compressed.brl import BRLConfig
+from brl_jax.layers.core.modules import FeedForwardKind, NormKind
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.side_by_side import ParallelConfig
 from brl_jax.models.stack import Remat
 
 Schedule = Literal["split", "alternate", "parallel"]

@@ -10,13 +10,13 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.checks import check_at_least
-from brl_jax.layers.mechanism import Dimensions
-from brl_jax.layers.tlinformer import TLinFormerConfig
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
+from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.stack import Stack
-from brl_jax.models.tlinformer import TLinFormerStack, make_stack
+from brl_jax.models.tlinformer.stack import TLinFormerStack, make_stack
 from brl_jax.sharding import constrain
 
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.checks import check_at_least, check_choice
-from brl_jax.layers.common import dense, parameter
-from brl_jax.layers.mechanism import Dimensions
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.stack import Stack
 from brl_jax.sharding import constrain

@@ -9,12 +9,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.checks import check_at_least, check_choice
-from brl_jax.layers.common import dense, parameter
-from brl_jax.layers.mechanism import Dimensions
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.encoder import Positions, sinusoidal_positions
-from brl_jax.models.tlinformer import make_stack
+from brl_jax.models.tlinformer.stack import make_stack
 from brl_jax.sharding import constrain
 
 

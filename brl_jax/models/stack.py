@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.layers.common import FeedForward, norm
-from brl_jax.layers.mechanism import Dimensions, Mechanism
+from brl_jax.layers.core.modules import FeedForward, norm
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.sharding import constrain
 
 Remat = Literal["none", "full", "dots"]

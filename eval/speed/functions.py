@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from brl_jax.attention.delta import delta_rule
-from brl_jax.attention.diag import diag_attention
-from brl_jax.attention.full import full_attention
-from brl_jax.attention.linear import linear_attention
-from brl_jax.attention.local import local_attention
-from brl_jax.attention.mlr import mlr_attention
-from brl_jax.attention.patterns import SlidingWindow
+from brl_jax.attention.dense.diag import diag_attention
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.recurrent.delta import delta_rule
+from brl_jax.attention.recurrent.linear import linear_attention
+from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
 from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
 from eval.speed.references import BETA, Arrays, Level, delta_reference, linear_reference, softmax_reference

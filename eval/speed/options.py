@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, Dimensions
 from eval.speed.encoders import NAMES
 from eval.speed.functions import CASES

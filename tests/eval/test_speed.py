@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.full import full_attention
+from brl_jax.attention.dense.full import full_attention
 from brl_jax.layers import MECHANISMS, FullConfig
 from eval.speed import encoders, functions, layers, measure
 from eval.speed.__main__ import main

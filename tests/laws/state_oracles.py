@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from brl_jax.attention.performer import performer_projection
+from brl_jax.attention.recurrent.performer import performer_projection
 from tests.laws.oracles import feed_forward, full_mask, layers, norm, project, rotary
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax.layers import BRLConfig, DiagConfig, FullConfig, LocalConfig
-from brl_jax.layers.parallel import ParallelConfig
+from brl_jax.layers.core.side_by_side import ParallelConfig
 from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.checks import check_at_least, check_choice
+from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.errors import UserError, one_line

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.local import local_attention
-from brl_jax.attention.patterns import (
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import (
     BigBird,
     BlockDiagonal,
     BlockMask,
@@ -22,14 +22,12 @@ from brl_jax.attention.patterns import (
     SlidingWindow,
     Strided,
 )
-from pallas_kernels.tpu import (
-    block_attention,
-    block_sizes,
-    compress,
-    compress_blocks,
-    propagate,
-    window_attention,
-)
+from pallas_kernels.tpu import compress_blocks
+from pallas_kernels.tpu.block import api as block_attention
+from pallas_kernels.tpu.compress import api as compress
+from pallas_kernels.tpu.core import sizes as block_sizes
+from pallas_kernels.tpu.propagate import api as propagate
+from pallas_kernels.tpu.window import api as window_attention
 
 pytestmark = [
     pytest.mark.skipif(

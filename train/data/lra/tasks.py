@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from etils import epath
 
-from brl_jax.attention.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least
 from train.data.dataset import cache_folder
 from train.data.lra import image, listops, pathfinder, retrieval, text
 from train.data.lra.batches import default_buckets

@@ -1,0 +1,205 @@
+"""Compression of a history into a few tokens: differential cross-attention (BRL-Attention, eqs. 11-12)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brl_jax.attention.compressed import xla as compress_pieces
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.core.scores import (
+    Score,
+    accumulation_dtype,
+    attention_weights,
+    check_score,
+)
+
+# Longer histories are read in pieces, so that the (M, S) logits never exist at once.
+_WHOLE = 4096
+
+
+def compress(
+    query: Float[Array, "B M N H"],
+    key: Float[Array, "B S N H"],
+    contrast_key: Float[Array, "B S N H"] | None,
+    value: Float[Array, "B S N H"],
+    *,
+    gamma: Float[Array, "N"] | float | None,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "#B #N #M #S"] | PositionBias | None = None,
+    mask: Bool[Array, "#B #N #M #S"] | None = None,
+    key_value_seq_lengths: Int[Array, "B"] | None = None,
+    axis_name: str | None = None,
+    implementation: Literal["xla", "pallas"] | None = None,
+) -> Float[Array, "B M N H"]:
+    """Reads S tokens into M with the difference of two attentions (BRL-Attention, eq. 12).
+
+    Per head: out = (sigma(c Q K1^T + b) - gamma sigma(c Q K2^T + b)) V, with Q from the compressed tokens and K1
+    (`key`), K2 (`contrast_key`) and V from the history. Time is O(S M) and memory O(S + M): histories beyond 4096
+    keys are read in pieces whose softmaxes are merged by their log-sum-exp, as far as the longest of
+    `key_value_seq_lengths` reaches.
+
+    Args:
+      query: (B, M, N, H), float32 or bfloat16 (float64 with jax_enable_x64).
+      key, contrast_key, value: (B, S, N, H). `contrast_key=None` with `gamma=None` leaves the second attention out.
+      gamma: (N,) or a number, the weight of the second attention.
+      scale: c; by default 1 / (M sqrt(H)), modification M1 of the paper.
+      score: "softmax", "relu2" or "laplace"; the last two are not normalised.
+      bias: added to both logits; an array broadcastable to (B, N, M, S), or a `PositionBias` called with the
+        compressed tokens' indices 0..M-1 and the keys' 0..S-1.
+      mask: bool, broadcastable to (B, N, M, S); False hides a key.
+      key_value_seq_lengths: (B,), how many of the S keys exist; what lies beyond is never read into the result.
+      axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis over which histories are cut in
+        equal parts: S are this device's keys, query is the same on all devices, and so is the result. The devices'
+        softmaxes are merged by their log-sum-exp (one pmax and two psums). Lengths are those of whole histories, a
+        `PositionBias` is called with places in them; an array bias or mask is of this device's keys.
+      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel.
+
+    Returns:
+      (B, M, N, H) in the dtype of query. Rows that see no key give 0. Sums are kept in float32.
+
+    Raises:
+      ValueError: on shapes that don't fit, an unknown score, or gamma given without contrast_key (or the reverse).
+      NotImplementedError: if `implementation="pallas"` cannot serve the request.
+    """
+    check_qkv(query, key, value)
+    check_score(score)
+    batch, num_queries, heads, head_dim = query.shape
+    length = key.shape[1]
+    require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
+    require(
+        (contrast_key is None) == (gamma is None),
+        "gamma and contrast_key belong together: give both, or None for both to use a single attention",
+    )
+    if contrast_key is not None:
+        require(
+            contrast_key.shape == key.shape,
+            f"contrast_key must have key's shape {key.shape}, got {contrast_key.shape}",
+        )
+        gamma = per_head(gamma, query)
+    if scale is None:
+        scale = 1.0 / (num_queries * math.sqrt(head_dim))
+
+    if key_value_seq_lengths is not None:
+        require(
+            key_value_seq_lengths.shape == (batch,),
+            f"key_value_seq_lengths must have shape ({batch},), got {key_value_seq_lengths.shape}",
+        )
+    if mask is not None:
+        require(mask.ndim == 4, f"mask must have 4 axes (B, N, M, S), got shape {mask.shape}")
+    first: Any = 0
+    if axis_name is not None:
+        first = jax.lax.axis_index(axis_name) * length
+        if key_value_seq_lengths is not None:
+            key_value_seq_lengths = jnp.clip(key_value_seq_lengths - first, 0, length)
+    if isinstance(bias, PositionBias):
+        bias = bias(jnp.arange(num_queries), first + jnp.arange(length))[None]
+    if bias is not None:
+        require(bias.ndim == 4, f"bias must have 4 axes (B, N, M, S), got shape {bias.shape}")
+
+    operands = (query, key, contrast_key, value, gamma, bias, mask, key_value_seq_lengths)
+    static = {"scale": float(scale), "score": score, "axis_name": axis_name}
+    return _choose(*operands, **static, implementation=implementation)
+
+
+def per_head(gamma, query):
+    """A number or (N,) as (N,), in the dtype that sums are kept in."""
+    heads = query.shape[-2]
+    gamma = jnp.asarray(gamma, accumulation_dtype(query.dtype))
+    require(gamma.shape in ((), (heads,)), f"gamma must have shape ({heads},) or (), got {gamma.shape}")
+    return jnp.broadcast_to(gamma, (heads,))
+
+
+# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+@functools.partial(jax.jit, static_argnames=("scale", "score", "axis_name", "implementation"))
+def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
+    def kernel(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
+        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
+
+        return tpu.compress(
+            query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, interpret=interpret, **static
+        )
+
+    obstacle = bias_obstacle(bias) if mask is None else "mask must be None, got an array"
+    xla = functools.partial(_compress, **static)
+    operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
+    return dispatch("compress", implementation, obstacle, kernel, xla, *operands)
+
+
+def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):
+    length = key.shape[1]
+    if length > _WHOLE or axis_name is not None:
+        keys = (key,) if contrast_key is None else (key, contrast_key)
+        operands = compress_pieces.Operands(query, keys, value, bias, mask, lengths)
+        size = compress_pieces.piece_size(query.shape[1], length)
+        outs = compress_pieces.read(operands, piece=size, scale=scale, score=score, axis_name=axis_name)
+        out = outs[0] if gamma is None else outs[0] - gamma[None, None, :, None] * outs[1]
+        return out.astype(query.dtype)
+    if lengths is not None:
+        places = jnp.arange(length, dtype=lengths.dtype)
+        exists = (places[None, :] < lengths[:, None])[:, None, None, :]
+        mask = exists if mask is None else mask & exists
+    if mask is not None:
+        # A key nobody sees may hold anything, NaN included: it must reach neither the sum nor the gradient.
+        seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
+        key, value = (jnp.where(seen, a, jnp.zeros((), a.dtype)) for a in (key, value))
+        if contrast_key is not None:
+            contrast_key = jnp.where(seen, contrast_key, jnp.zeros((), contrast_key.dtype))
+    whole = functools.partial(_whole, scale=scale, score=score)
+    return jax.checkpoint(whole)(query, key, contrast_key, value, gamma, bias, mask)
+
+
+def compress_weights(
+    query: Float[Array, "B M N H"],
+    key: Float[Array, "B S N H"],
+    contrast_key: Float[Array, "B S N H"] | None,
+    *,
+    gamma: Float[Array, "N"] | float | None,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "#B #N #M #S"] | None = None,
+    mask: Bool[Array, "#B #N #M #S"] | None = None,
+) -> Float[Array, "B N M S"]:
+    """The weights S1 - gamma S2 that `compress` gives to the values, for looking at: (B, N, M, S), as in eq. 12.
+
+    Arguments as for `compress`; all logits exist at once.
+    """
+    if scale is None:
+        scale = 1.0 / (query.shape[1] * math.sqrt(query.shape[3]))
+    return _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
+
+
+def _logits(query, key, bias, scale):
+    accumulate = accumulation_dtype(query.dtype)
+    logits = jnp.einsum("bmnh,bsnh->bnms", query, key, preferred_element_type=accumulate)
+    logits = logits * jnp.asarray(scale, accumulate)
+    return logits if bias is None else logits + bias.astype(accumulate)
+
+
+def _read(weights, value):
+    accumulate = accumulation_dtype(value.dtype)
+    return jnp.einsum(
+        "bnms,bsnh->bmnh", weights.astype(value.dtype), value, preferred_element_type=accumulate
+    )
+
+
+def _weights(query, key, contrast_key, gamma, bias, mask, *, scale, score):
+    weights = attention_weights(_logits(query, key, bias, scale), mask, score)
+    if contrast_key is None:
+        return weights
+    contrast = attention_weights(_logits(query, contrast_key, bias, scale), mask, score)
+    gamma = jnp.broadcast_to(jnp.asarray(gamma, weights.dtype), (query.shape[2],))
+    return weights - gamma[None, :, None, None] * contrast
+
+
+def _whole(query, key, contrast_key, value, gamma, bias, mask, *, scale, score):
+    weights = _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
+    return _read(weights, value).astype(query.dtype)

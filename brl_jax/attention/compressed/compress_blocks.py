@@ -1,0 +1,138 @@
+"""`compress` for every block of a long sequence at once: memory per layer of BRL-Attention."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.compressed.compress import compress, per_head
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.core.scores import Score
+
+
+def compress_blocks(
+    query: Float[Array, "B C M N H"],
+    key: Float[Array, "B S N H"],
+    contrast_key: Float[Array, "B S N H"] | None,
+    value: Float[Array, "B S N H"],
+    *,
+    gamma: Float[Array, "N"] | float | None,
+    block_size: int,
+    history_size: int,
+    history_lengths: Int[Array, "C"] | Int[Array, "B C"] | None = None,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "N M R"] | PositionBias | None = None,
+    implementation: Literal["xla", "pallas"] | None = None,
+) -> Float[Array, "B C M N H"]:
+    """`compress` for C consecutive blocks at once, each reading the history before it (memory per layer of BRL).
+
+    Block c reads the keys [c * block_size, c * block_size + history_size): with the first history_size keys being
+    what precedes block 0, those are the history_size tokens before block c. Linear in C.
+
+    Args:
+      query: (B, C, M, N, H), each block's compressed tokens.
+      key, contrast_key, value: (B, S, N, H) with S >= history_size + (C - 1) * block_size.
+      gamma, scale, score, implementation: as in `compress`.
+      block_size, history_size: in tokens, at least 1.
+      history_lengths: (C,) or (B, C), how many of its history_size keys, the last ones, exist for each block; all by
+        default. A block that has none gets 0.
+      bias: (N, M, history_size), or a `PositionBias` called with 0..M-1 and 0..history_size-1.
+
+    Returns:
+      (B, C, M, N, H) in the dtype of query.
+
+    Raises:
+      ValueError: on shapes that don't fit.
+    """
+    require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
+    require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
+    require(history_size >= 1, f"history_size must be at least 1, got {history_size}")
+    batch, blocks = query.shape[:2]
+    needed = history_size + (blocks - 1) * block_size
+    require(
+        key.shape[1] >= needed,
+        f"key must hold history_size + (blocks - 1) * block_size = {needed} tokens, got {key.shape[1]}",
+    )
+
+    if history_lengths is not None:
+        history_lengths = jnp.atleast_2d(history_lengths)
+        require(
+            history_lengths.shape in ((1, blocks), (batch, blocks)),
+            f"history_lengths must have shape ({blocks},) or {(batch, blocks)}, got {history_lengths.shape}",
+        )
+    if gamma is not None:
+        gamma = per_head(gamma, query)
+    operands = (query, key, contrast_key, value, gamma, bias, history_lengths)
+    static = {"block_size": block_size, "history_size": history_size, "scale": scale, "score": score}
+    return _choose_blocks(*operands, **static, implementation=implementation)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("block_size", "history_size", "scale", "score", "implementation")
+)
+def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, implementation, **static):
+    def kernel(query, key, contrast_key, value, gamma, bias, lengths, *, interpret):
+        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
+
+        return tpu.compress_blocks(
+            query,
+            key,
+            contrast_key,
+            value,
+            gamma=gamma,
+            history_lengths=lengths,
+            interpret=interpret,
+            **static,
+        )
+
+    xla = functools.partial(_compress_windows, **static)
+    operands = (query, key, contrast_key, value, gamma, bias, lengths)
+    return dispatch("compress_blocks", implementation, bias_obstacle(bias), kernel, xla, *operands)
+
+
+def _compress_windows(
+    query, key, contrast_key, value, gamma, bias, lengths, *, block_size, history_size, scale, score
+):
+    """Every block's history as a batch of its own."""
+    batch, blocks = query.shape[:2]
+    needed = history_size + (blocks - 1) * block_size
+    # Whole blocks, shifted: the windows overlap, and a strided gather would cost a scatter in the backward pass.
+    shifts = -(-history_size // block_size)
+    lead = shifts * block_size - history_size
+
+    def windows(array):
+        if array is None:
+            return None
+        array = jnp.pad(array[:, :needed], ((0, 0), (lead, 0), (0, 0), (0, 0)))
+        array = rearrange(array, "b (c t) n h -> b c t n h", t=block_size)
+        array = jnp.concatenate([array[:, s : s + blocks] for s in range(shifts)], axis=2)
+        return rearrange(array[:, :, lead:], "b c s n h -> (b c) s n h")
+
+    mask = None
+    if lengths is not None:
+        lengths = jnp.broadcast_to(lengths, (batch, blocks))
+        mask = jnp.arange(history_size)[None] >= history_size - lengths.reshape(batch * blocks, 1)
+        mask = mask[:, None, None, :]
+    if bias is not None and not isinstance(bias, PositionBias):
+        bias = bias[None]
+    out = compress(
+        rearrange(query, "b c m n h -> (b c) m n h"),
+        windows(key),
+        windows(contrast_key),
+        windows(value),
+        gamma=gamma,
+        scale=scale,
+        score=score,
+        bias=bias,
+        mask=mask,
+        implementation="xla",
+    )
+    return rearrange(out, "(b c) m n h -> b c m n h", b=batch)

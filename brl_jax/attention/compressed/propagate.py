@@ -1,0 +1,139 @@
+"""Propagation of compressed tokens back to all tokens: cross-attention on M keys (BRL-Attention, eqs. 8-9)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.core.scores import Score, accumulation_dtype, attention_weights, check_score
+
+# On a CPU, queries are taken this many at a time, so that their weights stay in cache.
+_CHUNK = 512
+
+
+def propagate(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B M N H"],
+    value: Float[Array, "B M N H"],
+    *,
+    strength: Float[Array, "N"] | float,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "#B #N #T #M"] | PositionBias | None = None,
+    implementation: Literal["xla", "pallas"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Lets T tokens read M compressed ones: out = lambda sigma(c z_Q z_K^T + b) z_V (BRL-Attention, eq. 9).
+
+    Time and memory are O(T M); the weights are recomputed in the backward pass.
+
+    Args:
+      query: (B, T, N, H), z_Q = phi(x), float32 or bfloat16 (float64 with jax_enable_x64).
+      key, value: (B, M, N, H), linear in the compressed tokens.
+      strength: (N,) or a number, lambda.
+      scale: c; by default 1 / sqrt(H).
+      score: "softmax", "relu2" or "laplace".
+      bias: added to the logits; an array broadcastable to (B, N, T, M), or a `PositionBias` called with 0..T-1 and
+        the compressed tokens' indices 0..M-1.
+      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel.
+
+    Returns:
+      (B, T, N, H) in the dtype of query.
+
+    Raises:
+      ValueError: on shapes that don't fit or an unknown score.
+      NotImplementedError: if `implementation="pallas"` cannot serve the request.
+    """
+    check_qkv(query, key, value)
+    check_score(score)
+    _, length, heads, head_dim = query.shape
+    require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
+    accumulate = accumulation_dtype(query.dtype)
+    strength = jnp.asarray(strength, accumulate)
+    require(
+        strength.shape in ((), (heads,)), f"strength must have shape ({heads},) or (), got {strength.shape}"
+    )
+    strength = jnp.broadcast_to(strength, (heads,))
+    if isinstance(bias, PositionBias):
+        bias = bias(jnp.arange(length), jnp.arange(key.shape[1]))[None]
+    if bias is not None:
+        require(bias.ndim == 4, f"bias must have 4 axes (B, N, T, M), got shape {bias.shape}")
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim)
+    operands = (query, key, value, strength, bias)
+    return _choose(*operands, scale=float(scale), score=score, implementation=implementation)
+
+
+# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+@functools.partial(jax.jit, static_argnames=("scale", "score", "implementation"))
+def _choose(query, key, value, strength, bias, *, scale, score, implementation):
+    rows = jax.checkpoint(functools.partial(_rows, scale=scale, score=score))
+
+    def xla(query, key, value, strength, bias):
+        if query.shape[1] <= _CHUNK or bias is not None:
+            return rows(query, key, value, strength, bias)
+        return jax.lax.platform_dependent(
+            query,
+            key,
+            value,
+            strength,
+            cpu=functools.partial(_row_by_row, rows),
+            default=lambda *operands: rows(*operands, None),
+        )
+
+    def kernel(query, key, value, strength, bias, *, interpret):
+        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
+
+        strength = strength.astype(jnp.float32)
+        return tpu.propagate(
+            query, key, value, strength=strength, scale=scale, score=score, interpret=interpret
+        )
+
+    return dispatch(
+        "propagate", implementation, bias_obstacle(bias), kernel, xla, query, key, value, strength, bias
+    )
+
+
+def propagate_weights(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B M N H"],
+    *,
+    strength: Float[Array, "N"] | float,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "#B #N #T #M"] | None = None,
+) -> Float[Array, "B N T M"]:
+    """The weights lambda sigma(...) that `propagate` gives to the values, for looking at: (B, N, T, M)."""
+    accumulate = accumulation_dtype(query.dtype)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.shape[3])
+    logits = jnp.einsum("btnh,bmnh->bntm", query, key, preferred_element_type=accumulate)
+    logits = logits * jnp.asarray(scale, accumulate)
+    if bias is not None:
+        logits = logits + bias.astype(accumulate)
+    strength = jnp.broadcast_to(jnp.asarray(strength, accumulate), (query.shape[2],))
+    return attention_weights(logits, None, score) * strength[None, :, None, None]
+
+
+def _rows(query, key, value, strength, bias, *, scale, score):
+    accumulate = accumulation_dtype(query.dtype)
+    weights = propagate_weights(query, key, strength=strength, scale=scale, score=score, bias=bias)
+    out = jnp.einsum("bntm,bmnh->btnh", weights.astype(value.dtype), value, preferred_element_type=accumulate)
+    return out.astype(query.dtype)
+
+
+def _row_by_row(rows, query, key, value, strength):
+    """Pieces of the queries in a loop; the last piece is padded, its surplus rows are dropped."""
+    batch, length, heads, head_dim = query.shape
+    count = -(-length // _CHUNK)
+    pieces = jnp.pad(query, ((0, 0), (0, count * _CHUNK - length), (0, 0), (0, 0)))
+    pieces = jnp.moveaxis(pieces.reshape(batch, count, _CHUNK, heads, head_dim), 1, 0)
+    out = jax.lax.map(lambda piece: rows(piece, key, value, strength, None), pieces)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, count * _CHUNK, heads, head_dim)[:, :length]

@@ -1,0 +1,243 @@
+"""Compression of a long history piece by piece, forward and backward: logits of one piece exist at a time.
+
+The pieces are walked by loops of as many steps as keys exist, so that a half-empty cache costs half. The backward
+pass makes the logits again from the kept log-sum-exp and visits each piece once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from brl_jax.attention.core.scores import Score, accumulation_dtype, elementwise_weights
+from brl_jax.attention.core.varying import vary_like
+
+
+class Operands(NamedTuple):
+    """What is read: see `compress`. A bias and a mask have 4 axes, each of its full size or 1."""
+
+    query: Float[Array, "B M N H"]
+    keys: tuple[Float[Array, "B S N H"], ...]
+    value: Float[Array, "B S N H"]
+    bias: Float[Array, "#B #N #M #S"] | None
+    mask: Bool[Array, "#B #N #M #S"] | None
+    lengths: Int[Array, "B"] | None
+
+
+class _State(NamedTuple):
+    """Of one set of keys: the largest logit so far, the sum of the weights by it and of the values with them."""
+
+    maximum: Float[Array, "B N M"]
+    normaliser: Float[Array, "B N M"]
+    total: Float[Array, "B N M H"]
+
+
+class _Piece(NamedTuple):
+    """Head by head: a CPU multiplies matrices faster that lie as they are read."""
+
+    keys: list[Float[Array, "B N P H"]]
+    value: Float[Array, "B N P H"]
+    bias: Float[Array, "#B #N #M #P"] | None
+    mask: Bool[Array, "#B #N #M P"]
+
+
+def piece_size(num_queries: int, num_keys: int) -> int:
+    """Keys of a piece: more for fewer queries, so that a head's logits stay in a core's cache."""
+    return min(num_keys, max(256, min(4096, 2**18 // num_queries // 128 * 128)))
+
+
+def read(
+    operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
+) -> tuple[Float[Array, "B M N H"], ...]:
+    """sigma(c Q K^T + b) V for each set of keys, in the dtype that sums are kept in.
+
+    axis_name: the mesh axis over which the keys are cut, inside `shard_map`; None where these are all of them.
+    """
+    # Under shard_map each device has a part of the gradient of a query or bias that it shares: as arrays that vary like
+    # the others, these parts are summed.
+    return _read(vary_like(operands, operands), piece, scale, score, axis_name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _read(operands: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
+    return _forward(operands, piece, scale, score, axis_name)[0]
+
+
+def _steps(x: Operands, piece: int) -> Any:
+    """How many pieces hold keys; an int where no lengths are given."""
+    if x.lengths is None:
+        return -(-x.value.shape[1] // piece)
+    longest = jnp.minimum(x.lengths.max(), x.value.shape[1]).astype(jnp.int32)
+    return (longest + jnp.int32(piece - 1)) // jnp.int32(piece)
+
+
+def _start(x: Operands, step: Array, piece: int) -> Array:
+    """The last piece begins early where it would reach beyond the keys; what it has in common is hidden."""
+    return jnp.minimum(step * piece, x.value.shape[1] - piece).astype(jnp.int32)
+
+
+def _cut(x: Operands, step: Array, piece: int) -> _Piece:
+    start = _start(x, step, piece)
+    cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=piece)
+    index = start + jnp.arange(piece, dtype=jnp.int32)
+    mask = (index >= step * piece)[None, None, None]
+    if x.lengths is not None:
+        mask = mask & (index[None] < x.lengths[:, None].astype(jnp.int32))[:, None, None]
+    if x.mask is not None:
+        mask = mask & (cut(x.mask, axis=3) if x.mask.shape[3] > 1 else x.mask)
+    # A key nobody sees may hold anything, NaN included: it must reach neither the sum nor the gradient.
+    seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
+
+    def rows(array):
+        return jnp.swapaxes(jnp.where(seen, cut(array, axis=1), jnp.zeros((), array.dtype)), 1, 2)
+
+    bias = cut(x.bias, axis=3) if x.bias is not None and x.bias.shape[3] > 1 else x.bias
+    return _Piece([rows(key) for key in x.keys], rows(x.value), bias, mask)
+
+
+def _logits(query: Array, key: Array, bias: Array | None, scale: float) -> Float[Array, "B N M P"]:
+    accumulate = accumulation_dtype(query.dtype)
+    logits = jnp.einsum("bnmh,bnph->bnmp", query, key, preferred_element_type=accumulate)
+    logits = logits * jnp.asarray(scale, accumulate)
+    return logits if bias is None else logits + bias.astype(accumulate)
+
+
+def _add(state: _State, logits: Array, mask: Array, value: Array, score: Score) -> _State:
+    product = functools.partial(
+        jnp.einsum, "bnmp,bnph->bnmh", preferred_element_type=accumulation_dtype(value.dtype)
+    )
+    if score != "softmax":
+        weights = elementwise_weights(logits, mask, score)
+        return state._replace(total=state.total + product(weights.astype(value.dtype), value))
+    logits = jnp.where(mask, logits, -jnp.inf)
+    maximum = jnp.maximum(state.maximum, logits.max(axis=-1))
+    # While no key has been seen the maximum is -inf: 0 stands in, so that -inf - -inf never happens.
+    safe = jnp.where(jnp.isneginf(maximum), jnp.zeros((), logits.dtype), maximum)
+    weights = jnp.exp(logits - safe[..., None])
+    decay = jnp.exp(state.maximum - safe)
+    return _State(
+        maximum,
+        state.normaliser * decay + weights.sum(axis=-1),
+        state.total * decay[..., None] + product(weights.astype(value.dtype), value),
+    )
+
+
+def _merge(state: _State, axis_name: str, score: Score) -> _State:
+    """The state over the keys of all devices."""
+    if score != "softmax":
+        return state._replace(total=lax.psum(state.total, axis_name))
+    maximum = lax.pmax(state.maximum, axis_name)
+    safe = jnp.where(jnp.isneginf(maximum), jnp.zeros((), maximum.dtype), maximum)
+    share = jnp.exp(state.maximum - safe)
+    normaliser = lax.psum(state.normaliser * share, axis_name)
+    return _State(maximum, normaliser, lax.psum(state.total * share[..., None], axis_name))
+
+
+def _forward(x: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
+    """The results, and the log-sum-exp of each row, +inf where it sees no key (None where not a softmax)."""
+    batch, count, heads, head_dim = x.query.shape
+    accumulate = accumulation_dtype(x.query.dtype)
+    query = jnp.swapaxes(x.query, 1, 2)
+
+    def step(i, states):
+        part = _cut(x, i, piece)
+        return tuple(
+            _add(state, _logits(query, key, part.bias, scale), part.mask, part.value, score)
+            for state, key in zip(states, part.keys)
+        )
+
+    rows = (batch, heads, count)
+    start = _State(
+        jnp.full(rows, -jnp.inf, accumulate),
+        jnp.zeros(rows, accumulate),
+        jnp.zeros((*rows, head_dim), accumulate),
+    )
+    states = lax.fori_loop(
+        jnp.int32(0), jnp.int32(_steps(x, piece)), step, vary_like((start,) * len(x.keys), x)
+    )
+    if axis_name is not None:
+        states = tuple(_merge(state, axis_name, score) for state in states)
+    outs, log_sums = [], []
+    for state in states:
+        total, log_sum = state.total, None
+        if score == "softmax":
+            some = state.normaliser > 0
+            total = total / jnp.where(some, state.normaliser, jnp.ones((), accumulate))[..., None]
+            log_sum = jnp.where(some, state.maximum + jnp.log(state.normaliser), jnp.inf)
+        outs.append(jnp.swapaxes(total, 1, 2))
+        log_sums.append(log_sum)
+    return tuple(outs), tuple(log_sums)
+
+
+def _read_fwd(operands, piece, scale, score, axis_name):
+    outs, log_sums = _forward(operands, piece, scale, score, axis_name)
+    return outs, (operands, outs, log_sums)
+
+
+def _read_bwd(
+    piece: int, scale: float, score: Score, axis_name: str | None, kept: Any, grads: tuple[Array, ...]
+):
+    # With the outputs and log-sum-exps of all keys, the gradients of a part of them need nothing of the others.
+    del axis_name
+    x, outs, log_sums = kept
+    accumulate = accumulation_dtype(x.query.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=accumulate)
+    query = jnp.swapaxes(x.query, 1, 2)
+    grads = tuple(jnp.swapaxes(g, 1, 2) for g in grads)
+    # The softmax's derivative needs each row's sum of weight times change: the output times its gradient.
+    means = [(g * jnp.swapaxes(out, 1, 2)).sum(-1) for g, out in zip(grads, outs)]
+    narrow = [g.astype(x.value.dtype) for g in grads]
+
+    def logits_gradient(logits, mask, change, log_sum, mean):
+        """Weights and the gradient of the logits."""
+        if score == "softmax":
+            weights = jnp.where(mask, jnp.exp(logits - log_sum[..., None]), jnp.zeros((), accumulate))
+            return weights, weights * (change - mean[..., None])
+        weights, pull = jax.vjp(lambda z: elementwise_weights(z, mask, score), logits)
+        return weights, pull(change)[0]
+
+    def step(i, totals):
+        d_query, d_keys, d_value, d_bias = totals
+        part, start = _cut(x, i, piece), _start(x, i, piece)
+
+        def add(total, rows, axis):
+            old = lax.dynamic_slice_in_dim(total, start, piece, axis)
+            return lax.dynamic_update_slice_in_dim(total, old + rows.astype(total.dtype), start, axis)
+
+        d_keys = list(d_keys)
+        value_rows: Any = 0.0
+        bias_rows: Any = 0.0
+        for n, key in enumerate(part.keys):
+            logits = _logits(query, key, part.bias, scale)
+            change = product("bnmh,bnph->bnmp", narrow[n], part.value)
+            weights, d_logits = logits_gradient(logits, part.mask, change, log_sums[n], means[n])
+            value_rows += product("bnmp,bnmh->bnph", weights.astype(x.value.dtype), narrow[n])
+            bias_rows += d_logits
+            scaled = (d_logits * jnp.asarray(scale, accumulate)).astype(x.query.dtype)
+            d_query += product("bnmp,bnph->bnmh", scaled, key)
+            key_rows = product("bnmp,bnmh->bnph", scaled, query)
+            d_keys[n] = add(d_keys[n], jnp.swapaxes(key_rows, 1, 2), 1)
+        if d_bias is not None:
+            small = [axis for axis, size in enumerate(x.bias.shape) if size == 1]
+            bias_rows = bias_rows.sum(axis=small, keepdims=True)
+            d_bias = add(d_bias, bias_rows, 3) if x.bias.shape[3] > 1 else d_bias + bias_rows
+        return d_query, tuple(d_keys), add(d_value, jnp.swapaxes(value_rows, 1, 2), 1), d_bias
+
+    zeros = (
+        jnp.zeros(query.shape, accumulate),
+        tuple(jnp.zeros_like(key) for key in x.keys),
+        jnp.zeros_like(x.value),
+        None if x.bias is None else jnp.zeros(x.bias.shape, accumulate),
+    )
+    steps = jnp.int32(_steps(x, piece))
+    d_query, d_keys, d_value, d_bias = lax.fori_loop(jnp.int32(0), steps, step, vary_like(zeros, (x, grads)))
+    d_bias = None if d_bias is None else d_bias.astype(x.bias.dtype)
+    return (Operands(jnp.swapaxes(d_query, 1, 2).astype(x.query.dtype), d_keys, d_value, d_bias, None, None),)
+
+
+_read.defvjp(_read_fwd, _read_bwd)

@@ -1,0 +1,97 @@
+"""The arguments that the softmax attention functions share, checked and brought into one form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import require
+
+
+def check_dtypes(query: Array, key: Array, value: Array) -> None:
+    require(
+        query.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
+        f"query must be float32, bfloat16 or float16, got {query.dtype}",
+    )
+    for array, name in ((key, "key"), (value, "value")):
+        require(
+            array.dtype == query.dtype, f"{name} must have query's dtype {query.dtype}, got {array.dtype}"
+        )
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def starts(*places: Any) -> tuple[Any, ...]:
+    """Where a slice begins, int32 throughout: with `jax_enable_x64` an int would be an int64, which isn't mixed."""
+    return tuple(np.int32(p) if is_int(p) else p for p in places)
+
+
+def check_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    is_number = isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
+    require(is_number, f"scale must be a Python number (multiply the query by a traced one), got {scale!r}")
+    return float(scale)
+
+
+def check_bias(bias: Any, query: Array, key: Array) -> Any:
+    """An array bias comes back as (B or 1, N or 1, T or 1, S or 1)."""
+    if bias is None or isinstance(bias, PositionBias):
+        return bias
+    require(
+        hasattr(bias, "shape") and hasattr(bias, "dtype"),
+        f"bias must be a PositionBias or an array, got {type(bias).__name__}",
+    )
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    require(
+        len(bias.shape) <= 4 and all(s in (1, f) for s, f in zip(bias.shape[::-1], full[::-1])),
+        f"bias must broadcast to (batch, heads, queries, keys) = {full}, got shape {bias.shape}",
+    )
+    require(jnp.issubdtype(bias.dtype, jnp.floating), f"bias must be floating point, got {bias.dtype}")
+    return jnp.asarray(bias).reshape((1,) * (4 - len(bias.shape)) + tuple(bias.shape))
+
+
+def check_lengths(name: str, lengths: Any, batch: int) -> Array | None:
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    require(
+        lengths.shape == (batch,) and jnp.issubdtype(lengths.dtype, jnp.integer),
+        f"{name} must be ints of shape ({batch},), got {lengths.dtype} of shape {lengths.shape}",
+    )
+    return lengths.astype(jnp.int32)
+
+
+def check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tuple:
+    if segment_ids is None:
+        return None, None
+    if not isinstance(segment_ids, (tuple, list)):
+        require(
+            query_shape[1] == key_shape[1],
+            f"segment_ids must be a pair (queries', keys') where their lengths differ: "
+            f"{query_shape[1]} queries, {key_shape[1]} keys",
+        )
+        segment_ids = (segment_ids, segment_ids)
+    require(len(segment_ids) == 2, f"segment_ids must be an array or a pair of them, got {len(segment_ids)}")
+    ids = tuple(jnp.asarray(x) for x in segment_ids)
+    for x, shape, whose in zip(ids, (query_shape, key_shape), ("queries", "keys")):
+        require(
+            x.shape == shape[:2] and jnp.issubdtype(x.dtype, jnp.integer),
+            f"segment_ids of the {whose} must be ints of shape {shape[:2]}, got {x.dtype} of shape {x.shape}",
+        )
+    return tuple(x.astype(jnp.int32) for x in ids)
+
+
+def zero_padding(x: Array, lengths: Array | None) -> Array:
+    """Zeros in x (B, T, ...) from each length on: a padded NaN times a weight of 0 would still be NaN."""
+    if lengths is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))

@@ -1,0 +1,129 @@
+"""Position biases added to attention logits, computed from positions so that no (T, S) array is stored.
+
+A bias is a pytree (its arrays are differentiated, sharded and donated like any other) that is called with
+query positions (T,) and key positions (S,) and gives (N, T, S) in float32. Attention functions call it on
+the blocks they work on. See Press et al. 2022 (ALiBi, arXiv 2108.12409) and Raffel et al. 2020 (T5,
+arXiv 1910.10683).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.rotary import rotate
+
+
+@runtime_checkable
+class PositionBias(Protocol):
+    """What an attention function accepts as a structured `bias`."""
+
+    def __call__(
+        self, query_positions: Int[Array, "T"], key_positions: Int[Array, "S"]
+    ) -> Float[Array, "N T S"]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ALiBi:
+    """Logits fall linearly with the distance: -slope * |i - j|, one slope a head.
+
+    Attributes:
+      slopes: (N,) float32; `alibi_slopes(N)` gives the published geometric sequence.
+    """
+
+    slopes: Float[Array, "N"]
+
+    def __call__(self, query_positions, key_positions):
+        distance = jnp.abs(query_positions[:, None] - key_positions[None, :])
+        return -self.slopes[:, None, None] * distance.astype(jnp.float32)[None]
+
+
+def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
+    """The slopes of the ALiBi paper: 2^(-8 i / N); for N no power of two, filled up from the next power's."""
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    extra = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
+    return jnp.asarray(slopes + extra, jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class T5Bias:
+    """A learned number for each head and bucket of relative positions; far distances share buckets.
+
+    Attributes:
+      table: (num_buckets, N) float, learned.
+      max_distance: distances from here on share the last bucket.
+      bidirectional: half of the buckets for keys after the query; otherwise those all fall in bucket 0.
+    """
+
+    table: Float[Array, "buckets N"]
+    max_distance: int = dataclasses.field(default=128, metadata={"static": True})
+    bidirectional: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def __call__(self, query_positions, key_positions):
+        bucket = t5_bucket(
+            key_positions[None, :] - query_positions[:, None],
+            self.table.shape[0],
+            self.max_distance,
+            self.bidirectional,
+        )
+        return jnp.moveaxis(jnp.take(self.table.astype(jnp.float32), bucket, axis=0), -1, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RotaryBias:
+    """A learned function of the distance: the product of two vectors, turned to the query's and the key's position.
+
+    The bias of gated attention units on long sequences (Hua et al. 2022, arXiv 2202.10447, appendix B).
+
+    Attributes:
+      left, right: (N, H) float with H even, learned.
+      theta: base of the frequencies.
+    """
+
+    left: Float[Array, "N H"]
+    right: Float[Array, "N H"]
+    theta: float = dataclasses.field(default=10000.0, metadata={"static": True})
+
+    def __call__(self, query_positions, key_positions):
+        left, right = (
+            rotate(
+                jnp.broadcast_to(vector.astype(jnp.float32), (1, places.shape[0], *vector.shape)),
+                places[None],
+                self.theta,
+            )[0]
+            for vector, places in ((self.left, query_positions), (self.right, key_positions))
+        )
+        return jnp.einsum("tnh,snh->nts", left, right)
+
+
+def t5_bucket(
+    relative: Int[Array, "*shape"], num_buckets: int, max_distance: int, bidirectional: bool
+) -> Int[Array, "*shape"]:
+    """Bucket of a relative position (key minus query): exact when near, logarithmic up to max_distance."""
+    if num_buckets < 4 or max_distance <= num_buckets // 2:
+        raise ValueError(
+            f"T5 buckets need num_buckets >= 4 and max_distance > num_buckets / 2, "
+            f"got num_buckets={num_buckets}, max_distance={max_distance}"
+        )
+    first = jnp.zeros_like(relative)
+    if bidirectional:
+        num_buckets //= 2
+        first = jnp.where(relative > 0, num_buckets, 0)
+        distance = jnp.abs(relative)
+    else:
+        distance = jnp.maximum(-relative, 0)
+    exact = num_buckets // 2
+    log_ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / math.log(max_distance / exact)
+    far = exact + (log_ratio * (num_buckets - exact)).astype(relative.dtype)
+    return first + jnp.where(distance < exact, distance, jnp.minimum(far, num_buckets - 1))

@@ -1,0 +1,258 @@
+"""DiagAttention: attention inside blocks of the sequence that do not see each other (TransNormer, section 4.3)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, is_int, zero_padding
+from brl_jax.attention.core.checks import check_choice, check_qkv, require
+from brl_jax.attention.core.scores import softmax_weights
+
+DiagScore = Literal["softmax", "relu"]
+
+# About what stays in a CPU's second-level caches.
+_CACHE_BYTES = 2**21
+
+
+def diag_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    *,
+    block_size: int = 64,
+    score: DiagScore = "softmax",
+    is_causal: bool = False,
+    scale: float | None = None,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Each token attends to the tokens of its own block, i // block_size; O(T block_size) time and memory.
+
+    out_i = sum_j p_ij v_j over the block (its part up to i where causal), with p = softmax(scale q k^T)
+    ("softmax": 001 TransNormer T2, section 4.3) or p = ReLU(scale q k^T) ("relu": its T1, which is ReLA, Zhang et
+    al. 2021, arXiv 2104.07012; the norm that ReLA puts over the merged heads is left to the caller).
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key, value: (B, T, K, H) of the same dtype; K divides N.
+      block_size: tokens of a block; the last one may be shorter.
+      score: "softmax" or "relu". The weights of "relu" are not normalised.
+      is_causal: cuts the keys after the query.
+      scale: of the scores; 1 / sqrt(H) by default.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding, which reaches
+        no result whatever it holds; padded rows give 0.
+      implementation: None or "xla": products of whole blocks need no kernel.
+
+    Returns:
+      (B, T, N, H) in query's dtype; scores and sums are float32.
+
+    Raises:
+      ValueError: shapes, dtypes, scores or implementations that don't fit, naming the argument.
+    """
+    _check(query, key, value, block_size, score, implementation)
+    batch, length = query.shape[:2]
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
+    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    block = min(int(block_size), length)
+    blocks = -(-length // block)
+
+    def cut(x: Array, lengths: Array | None) -> Array:
+        room = ((0, 0), (0, blocks * block - length), (0, 0), (0, 0))
+        return jnp.pad(zero_padding(x, lengths), room).reshape(batch, blocks, block, *x.shape[2:])
+
+    ends = jnp.full((1,), length, jnp.int32) if key_lengths is None else jnp.minimum(key_lengths, length)
+    inside = jnp.arange(blocks * block).reshape(1, blocks, block) < ends[:, None, None]
+    rule = _Rule(score, check_scale(scale, query.shape[3]), bool(is_causal))
+    out = _attend(rule, cut(query, query_lengths), cut(key, key_lengths), cut(value, key_lengths), inside)
+    return zero_padding(out.reshape(batch, -1, *query.shape[2:])[:, :length], query_lengths)
+
+
+def init_diag_state(
+    batch: int, num_kv_heads: int, head_dim: int, *, block_size: int = 64, dtype: Any = jnp.float32
+) -> dict[str, Array]:
+    """The state of `diag_attention_step` before the first token.
+
+    Returns:
+      {"key", "value": (batch, block_size, num_kv_heads, head_dim), the tokens of the current block so far and zeros,
+      "index": () int32, how many tokens there were in all}.
+    """
+    shape = (batch, block_size, num_kv_heads, head_dim)
+    return {
+        "key": jnp.zeros(shape, dtype),
+        "value": jnp.zeros(shape, dtype),
+        "index": jnp.zeros((), jnp.int32),
+    }
+
+
+def diag_attention_step(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    state: dict[str, Array],
+    *,
+    score: DiagScore = "softmax",
+    scale: float | None = None,
+    count: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N H"], dict[str, Array]]:
+    """Causal `diag_attention` of the next T tokens, from the block that earlier ones began; T is any number.
+
+    Args:
+      query, key, value, score, scale, implementation: as for `diag_attention`.
+      state: from `init_diag_state`, which also says the block's size, or from the step before.
+      count: how many of the T tokens exist, the first ones (None: all). The rest get no defined output and leave
+        no trace in the state.
+
+    Returns:
+      (B, T, N, H) and the state after these tokens.
+
+    Raises:
+      ValueError: as `diag_attention`, and a state of other sizes or of another mechanism.
+    """
+    require(
+        isinstance(state, dict) and set(state) == {"key", "value", "index"},
+        "state must be a dictionary made by init_diag_state (key, value, index), got "
+        + (f"one of {', '.join(map(str, state))}" if isinstance(state, dict) else type(state).__name__),
+    )
+    block = state["key"].shape[1]
+    _check(query, key, value, block, score, implementation)
+    expected = (key.shape[0], block, *key.shape[2:])
+    for name in ("key", "value"):
+        require(
+            state[name].shape == expected and state[name].dtype == key.dtype,
+            f"state[{name!r}] must be {key.dtype} of shape {expected}, got {state[name].dtype} of shape "
+            f"{state[name].shape}",
+        )
+    length = query.shape[1]
+    place = state["index"] % block
+    end = place + (length if count is None else count)
+    # Whole blocks, which hold the new tokens wherever in the first one they begin.
+    size = -(-(block - 1 + length) // block) * block
+
+    def extend(name: str, new: Array) -> Array:
+        old = jnp.pad(state[name], ((0, 0), (0, size - block), (0, 0), (0, 0)))
+        extended = lax.dynamic_update_slice_in_dim(old, new, place, axis=1)
+        return zero_padding(extended, jnp.broadcast_to(end, (key.shape[0],)))
+
+    keys, values = extend("key", key), extend("value", value)
+    if length == 1:
+        rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=False)
+        seen = (jnp.arange(block) <= place)[None, None]
+        out = _attend(rule, query[:, None], keys[:, None], values[:, None], seen)[:, 0]
+    else:
+        rows = jnp.zeros((query.shape[0], size, *query.shape[2:]), query.dtype)
+        rows = lax.dynamic_update_slice_in_dim(rows, query, place, axis=1)
+        out = diag_attention(rows, keys, values, block_size=block, score=score, is_causal=True, scale=scale)
+        out = lax.dynamic_slice_in_dim(out, place, length, axis=1)
+
+    def current(extended: Array) -> Array:
+        return lax.dynamic_slice_in_dim(extended, end // block * block, block, axis=1)
+
+    left = jnp.broadcast_to(end % block, (key.shape[0],))
+    state = {
+        # Where the tokens end with the last block, the slice holds that one: it is over, and zeros are left of it.
+        "key": zero_padding(current(keys), left),
+        "value": zero_padding(current(values), left),
+        "index": state["index"] + (end - place),
+    }
+    return out, state
+
+
+class _Rule(NamedTuple):
+    """What makes weights of the scores inside a block."""
+
+    score: DiagScore
+    scale: float
+    is_causal: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    rule: _Rule,
+    query: Float[Array, "B C t N H"],
+    key: Float[Array, "B C s K H"],
+    value: Float[Array, "B C s K H"],
+    inside: Bool[Array, "#B C s"],
+) -> Float[Array, "B C t N H"]:
+    """Attention of each of C blocks by itself to its keys `inside`; the backward pass makes the scores again."""
+    return _few_at_a_time(functools.partial(_blocks, rule), query, key, value, inside)
+
+
+def _attend_forward(rule, *arrays):
+    return _attend(rule, *arrays), arrays
+
+
+def _attend_backward(rule, arrays, d_out):
+    def gradients(query, key, value, inside, d_out):
+        _, pull = jax.vjp(lambda q, k, v: _blocks(rule, q, k, v, inside), query, key, value)
+        return pull(d_out)
+
+    return (*_few_at_a_time(gradients, *arrays, d_out), None)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
+    """function(*arrays), which treats each block (axis 1) by itself: on a CPU as many at a time as scores of which
+    stay in its cache (twice as fast at 32k tokens), elsewhere all at once."""
+    query, key = arrays[:2]
+    batch, blocks, rows, heads = query.shape[:4]
+    groups = -(-blocks // max(1, _CACHE_BYTES // (4 * batch * heads * rows * key.shape[2])))
+    size = -(-blocks // groups)
+
+    def in_groups(*arrays: Array) -> Any:
+        room = (0, groups * size - blocks)
+        padded = [jnp.pad(a, [(0, 0), room] + [(0, 0)] * (a.ndim - 2)) for a in arrays]
+
+        def group(i: Array) -> Any:
+            return function(*(lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in padded))
+
+        def join(x: Array) -> Array:
+            return jnp.moveaxis(x, 0, 1).reshape(batch, groups * size, *x.shape[3:])[:, :blocks]
+
+        return jax.tree.map(join, lax.map(group, jnp.arange(groups, dtype=jnp.int32)))
+
+    return lax.platform_dependent(*arrays, cpu=in_groups, default=function)
+
+
+def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) -> Array:
+    batch, blocks, rows, heads, head_dim = query.shape
+    keys, kv_heads = key.shape[2:4]
+    grouped = query.reshape(batch, blocks, rows, kv_heads, heads // kv_heads, head_dim)
+    logits = jnp.einsum("bctkgh,bcskh->bckgts", grouped, key, preferred_element_type=jnp.float32)
+    logits = logits * rule.scale
+    mask = inside[:, :, None, None, None]
+    if rule.is_causal:
+        mask = mask & jnp.tri(rows, keys, dtype=bool)[None, None, None, None]
+    weights = (
+        softmax_weights(logits, mask)
+        if rule.score == "softmax"
+        else jnp.where(mask, jax.nn.relu(logits), jnp.zeros((), logits.dtype))
+    )
+    out = jnp.einsum(
+        "bckgts,bcskh->bctkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    return out.reshape(query.shape).astype(query.dtype)
+
+
+def _check(query, key, value, block_size, score, implementation) -> None:
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    require(
+        query.shape[1] == key.shape[1],
+        f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks hold queries and their own keys",
+    )
+    require(
+        is_int(block_size) and block_size >= 1, f"block_size must be an int of at least 1, got {block_size!r}"
+    )
+    check_choice("score", score, get_args(DiagScore))
+    require(implementation in (None, "xla"), f"implementation must be None or 'xla', got {implementation!r}")

@@ -1,0 +1,208 @@
+"""Full softmax attention: every query on every key, by XLA or by cuDNN."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from brl_jax.attention.core.arguments import (
+    check_bias,
+    check_dtypes,
+    check_lengths,
+    check_scale,
+    check_segments,
+    is_int,
+    zero_padding,
+)
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import check_qkv, require
+
+
+def full_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    bias: PositionBias | Float[Array, " ..."] | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    query_offset: int | Int[Array, ""] = 0,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
+
+    Differs from `jax.nn.dot_product_attention` at the edges: a query that sees no key gives 0 (and passes no
+    gradient on) instead of the mean of all values, padding may hold NaN, and queries may stand at an offset,
+    as when generating with a cache.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key: (B, S, K, H) of the same dtype; K divides N.
+      value: (B, S, K, V) of the same dtype.
+      bias: added to the scaled scores: a `PositionBias` (called on all positions: an (N, T, S) array) or an
+        array that broadcasts to (B, N, T, S). Both get gradients.
+      scale: of the scores; 1 / sqrt(H) by default.
+      is_causal: query i sees keys up to index i + query_offset only.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding. Padded
+        rows give 0.
+      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees keys of equal id only.
+      query_offset: query i stands at key index i + query_offset; an int or a traced int scalar.
+      implementation: None takes cuDNN when lowered for an NVIDIA GPU, where cuDNN is there and can serve the
+        call, and XLA otherwise; "xla" works everywhere; "cudnn" raises where it can't serve.
+
+    Returns:
+      (B, T, N, V) in query's dtype. The softmax is computed in float32.
+
+    Raises:
+      ValueError: shapes, dtypes or implementations that don't fit, naming the argument.
+    """
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    scale = check_scale(scale, query.shape[3])
+    bias = check_bias(bias, query, key)
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
+    segments = check_segments(segment_ids, query.shape, key.shape)
+    is_scalar = isinstance(query_offset, jax.Array) and query_offset.shape == ()
+    require(
+        is_int(query_offset) or (is_scalar and jnp.issubdtype(jnp.result_type(query_offset), jnp.integer)),
+        f"query_offset must be an int or an int scalar array, got {query_offset!r}",
+    )
+    require(
+        implementation in (None, "xla", "cudnn"),
+        f"implementation must be None, 'xla' or 'cudnn', got {implementation!r}",
+    )
+    arguments = (query, key, value, bias, query_lengths, key_lengths, segments, query_offset)
+    with_xla = functools.partial(_with_xla, scale=scale, is_causal=is_causal)
+    if implementation == "xla":
+        return with_xla(*arguments)
+
+    missing = _missing_for_cudnn(query, value, bias, segments, query_offset, is_causal)
+    with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
+    if implementation == "cudnn":
+        require(
+            not missing, f"implementation='cudnn' serves full attention only with {'; with '.join(missing)}"
+        )
+        return with_cudnn(*arguments)
+    # Lengths are left to XLA: what cuDNN writes in rows without a visible key is not specified.
+    if (
+        missing
+        or query_lengths is not None
+        or key_lengths is not None
+        or not _can_trace(with_cudnn, arguments)
+    ):
+        return with_xla(*arguments)
+    return lax.platform_dependent(*arguments, cuda=with_cudnn, default=with_xla)
+
+
+def _missing_for_cudnn(
+    query: Array, value: Array, bias: Any, segments: tuple, query_offset: Any, is_causal: bool
+) -> list[str]:
+    """What cuDNN would need and this call doesn't give."""
+    head_dim = query.shape[3]
+    needs = {
+        f"bfloat16 or float16 (got {query.dtype})": query.dtype != jnp.float32,
+        f"head_dim a multiple of 8 up to 128 (got {head_dim})": head_dim % 8 == 0 and head_dim <= 128,
+        f"value's head_dim that of query (got {value.shape[3]} and {head_dim})": value.shape[3] == head_dim,
+        "no bias": bias is None,
+        "no segment_ids": segments[0] is None,
+        f"query_offset=0 where is_causal (got {query_offset})": not is_causal
+        or (is_int(query_offset) and query_offset == 0),
+    }
+    return [need for need, met in needs.items() if not met]
+
+
+def _can_trace(with_cudnn: Any, arguments: tuple) -> bool:
+    """Whether this installation of JAX has cuDNN at all: tracing raises without it, on whatever platform."""
+    try:
+        jax.eval_shape(with_cudnn, *arguments)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+    return True
+
+
+def _with_cudnn(
+    query, key, value, bias, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
+):
+    del bias, segments, query_offset  # _missing_for_cudnn refused any that would matter
+    query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
+    out = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        implementation="cudnn",
+    )
+    seen = None if key_lengths is None else (key_lengths > 0)[:, None, None, None]
+    return _zero_unseen(out, seen, query_lengths)
+
+
+def _with_xla(
+    query, key, value, bias, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
+):
+    """By plain products, not `jax.nn.dot_product_attention`: jax 0.10 cannot lower the gradient of that in
+    bfloat16 where types are promoted strictly."""
+    query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
+    (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
+    grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
+    positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
+    if bias is not None:
+        if not isinstance(bias, jax.Array):
+            bias = bias(positions, jnp.arange(num_keys, dtype=jnp.int32))[None]
+            expected = (1, heads, num_queries, num_keys)
+            require(bias.shape == expected, f"bias must give shape {expected[1:]}, gave {bias.shape[1:]}")
+        split = scores.shape[1:3] if bias.shape[1] > 1 else (1, 1)
+        scores = scores + bias.astype(jnp.float32).reshape(bias.shape[0], *split, *bias.shape[2:])
+    mask = _mask(positions, num_keys, key_lengths, segments, is_causal)
+    seen = None
+    if mask is not None:
+        scores = jnp.where(mask[:, None], scores, 0.7 * jnp.finfo(jnp.float32).min)
+        seen = mask[:, 0].any(-1)[..., None, None]
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
+    out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
+    return _zero_unseen(out, seen, query_lengths)
+
+
+def _without_padding(query, key, value, query_lengths, key_lengths):
+    return (
+        zero_padding(query, query_lengths),
+        zero_padding(key, key_lengths),
+        zero_padding(value, key_lengths),
+    )
+
+
+def _mask(
+    positions: Int[Array, " T"], num_keys: int, key_lengths: Array | None, segments: tuple, is_causal: bool
+) -> Bool[Array, "B 1 T S"] | None:
+    """Which keys each query sees; None where all see all. The batch axis is 1 where all sequences agree."""
+    keys = jnp.arange(num_keys, dtype=jnp.int32)
+    masks = []
+    if is_causal:
+        masks.append((positions[:, None] >= keys[None, :])[None])
+    if key_lengths is not None:
+        masks.append((keys[None, :] < key_lengths[:, None])[:, None, :])
+    if segments[0] is not None:
+        masks.append(segments[0][:, :, None] == segments[1][:, None, :])
+    if not masks:
+        return None
+    mask = functools.reduce(jnp.logical_and, masks)
+    return jnp.broadcast_to(mask, (mask.shape[0], positions.shape[0], num_keys))[:, None]
+
+
+def _zero_unseen(out: Array, seen: Array | None, query_lengths: Array | None) -> Array:
+    if seen is not None:
+        out = jnp.where(seen, out, jnp.zeros((), out.dtype))
+    return zero_padding(out, query_lengths)

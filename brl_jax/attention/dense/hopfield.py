@@ -1,0 +1,81 @@
+"""Hopfield attention: queries are drawn towards the stored keys, step by step, before they read the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.dense.full import full_attention
+
+# Queries at a time: their scores on all keys are the largest array that exists.
+_QUERY_BLOCK = 256
+
+
+def hopfield_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    steps: int = 1,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    query_offset: int | Int[Array, ""] = 0,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Retrieval from a modern Hopfield network (Ramsauer et al. 2020, arXiv 2008.02217, eq. 3 and 10).
+
+    xi_0 = query, xi_t = softmax(scale xi_{t-1} K^T) K for t < steps, and the last step reads the values:
+    out = softmax(scale xi_{steps-1} K^T) V. One step is softmax attention. O(steps T S) time; memory grows with
+    T + S, as only 256 queries meet all keys at a time, in the backward pass too.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key, value: (B, S, K, H) of the same dtype; K divides N.
+      steps: how many softmaxes, at least 1.
+      scale: the inverse temperature (beta in the paper); 1 / sqrt(H) by default.
+      is_causal: query i sees keys up to index i + query_offset only, in each step.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding, which may hold
+        anything. Padded rows give 0.
+      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees keys of equal id only.
+      query_offset: an int or a traced int scalar.
+      implementation: None and "xla" go block by block through XLA; "cudnn" takes all queries at once, where it can
+        serve (see `full_attention`).
+
+    Returns:
+      (B, T, N, H) in query's dtype; a query that sees no key gives 0.
+
+    Raises:
+      ValueError: shapes, dtypes, steps or implementations that don't fit, naming the argument.
+    """
+    check_qkv(query, key, value)
+    require(is_int(steps) and steps >= 1, f"steps must be an int of at least 1, got {steps!r}")
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    segments = check_segments(segment_ids, query.shape, key.shape)
+    settings: dict[str, Any] = {
+        "scale": scale,
+        "is_causal": is_causal,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "implementation": "xla" if implementation is None else implementation,
+    }
+
+    def retrieve(state: Array, segment: Array | None, offset: Any) -> Array:
+        pair = None if segment is None else (segment, segments[1])
+
+        def attend(state: Array, read: Array) -> Array:
+            return full_attention(state, key, read, segment_ids=pair, query_offset=offset, **settings)
+
+        for _ in range(steps - 1):
+            state = attend(state, key)
+        return attend(state, value)
+
+    query = zero_padding(query, query_lengths)
+    block = query.shape[1] if implementation == "cudnn" else _QUERY_BLOCK
+    out = by_query_blocks(retrieve, block, query, segments[0], query_offset)
+    return zero_padding(out, query_lengths)

@@ -1,0 +1,1 @@
+"""Local attention: exact softmax attention over a sparse pattern, at linear cost."""

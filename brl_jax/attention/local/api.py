@@ -1,0 +1,221 @@
+"""Local attention: exact softmax attention over a sparse pattern, at linear cost and without an n x n array.
+
+The queries are cut into blocks; each meets the stretch of keys that its pattern can reach (`local_blocks`),
+and a mask computed from positions cuts what it does not see (`local_steps`, `local_core`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import (
+    check_bias,
+    check_dtypes,
+    check_lengths,
+    check_scale,
+    check_segments,
+    is_int,
+)
+from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.local.blocks import Inputs, Spec
+from brl_jax.attention.local.patterns import Pattern, SlidingWindow
+from brl_jax.attention.local.xla import attend
+
+# Of the TPU kernels: queries whose scores are computed together; positions in a block of a pattern's block mask.
+_TILE, _MIN_GRANULE = 128, 8
+
+
+def local_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    local_window_size: int | tuple[int, int] | None = None,
+    pattern: Pattern | None = None,
+    is_causal: bool = False,
+    bias: PositionBias | Float[Array, " ..."] | None = None,
+    scale: float | None = None,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    query_offset: int = 0,
+    key_offset: int | Int[Array, ""] = 0,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
+
+    out_i = sum_j p_ij v_j with p_i = softmax over the visible j of (scale q_i . k_j + bias_ij):
+    000 (BRL-Attention) eq. 1. A window that reaches over the whole sequence is full attention. A query that
+    sees no key gives 0.
+
+    Windows count keys on both sides besides the query's own, as in `jax.nn.dot_product_attention`:
+    local_window_size=(2, 1) lets query 4 see keys 2, 3, 4, 5 (x) and not the others (.)::
+
+        key       0 1 2 3 4 5 6 7
+        query 4   . . x x x x . .       with is_causal: . . x x x . . .
+
+    The papers' "window w" is `SlidingWindow.of_width(w, is_causal)`.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key, value: (B, S, K, H) of the same dtype; K divides N, and heads n * (N / K) .. share a key head.
+      local_window_size: an int for both sides, or (left, right); exactly one of this and `pattern` is given.
+      pattern: which keys a query sees (`brl_jax.attention.local.patterns`).
+      is_causal: cuts every key after the query, also from windows that reach to the right.
+      bias: added to the scaled scores: a `PositionBias`, called on absolute positions of one block at a time,
+        or an array that broadcasts to (B, N, T, S). Both get gradients.
+      scale: of the scores; 1 / sqrt(H) by default.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding. Whatever
+        padding holds, even NaN, does not reach the result; padded rows give 0.
+      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees keys of equal id only.
+      query_offset: query i stands at key index i + query_offset (keys: a window cache, then the new ones).
+      key_offset: absolute position of key 0, an int or a traced int scalar. Only patterns with absolute
+        boundaries and position biases look at it. When traced, such a pattern visits every block within its
+        reach (all keys, where it has no bound).
+      implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
+        sliding window with nothing to its right and half precision; "pallas" is the TPU kernels (interpreted
+        elsewhere), which take every pattern and offset, without a bias. A call of fewer than 128 queries on more
+        keys, such as a decoding step, goes to the kernels only when they are asked for. With None, a call that
+        they do not serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the same O(n w), and the log
+        says so and why, once.
+
+    Returns:
+      (B, T, N, H) in query's dtype. The softmax is computed in float32.
+
+    Raises:
+      ValueError: shapes, dtypes, windows, patterns or implementations that don't fit, naming the argument.
+      NotImplementedError: implementation="pallas" where the kernel cannot serve the call.
+    """
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    pattern = _check_pattern(local_window_size, pattern, is_causal)
+    _check_offset("query_offset", query_offset)
+    scale = check_scale(scale, query.shape[3])
+    bias = check_bias(bias, query, key)
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
+    query_segments, key_segments = check_segments(segment_ids, query.shape, key.shape)
+    static_key_offset, traced_key_offset = _split_key_offset(key_offset)
+
+    if implementation == "cudnn":
+        return _cudnn(
+            query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths,
+            segment_ids is not None, query_offset,
+        )  # fmt: skip
+    require(
+        implementation in (None, "xla", "pallas"),
+        f"implementation must be None, 'xla', 'cudnn' or 'pallas', got {implementation!r}",
+    )
+    spec = Spec(pattern, bool(is_causal), scale, int(query_offset), static_key_offset)
+    inputs = Inputs(key_lengths, query_lengths, query_segments, key_segments, traced_key_offset)
+
+    return _choose(spec, implementation, query, key, value, bias, inputs)
+
+
+# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _choose(spec: Spec, implementation: str | None, query, key, value, bias, inputs: Inputs):
+    def kernel(query, key, value, bias, inputs, *, interpret):
+        from brl_jax.attention.local import (
+            tpu as local_kernels,  # imported where needed: Pallas costs import time
+        )
+
+        return local_kernels.attend(spec, query, key, value, inputs, interpret=interpret)
+
+    obstacle = _kernel_obstacle(spec, implementation, query, key, bias)
+    xla = functools.partial(attend, spec)
+    return dispatch("local_attention", implementation, obstacle, kernel, xla, query, key, value, bias, inputs)
+
+
+def _kernel_obstacle(
+    spec: Spec, implementation: str | None, query: Array, key: Array, bias: Any
+) -> str | None:
+    """Why the TPU kernels cannot, or without being asked should not, serve a call; None if they do."""
+    granule = spec.pattern.granule
+    if bias is not None:
+        return bias_obstacle(bias)
+    if granule is not None and granule < _MIN_GRANULE:
+        name = type(spec.pattern).__name__
+        return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {granule}"
+    if granule is not None and spec.key_offset is None:
+        return f"key_offset must be a static int with {type(spec.pattern).__name__}, got it traced"
+    if implementation is None and query.shape[1] < min(_TILE, key.shape[1]):
+        # A decoding step: the kernels compute scores for whole tiles of queries, of which most would be empty.
+        return (
+            f"{query.shape[1]} queries on {key.shape[1]} keys leave most of a tile of {_TILE} queries empty"
+        )
+    return None
+
+
+def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
+    require(
+        (window is None) != (pattern is None),
+        "exactly one of local_window_size and pattern must be given, got "
+        + ("neither" if window is None else "both"),
+    )
+    if window is not None:
+        sides = (window, window) if is_int(window) else window
+        require(
+            isinstance(sides, (tuple, list)) and len(sides) == 2 and all(is_int(s) and s >= 0 for s in sides),
+            f"local_window_size must be an int of at least 0 or a pair of them (left, right), got {window!r}",
+        )
+        return SlidingWindow(int(sides[0]), int(sides[1]))
+    require(
+        isinstance(pattern, Pattern),
+        f"pattern must be a Pattern such as SlidingWindow(left, right), got {pattern!r}",
+    )
+    require(
+        pattern.causal_ok or not is_causal,
+        f"is_causal must be False with {type(pattern).__name__}: its global tokens see the whole sequence "
+        "and are seen by all of it, so that information would travel backwards through them",
+    )
+    return pattern
+
+
+def _check_offset(name: str, offset: Any) -> None:
+    require(is_int(offset), f"{name} must be a static int, got {offset!r}")
+
+
+def _split_key_offset(key_offset: Any) -> tuple[int | None, Array | None]:
+    if is_int(key_offset):
+        return int(key_offset), None
+    require(
+        hasattr(key_offset, "dtype")
+        and key_offset.shape == ()
+        and jnp.issubdtype(key_offset.dtype, jnp.integer),
+        f"key_offset must be an int or an int scalar array, got {key_offset!r}",
+    )
+    return None, jnp.asarray(key_offset).astype(jnp.int32)
+
+
+def _cudnn(
+    query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths, has_segments, query_offset
+):
+    missing = [
+        reason
+        for reason, fails in {
+            f"a sliding window (got {type(pattern).__name__})": not isinstance(pattern, SlidingWindow),
+            "keys up to the query only (is_causal=True or a right side of 0)": not (
+                is_causal or (isinstance(pattern, SlidingWindow) and pattern.right == 0)
+            ),
+            f"bfloat16 or float16 (got {query.dtype})": query.dtype == jnp.float32,
+            "no segment_ids": has_segments,
+            f"query_offset=0 (got {query_offset})": query_offset != 0,
+            f"as many queries as keys (got {query.shape[1]} and {key.shape[1]})": query.shape[1]
+            != key.shape[1],
+            "a bias given as an array, or none": bias is not None and not isinstance(bias, jax.Array),
+        }.items()
+        if fails
+    ]
+    require(not missing, "implementation='cudnn' serves local attention only with " + "; with ".join(missing))
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, scale=scale, is_causal=True, query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths, local_window_size=(pattern.left, 0), implementation="cudnn",
+    )  # fmt: skip

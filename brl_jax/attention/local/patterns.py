@@ -1,0 +1,454 @@
+"""Which keys a query sees: sparse patterns for `local_attention`, as hashable descriptions of positions.
+
+A pattern speaks of absolute positions (key 0 stands at `key_offset`, query 0 at query_offset + key_offset).
+With `is_causal`, keys after the query are cut from any of them. Sources: 000 eq. 1 (F_gen over a pattern);
+sliding and dilated windows and global tokens, Beltagy et al. 2020 (Longformer, arXiv 2004.05150); strided and
+fixed, Child et al. 2019 (arXiv 1904.10509); window, global and random blocks, Zaheer et al. 2020 (BigBird,
+arXiv 2007.14062).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.local import parts as local_blocks
+from brl_jax.attention.local.parts import Call, Part
+from pallas_kernels.positions import floor_divide, remainder
+
+
+def _at_least(pattern: object, lowest: int, *names: str) -> None:
+    for name in names:
+        number = getattr(pattern, name)
+        is_int = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+        require(
+            is_int and number >= lowest,
+            f"{name} of {type(pattern).__name__} must be an int of at least {lowest}, got {number!r}",
+        )
+
+
+class Pattern:
+    """What `local_attention` accepts as `pattern`. Subclasses are frozen dataclasses, hence hashable.
+
+    Attributes:
+      causal_ok: whether is_causal=True makes sense with it.
+      lookback: positions between a query and the farthest key before it that it can see; None if unbounded.
+      lookahead: the same for keys after it.
+      granule: where what is visible can only be looked up, positions in a block whose members see, and are seen,
+        alike; None where `visible` computes it.
+    """
+
+    causal_ok: ClassVar[bool] = True
+
+    @property
+    def granule(self) -> int | None:
+        return None
+
+    @property
+    def lookback(self) -> int | None:
+        return None
+
+    @property
+    def lookahead(self) -> int | None:
+        return None
+
+    def visible(self, query_positions: Any, key_positions: Any, num_positions: int | None = None) -> Any:
+        """Whether each query position sees each key position (before any causal cut), by broadcasting.
+
+        Args:
+          query_positions, key_positions: ints, NumPy or (traced) JAX arrays that broadcast together.
+          num_positions: one more than the last absolute key position; only BigBird's random blocks need it.
+
+        Returns:
+          bool array of the broadcast shape.
+        """
+        raise NotImplementedError
+
+    def parts(self, call: Call) -> list[Part]:
+        """The pattern cut into rectangles that share no (query, key) pair."""
+        if call.key_offset is not None:
+            return self._static_parts(call)
+        # Boundaries are known only at run time: visit all that the pattern could reach and mask by position.
+        if self.lookback is None or self.lookahead is None:
+            return [local_blocks.dense(call, (0, call.num_queries), (0, call.num_keys), self.visible)]
+        return [local_blocks.band(call, self.lookback, self.lookahead, self.visible)]
+
+    def _static_parts(self, call: Call) -> list[Part]:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Pattern):
+    """Position i sees i-left .. i+right: both sides count keys besides i's own, as in `jax.nn`.
+
+    left = 2, right = 1::
+
+        key      0 1 2 3 4 5
+        query 0  x x . . . .
+        query 1  x x x . . .
+        query 2  x x x x . .
+        query 3  . x x x x .
+        query 4  . . x x x x
+        query 5  . . . x x x
+    """
+
+    left: int
+    right: int
+
+    def __post_init__(self):
+        _at_least(self, 0, "left", "right")
+
+    @classmethod
+    def of_width(cls, width: int, is_causal: bool) -> SlidingWindow:
+        """The papers' window w: w keys up to the query's own when causal, w // 2 on both sides otherwise."""
+        require(
+            isinstance(width, (int, np.integer)) and width >= 1,
+            f"width must be an int of at least 1, got {width!r}",
+        )
+        return cls(int(width) - 1, 0) if is_causal else cls(int(width) // 2, int(width) // 2)
+
+    @property
+    def lookback(self) -> int:
+        return self.left
+
+    @property
+    def lookahead(self) -> int:
+        return self.right
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        ahead = key_positions - query_positions
+        return (ahead >= -self.left) & (ahead <= self.right)
+
+    def parts(self, call):
+        return [local_blocks.band(call, self.left, self.right, self.visible)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dilated(Pattern):
+    """Position i sees i + dilation * d for d in -left .. right (Longformer, section 3.1)."""
+
+    left: int
+    right: int
+    dilation: int
+
+    def __post_init__(self):
+        _at_least(self, 0, "left", "right")
+        _at_least(self, 1, "dilation")
+
+    @property
+    def lookback(self) -> int:
+        return self.left * self.dilation
+
+    @property
+    def lookahead(self) -> int:
+        return self.right * self.dilation
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        ahead = key_positions - query_positions
+        inside = (ahead >= -self.lookback) & (ahead <= self.lookahead)
+        return inside & (remainder(key_positions, self.dilation) == remainder(query_positions, self.dilation))
+
+    def parts(self, call):
+        return [local_blocks.band(call, self.left, self.right, self.visible, self.dilation)]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiagonal(Pattern):
+    """Position i sees the positions of its own block, i // block (DiagAttention)."""
+
+    block: int
+
+    def __post_init__(self):
+        _at_least(self, 1, "block")
+
+    @property
+    def lookback(self) -> int:
+        return self.block - 1
+
+    @property
+    def lookahead(self) -> int:
+        return self.block - 1
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        return floor_divide(query_positions, self.block) == floor_divide(key_positions, self.block)
+
+    def _static_parts(self, call):
+        return [local_blocks.separate_blocks(call, self.block, self.visible)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucketed(Pattern):
+    """Position i sees its bucket i // size, and `before` buckets before and `after` buckets after it.
+
+    What the local-attention package does, which 000 used; causal use leaves the buckets before.
+    """
+
+    size: int
+    before: int = 1
+    after: int = 1
+
+    def __post_init__(self):
+        _at_least(self, 1, "size")
+        _at_least(self, 0, "before", "after")
+
+    @property
+    def lookback(self) -> int:
+        return (self.before + 1) * self.size - 1
+
+    @property
+    def lookahead(self) -> int:
+        return (self.after + 1) * self.size - 1
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        ahead = floor_divide(key_positions, self.size) - floor_divide(query_positions, self.size)
+        return (ahead >= -self.before) & (ahead <= self.after)
+
+    def _static_parts(self, call):
+        return [local_blocks.aligned_bands(call, self.size, self.before, self.after, self.visible)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Pattern):
+    """Position i sees the `stride` positions on both sides and all that are a multiple of `stride` away.
+
+    The union of the two heads of Child et al. 2019, section 4.2; cost O(n (stride + n / stride)).
+    """
+
+    stride: int
+
+    def __post_init__(self):
+        _at_least(self, 1, "stride")
+
+    def _near(self, query_positions, key_positions, num_positions=None):
+        return abs(key_positions - query_positions) <= self.stride
+
+    def _far(self, query_positions, key_positions, num_positions=None):
+        return (abs(key_positions - query_positions) > self.stride) & self._in_step(
+            query_positions, key_positions
+        )
+
+    def _in_step(self, query_positions, key_positions):
+        return remainder(key_positions, self.stride) == remainder(query_positions, self.stride)
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        return self._near(query_positions, key_positions) | self._in_step(query_positions, key_positions)
+
+    def parts(self, call):
+        near = local_blocks.band(call, self.stride, self.stride, self._near)
+        return [near, local_blocks.columns(call, self.stride, self._far)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Pattern):
+    """Position i sees its block i // stride and the last `summary` positions of every block.
+
+    The union of the two heads of Child et al. 2019, section 4.2 (their c is `summary`).
+    """
+
+    stride: int
+    summary: int = 1
+
+    def __post_init__(self):
+        _at_least(self, 1, "stride", "summary")
+        require(
+            self.summary <= self.stride,
+            f"summary of Fixed must be at most its stride {self.stride}, got {self.summary}",
+        )
+
+    def _near(self, query_positions, key_positions, num_positions=None):
+        return floor_divide(query_positions, self.stride) == floor_divide(key_positions, self.stride)
+
+    def _is_summary(self, positions):
+        return remainder(positions, self.stride) >= self.stride - self.summary
+
+    def _far(self, query_positions, key_positions, num_positions=None):
+        return ~self._near(query_positions, key_positions) & self._is_summary(key_positions)
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        return self._near(query_positions, key_positions) | self._is_summary(key_positions)
+
+    def _static_parts(self, call):
+        parts = [local_blocks.separate_blocks(call, self.stride, self._near)]
+        summaries = np.flatnonzero(self._is_summary(np.arange(call.num_keys) + call.key_offset))
+        if summaries.size:
+            parts.append(local_blocks.dense(call, (0, call.num_queries), summaries, self._far))
+        return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalWindow(Pattern):
+    """A sliding window; besides, the first `num_global` positions see and are seen by all (Longformer)."""
+
+    left: int
+    right: int
+    num_global: int
+
+    causal_ok: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _at_least(self, 0, "left", "right")
+        _at_least(self, 1, "num_global")
+
+    def _near(self, query_positions, key_positions, num_positions=None):
+        ahead = key_positions - query_positions
+        local = (query_positions >= self.num_global) & (key_positions >= self.num_global)
+        return local & (ahead >= -self.left) & (ahead <= self.right)
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        ahead = key_positions - query_positions
+        near = (ahead >= -self.left) & (ahead <= self.right)
+        return near | (query_positions < self.num_global) | (key_positions < self.num_global)
+
+    def _static_parts(self, call):
+        near = local_blocks.band(call, self.left, self.right, self._near)
+        return [near, *_global_parts(call, self.num_global)]
+
+
+def _global_parts(call: Call, num_global: int) -> list[Part]:
+    """The first positions on all keys, and all other queries on the first positions."""
+    assert call.key_offset is not None
+    rows = min(max(num_global - call.first_position, 0), call.num_queries)
+    cols = min(max(num_global - call.key_offset, 0), call.num_keys)
+    parts = []
+    if rows:
+        parts.append(local_blocks.dense(call, (0, rows), (0, call.num_keys), None))
+    if cols and rows < call.num_queries:
+        parts.append(local_blocks.dense(call, (rows, call.num_queries), (0, cols), None))
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class BigBird(Pattern):
+    """Blocks of positions: a window of them, global ones, random ones (Zaheer et al. 2020, section 2).
+
+    Block b sees `window_blocks` blocks around and with itself (an odd number), the first `global_blocks`
+    blocks see and are seen by all, and every other block sees `random_blocks` blocks besides, drawn by `seed`
+    anew for each number of blocks.
+    """
+
+    block: int
+    window_blocks: int = 3
+    global_blocks: int = 1
+    random_blocks: int = 1
+    seed: int = 0
+
+    causal_ok: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _at_least(self, 1, "block", "window_blocks")
+        _at_least(self, 0, "global_blocks", "random_blocks", "seed")
+        require(
+            self.window_blocks % 2 == 1, f"window_blocks of BigBird must be odd, got {self.window_blocks}"
+        )
+
+    @property
+    def granule(self) -> int:
+        return self.block
+
+    def random_lists(self, num_blocks: int) -> list[np.ndarray]:
+        """The random key blocks of each block, out of those that it does not see anyway."""
+        side, lists = self.window_blocks // 2, []
+        for b in range(num_blocks):
+            others = np.arange(self.global_blocks, num_blocks)
+            others = others[abs(others - b) > side]
+            generator = np.random.default_rng((self.seed, num_blocks, b))
+            count = min(self.random_blocks, others.size) if b >= self.global_blocks else 0
+            lists.append(np.sort(generator.choice(others, count, replace=False)))
+        return lists
+
+    def _near(self, query_positions, key_positions, num_positions=None):
+        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
+        local = (query_block >= self.global_blocks) & (key_block >= self.global_blocks)
+        return local & (abs(query_block - key_block) <= self.window_blocks // 2)
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        require(num_positions is not None, "BigBird's random blocks need num_positions, got None")
+        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
+        lists = self.random_lists(-(-num_positions // self.block))
+        table = np.zeros((len(lists), len(lists)), bool)
+        for b, row in enumerate(lists):
+            table[b, row] = True
+        seen = abs(query_block - key_block) <= self.window_blocks // 2
+        seen |= (query_block < self.global_blocks) | (key_block < self.global_blocks)
+        return seen | table[query_block, key_block]
+
+    def parts(self, call):
+        require(
+            call.key_offset is not None,
+            "key_offset must be a static int with BigBird, whose random blocks depend on it; got it traced",
+        )
+        side = self.window_blocks // 2
+        parts = [local_blocks.aligned_bands(call, self.block, side, side, self._near)]
+        parts += _global_parts(call, self.global_blocks * self.block)
+        last = max(call.key_offset + call.num_keys, call.first_position + call.num_queries)
+        lists = self.random_lists(-(-last // self.block))
+        first, stop = (
+            call.first_position // self.block,
+            -(-(call.first_position + call.num_queries) // self.block),
+        )
+        return parts + local_blocks.tables(call, self.block, lists[first:stop], None)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMask(Pattern):
+    """Any mask over blocks of positions: block a sees block b iff mask[a][b].
+
+    Attributes:
+      block: positions in a block.
+      mask: rows of bools, one a query block, all of one length; `BlockMask.of` takes an array.
+    """
+
+    block: int
+    mask: tuple[tuple[bool, ...], ...]
+
+    def __post_init__(self):
+        _at_least(self, 1, "block")
+        rows = self.mask
+        require(
+            isinstance(rows, tuple) and len(rows) > 0 and all(isinstance(r, tuple) and r for r in rows),
+            "mask of BlockMask must be a tuple of tuples of bool (see BlockMask.of), "
+            f"got {type(rows).__name__}",
+        )
+        require(len({len(r) for r in rows}) == 1, "mask of BlockMask must have rows of one length")
+
+    @property
+    def granule(self) -> int:
+        return self.block
+
+    @classmethod
+    def of(cls, block: int, mask: Any) -> BlockMask:
+        """From a bool array (query blocks, key blocks)."""
+        array = np.asarray(mask)
+        require(
+            array.ndim == 2 and array.dtype == bool and array.size > 0,
+            f"mask must be a bool array (query blocks, key blocks), got {array.dtype} of shape {array.shape}",
+        )
+        return cls(block, tuple(tuple(row) for row in array.tolist()))
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        query_block, key_block = (floor_divide(x, self.block) for x in (query_positions, key_positions))
+        table = np.asarray(self.mask)
+        rows, cols = table.shape
+        inside = (query_block >= 0) & (query_block < rows) & (key_block >= 0) & (key_block < cols)
+        query_block, key_block = query_block.clip(0, rows - 1), key_block.clip(0, cols - 1)
+        return (
+            inside & (jnp.asarray(table) if isinstance(inside, jax.Array) else table)[query_block, key_block]
+        )
+
+    def _static_parts(self, call):
+        first, last = (
+            call.first_position // self.block,
+            (call.first_position + call.num_queries - 1) // self.block,
+        )
+        require(
+            first >= 0 and last < len(self.mask),
+            f"mask of BlockMask covers query positions 0 to {len(self.mask) * self.block - 1}, "
+            f"got queries at {call.first_position} to {call.first_position + call.num_queries - 1}",
+        )
+        lists = [np.flatnonzero(row) for row in self.mask[first : last + 1]]
+        return local_blocks.tables(call, self.block, lists, None)

@@ -1,0 +1,378 @@
+"""Sliding windows on a CPU: square tiles of scores that stay in cache, several independent blocks a step.
+
+A block of b queries meets T + 1 tiles of b keys. The first and the last of them hold complementary triangles of
+visible keys, so the two fold into one tile: the softmax runs over T tiles and only that one is masked.
+
+    keys     tile 0    tile 1 .. T-1    tile T
+    query r  c > r       all            c <= r       (a window of T * b keys)
+
+XLA runs the operations of a loop's body on several cores where they don't depend on each other, but hardly splits
+products as small as these; a step therefore computes several blocks as separate chains. Rows are read from
+(B, T, N, H) tile by tile, which spares transposed copies of whole arrays. All arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.arguments import starts
+from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.local.blocks import MASKED, Inputs, Spec
+from brl_jax.attention.local.patterns import SlidingWindow
+
+_CHAINS = 8
+_MOST_BEFORE = 8
+# Scores of one chain in bytes: with those of a neighbour they stay in a core's second-level cache.
+_CACHE_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a call is cut.
+
+    Attributes:
+      tile: queries of a block, and keys of a tile.
+      before: T, the tiles before a block's last one.
+      gap: T * tile minus the window's width: keys of the folded tile that a query does not see.
+      shift: keys that the window reaches to the right; tile u holds the keys from u * tile + shift.
+      chains: blocks of one step.
+      groups: steps of one sequence and its heads of one step.
+      heads: key heads of a step.
+    """
+
+    tile: int
+    before: int
+    gap: int
+    shift: int
+    chains: int
+    groups: int
+    heads: int
+
+    @classmethod
+    def of(cls, spec: Spec, query: Array, key: Array) -> Tiling | None:
+        """None where blocks of tiles don't pay: other patterns, short sequences, windows of many tiles."""
+        length, kv_heads = query.shape[1], key.shape[2]
+        if not isinstance(spec.pattern, SlidingWindow) or spec.query_offset != 0 or key.shape[1] != length:
+            return None
+        left = min(spec.pattern.left, length - 1)
+        right = 0 if spec.is_causal else min(spec.pattern.right, length - 1)
+        width = left + 1 + right
+        tile = 64 if width <= 128 else 128 if width <= 512 else 256
+        before = -(-width // tile)
+        blocks = -(-length // tile)
+        if blocks <= before or before > _MOST_BEFORE:
+            return None
+        one_head = 4 * (query.shape[2] // kv_heads) * (before + 1) * tile**2
+        heads = max(
+            d
+            for d in range(1, kv_heads + 1)
+            if kv_heads % d == 0 and (d == 1 or d * one_head <= _CACHE_BYTES)
+        )
+        groups = -(-blocks // _CHAINS)
+        return cls(tile, before, before * tile - width, right, -(-blocks // groups), groups, heads)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a step."""
+        return self.chains * self.tile
+
+    @property
+    def size(self) -> int:
+        """Queries with padding."""
+        return self.groups * self.rows
+
+    @property
+    def front(self) -> int:
+        """Tiles that lie in the arranged keys before tile 0."""
+        return self.before if self.shift else 0
+
+    def pad_queries(self, x: Array) -> Array:
+        return _pad(x, 0, self.size - x.shape[1])
+
+    def pad_keys(self, x: Array) -> Array:
+        """Keys (or anything with one entry a key on axis 1) so that every tile within reach is in it."""
+        low = self.front * self.tile - self.shift
+        return _pad(x, low, self.front * self.tile + self.size - low - x.shape[1])
+
+
+class Step(NamedTuple):
+    """Where one step stands."""
+
+    sequence: Array
+    head: Array  # the first of its key heads
+    group: Array
+
+
+class Chain(NamedTuple):
+    """One block of queries and its tiles of scores, the first and the last folded into one."""
+
+    query: Array  # (k, G * b, H), scaled
+    scores: list[Array]  # (k, G, b, b) each
+    offsets: list[Array | None]  # () or None: added to all scores of a tile
+    low: Array  # (b, b): which of the folded scores belong to the last tile
+
+
+def forward(tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, inputs: Inputs):
+    """out (B, T, N, H) in float32 and log-sum-exp (B, K, G, T), which is MASKED for rows that see nothing."""
+    walk = _Walk.of(tiling, spec, query, key, inputs)
+    q, k, v = tiling.pad_queries(query), tiling.pad_keys(key), tiling.pad_keys(value)
+
+    def run(results: tuple[Array, Array], number: Array):
+        out, lse = results
+        step = walk.step(number)
+        keys, values = walk.key_tiles(k, step), walk.key_tiles(v, step)
+        for i in range(tiling.chains):
+            stretch = slice(i, i + tiling.before + 1)
+            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
+            out_tile, lse_tile = _softmax(chain, values[stretch])
+            out = walk.put_rows(out, step, i, out_tile)
+            lse = walk.put_lse(lse, step, i, lse_tile)
+        return (out, lse), None
+
+    empty_out = jnp.zeros(q.shape, jnp.float32)
+    empty_lse = jnp.zeros((q.shape[0], walk.kv_heads, walk.queries_per_key, tiling.size), jnp.float32)
+    empty = vary_like((empty_out, empty_lse), (query, key, value, inputs))
+    (out, lse), _ = lax.scan(run, empty, walk.steps)
+    return out[:, : query.shape[1]], lse[..., : query.shape[1]]
+
+
+def backward(tiling: Tiling, spec: Spec, query, key, value, inputs: Inputs, out, lse, d_out):
+    """Gradients of query, key and value, in float32. lse is as `forward` gives it, but -MASKED for blind rows."""
+    walk = _Walk.of(tiling, spec, query, key, inputs)
+    k, v = tiling.pad_keys(key), tiling.pad_keys(value)
+    q, o, do = (tiling.pad_queries(x) for x in (query, out, d_out))
+    lse = _pad(lse, 0, tiling.size - lse.shape[3], axis=3)
+    tile, before = tiling.tile, tiling.before
+    total = jnp.zeros((key.shape[0], before * tile + tiling.size, *key.shape[2:]), jnp.float32)
+
+    def run(totals: tuple[Array, Array, Array], number: Array):
+        d_query, d_key, d_value = totals
+        step = walk.step(number)
+        keys, values = walk.key_tiles(k, step), walk.key_tiles(v, step)
+        d_keys: list[list[Array]] = [[] for _ in keys]
+        d_values: list[list[Array]] = [[] for _ in keys]
+        for i in range(tiling.chains):
+            stretch = slice(i, i + before + 1)
+            do_tile = walk.query_tile(do, step, i)
+            delta = jnp.sum(do_tile * walk.query_tile(o, step, i), -1)
+            chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
+            dq_tile, weights, d_scores = _softmax_gradient(
+                chain, keys[stretch], values[stretch], do_tile, delta, walk.lse_tile(lse, step, i)
+            )
+            d_query = walk.put_rows(d_query, step, i, dq_tile * spec.scale)
+            q_t, do_t = (x.swapaxes(1, 2) for x in (chain.query, do_tile))
+            for j in range(before + 1):
+                d_keys[i + j].append(_product("ndt,nts->nds", q_t, d_scores[j]))
+                d_values[i + j].append(_product("ndt,nts->nds", do_t, weights[j]))
+        d_key, d_value = walk.add_keys(d_key, step, d_keys), walk.add_keys(d_value, step, d_values)
+        return (d_query, d_key, d_value), None
+
+    zeros = vary_like((jnp.zeros(q.shape, jnp.float32), total, total), (query, key, value, inputs, d_out))
+    (d_query, d_key, d_value), _ = lax.scan(run, zeros, walk.steps)
+    first = before * tile - tiling.shift
+    d_key, d_value = (lax.slice_in_dim(x, first, first + key.shape[1], axis=1) for x in (d_key, d_value))
+    return d_query[:, : query.shape[1]], d_key, d_value
+
+
+def _product(subscripts: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
+def _pad(x: Array, low: int, high: int, axis: int = 1) -> Array:
+    if low == 0 and high == 0:
+        return x
+    widths = [(0, 0, 0)] * x.ndim
+    widths[axis] = (low, high, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def _softmax(chain: Chain, values: Sequence[Array]) -> tuple[Array, Array]:
+    """out (k, G, b, H) and log-sum-exp (k, G, b); 0 and MASKED for rows that see nothing."""
+    tops = [jnp.max(s, -1) if a is None else jnp.max(s, -1) + a for s, a in zip(chain.scores, chain.offsets)]
+    top = jnp.float32(MASKED)
+    for t in tops:
+        top = lax.max(t, jnp.broadcast_to(top, t.shape))
+    weights = _weights(chain, top)
+    total = sum((jnp.sum(w, -1) for w in weights[1:]), start=jnp.sum(weights[0], -1))
+    parts = [_product("nts,nsd->ntd", w, v) for w, v in zip(_unfold(chain, weights), values)]
+    out = sum(parts[1:], start=parts[0]).reshape(*top.shape, -1)
+    sees = top > MASKED / 2
+    total = jnp.where(sees, total, 1.0)
+    out = jnp.where(sees[..., None], out * (1.0 / total)[..., None], 0.0)
+    return out, jnp.where(sees, top + jnp.log(total), MASKED)
+
+
+def _softmax_gradient(
+    chain: Chain, keys: Sequence[Array], values: Sequence[Array], d_out: Array, delta: Array, lse: Array
+) -> tuple[Array, list[Array], list[Array]]:
+    """d_query (k, G, b, H), unscaled, and for each tile of keys the weights and gradients of scores (k, G b, b)."""
+    weights = _weights(chain, lse)
+    d_weights = _fold(chain.low, [_split_rows(_product("ntd,nsd->nts", d_out, v), lse) for v in values])
+    delta = delta.reshape(lse.shape)[..., None]
+    d_scores = _unfold(chain, [w * (d - delta) for w, d in zip(weights, d_weights)])
+    parts = [_product("nts,nsd->ntd", d, k) for d, k in zip(d_scores, keys)]
+    d_query = sum(parts[1:], start=parts[0]).reshape(*lse.shape, -1)
+    return d_query, _unfold(chain, weights), d_scores
+
+
+def _weights(chain: Chain, top: Array) -> list[Array]:
+    top = top[..., None]
+    return [
+        jnp.exp(s - top) if a is None else jnp.exp(s + (a - top)) for s, a in zip(chain.scores, chain.offsets)
+    ]
+
+
+def _split_rows(x: Array, like: Float[Array, "k G b"]) -> Array:
+    return x.reshape(*like.shape, x.shape[-1])
+
+
+def _fold(low: Array, tiles: Sequence[Array]) -> list[Array]:
+    """The first and the last tile in one; the others as they are."""
+    return [jnp.where(low, tiles[-1], tiles[0]), *tiles[1:-1]]
+
+
+def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
+    """The inverse of _fold, with 0 where a tile has nothing; rows merged: (k, G * b, b)."""
+    folded, *middle = tiles
+    whole = [jnp.where(chain.low, 0.0, folded), *middle, jnp.where(chain.low, folded, 0.0)]
+    return [x.reshape(x.shape[0], -1, x.shape[-1]) for x in whole]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Walk:
+    """The steps of a call, and what each reads and writes."""
+
+    tiling: Tiling
+    scale: float
+    inputs: Inputs
+    batch: int
+    num_keys: int
+    kv_heads: int
+    queries_per_key: int  # G
+
+    @classmethod
+    def of(cls, tiling: Tiling, spec: Spec, query: Array, key: Array, inputs: Inputs) -> _Walk:
+        b, s, kv_heads, _ = key.shape
+        if inputs.query_segments is not None and inputs.key_segments is not None:
+            inputs = inputs._replace(
+                query_segments=tiling.pad_queries(inputs.query_segments),
+                key_segments=tiling.pad_keys(inputs.key_segments),
+            )
+        return cls(tiling, spec.scale, inputs, b, s, kv_heads, query.shape[2] // kv_heads)
+
+    @property
+    def head_steps(self) -> int:
+        return self.kv_heads // self.tiling.heads
+
+    @property
+    def steps(self) -> Array:
+        return jnp.arange(self.batch * self.head_steps * self.tiling.groups, dtype=jnp.int32)
+
+    def step(self, number: Array) -> Step:
+        rest, group = number // self.tiling.groups, number % self.tiling.groups
+        return Step(rest // self.head_steps, rest % self.head_steps * self.tiling.heads, group)
+
+    def query_tile(self, x: Float[Array, "B T N H"], step: Step, i: int) -> Float[Array, "k t H"]:
+        """Chain i's queries, the rows of one key head together."""
+        t, g = self.tiling, self.queries_per_key
+        start = step.group * t.rows + i * t.tile
+        rows = lax.dynamic_slice(
+            x, starts(step.sequence, start, step.head * g, 0), (1, t.tile, t.heads * g, x.shape[3])
+        )
+        rows = rows.reshape(t.tile, t.heads, g, -1).transpose(1, 2, 0, 3)
+        return rows.reshape(t.heads, g * t.tile, -1).astype(jnp.float32)
+
+    def lse_tile(self, x: Float[Array, "B K G T"], step: Step, i: int) -> Float[Array, "k G t"]:
+        t = self.tiling
+        start = step.group * t.rows + i * t.tile
+        place = starts(step.sequence, step.head, 0, start)
+        return lax.dynamic_slice(x, place, (1, t.heads, x.shape[2], t.tile))[0]
+
+    def _tile_start(self, step: Step, i: int) -> Array:
+        t = self.tiling
+        return jnp.maximum(step.group * t.chains + (i - t.before + t.front), 0) * t.tile
+
+    def key_tiles(self, x: Float[Array, "B S K H"], step: Step) -> list[Float[Array, "k s H"]]:
+        """The tiles of keys that the step's blocks meet."""
+        t = self.tiling
+
+        def read(i: int) -> Array:
+            rows = lax.dynamic_slice(
+                x,
+                starts(step.sequence, self._tile_start(step, i), step.head, 0),
+                (1, t.tile, t.heads, x.shape[3]),
+            )
+            return rows[0].transpose(1, 0, 2).astype(jnp.float32)
+
+        return [read(i) for i in range(t.chains + t.before)]
+
+    def chain(self, step: Step, i: int, query: Array, keys: Sequence[Array]) -> Chain:
+        t = self.tiling
+        query = query * self.scale
+        shape = (t.heads, self.queries_per_key, t.tile, t.tile)
+        scores = [_product("ntd,nsd->nts", query, k).reshape(shape) for k in keys]
+        r = lax.broadcasted_iota(jnp.int32, (t.tile, t.tile), 0)
+        c = lax.broadcasted_iota(jnp.int32, (t.tile, t.tile), 1)
+        masks = [self._mask(step, i, i + j) for j in range(t.before + 1)]
+        scores = [s if m is None else jnp.where(m, s, MASKED) for s, m in zip(scores, masks)]
+        offsets: list[Array | None] = [None] * t.before
+        if t.shift == 0:  # tiles before the sequence; the last tile is the block's own
+            block = step.group * t.chains + i
+            outside = [jnp.where(block >= t.before - j, 0.0, MASKED) for j in range(t.before)]
+            scores[0] = scores[0] + outside[0]
+            offsets[1:] = outside[1:]
+        low = c <= r
+        folded, *middle = _fold(low, scores)
+        if t.gap:  # the window begins at key r + gap + 1 of tile 0, which may be in tile 1
+            in_second = c > r + (t.gap - t.tile)
+            in_last = low if middle else low & in_second
+            folded = jnp.where(in_last | (c > r + t.gap), folded, MASKED)
+            middle = [jnp.where(in_second, s, MASKED) if j == 0 else s for j, s in enumerate(middle)]
+        scores = [folded, *middle]
+        return Chain(query, scores, offsets, low)
+
+    def _mask(self, step: Step, i: int, u: int) -> Array | None:
+        """Which keys of the step's tile u are there for chain i: () or (b or 1, b) bools; None for all."""
+        t, inputs = self.tiling, self.inputs
+        mask = None
+        if t.shift or inputs.key_lengths is not None:
+            first = (step.group * t.chains + (u - t.before)) * t.tile + t.shift
+            index = first + jnp.arange(t.tile, dtype=jnp.int32)
+            stop = jnp.int32(self.num_keys)
+            if inputs.key_lengths is not None:
+                stop = inputs.key_lengths[step.sequence].astype(jnp.int32)
+            mask = ((index >= 0) & (index < stop))[None]
+        if inputs.query_segments is not None and inputs.key_segments is not None:
+            start = step.group * t.rows + i * t.tile
+            cut = lambda x, start: lax.dynamic_slice(x, (step.sequence, start), (1, t.tile))[0]  # noqa: E731
+            rows = cut(inputs.query_segments, start)
+            same = rows[:, None] == cut(inputs.key_segments, self._tile_start(step, u))[None, :]
+            mask = same if mask is None else mask & same
+        return mask
+
+    def put_rows(
+        self, total: Float[Array, "B T N H"], step: Step, i: int, x: Float[Array, "k G b H"]
+    ) -> Array:
+        """Writes chain i's rows."""
+        t, g = self.tiling, self.queries_per_key
+        rows = x.transpose(2, 0, 1, 3).reshape(1, t.tile, t.heads * g, x.shape[3])
+        start = starts(step.sequence, step.group * t.rows + i * t.tile, step.head * g, 0)
+        return lax.dynamic_update_slice(total, rows, start)
+
+    def put_lse(self, total: Float[Array, "B K G T"], step: Step, i: int, x: Float[Array, "k G b"]) -> Array:
+        t = self.tiling
+        start = starts(step.sequence, step.head, 0, step.group * t.rows + i * t.tile)
+        return lax.dynamic_update_slice(total, x[None], start)
+
+    def add_keys(self, total: Float[Array, "B S K H"], step: Step, tiles: Sequence[Sequence[Array]]) -> Array:
+        """Adds the step's tiles, each the sum of pieces (k, H, b); `total` begins `before` tiles early."""
+        sums = [sum(pieces[1:], start=pieces[0]).transpose(2, 0, 1) for pieces in tiles]
+        piece = jnp.concatenate(sums)[None]
+        start = starts(step.sequence, step.group * self.tiling.rows, step.head, 0)
+        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, piece.shape) + piece, start)

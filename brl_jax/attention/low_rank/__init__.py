@@ -1,0 +1,1 @@
+"""Attention over keys and values that are projected along the length."""

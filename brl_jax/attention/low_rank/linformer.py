@@ -1,0 +1,95 @@
+"""Linformer: keys and values projected along the length, so that a query meets a fixed number of them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.dense.full import full_attention
+
+# Queries at a time on a CPU.
+_QUERY_BLOCK = 512
+
+
+def linformer_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    key_projection: Float[Array, "R L"] | Float[Array, "K R L"],
+    value_projection: Float[Array, "R L"] | Float[Array, "K R L"],
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """out = softmax(scale q (E K)^T) F V, with E and F projections along the length; O((T + S) R) time and memory.
+
+    Wang et al. 2020, arXiv 2006.04768, eq. 7. A row of E K mixes keys from the whole sequence, so there is no causal
+    form.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key, value: (B, S, K, H) of the same dtype; K divides N.
+      key_projection, value_projection: E and F, (R, L) for all heads or (K, R, L) for each key head, of query's
+        dtype. L, the greatest length, is at least S; the first S columns are used.
+      scale: of the scores; 1 / sqrt(H) by default.
+      is_causal: must be False.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding, which enters no
+        projection whatever it holds; padded rows give 0.
+      implementation: as for `full_attention`.
+
+    Returns:
+      (B, T, N, H) in query's dtype.
+
+    Raises:
+      ValueError: is_causal=True, and shapes, dtypes or implementations that don't fit, naming the argument.
+    """
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    require(
+        not is_causal,
+        "is_causal must be False with Linformer: its projections mix each key with later ones, got True",
+    )
+    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, key.shape[0])
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    key = _project("key_projection", key_projection, zero_padding(key, key_lengths))
+    value = _project("value_projection", value_projection, zero_padding(value, key_lengths))
+
+    def at_once(query: Array, key: Array, value: Array) -> Array:
+        return full_attention(query, key, value, scale=scale, implementation=implementation)
+
+    def in_blocks(query: Array, key: Array, value: Array) -> Array:
+        return by_query_blocks(lambda query, *_: at_once(query, key, value), _QUERY_BLOCK, query)
+
+    # On a CPU the scores of few queries stay in cache; elsewhere one large product serves better.
+    query = zero_padding(query, query_lengths)
+    out = lax.platform_dependent(query, key, value, cpu=in_blocks, default=at_once)
+    return zero_padding(out, query_lengths)
+
+
+def _project(name: str, projection: Array, x: Float[Array, "B S K H"]) -> Float[Array, "B R K H"]:
+    length, heads = x.shape[1:3]
+    require(
+        projection.ndim in (2, 3) and 0 not in projection.shape and projection.shape[:-2] in ((), (heads,)),
+        f"{name} must have shape (rows, length) or ({heads}, rows, length), got {projection.shape}",
+    )
+    require(projection.dtype == x.dtype, f"{name} must have key's dtype {x.dtype}, got {projection.dtype}")
+    require(
+        projection.shape[-1] >= length,
+        f"{name} must have a column for each of {length} keys, got {projection.shape[-1]}",
+    )
+    projection = projection[..., :length]
+    if projection.ndim == 3:
+        projected = jnp.einsum("krs,bskh->brkh", projection, x, preferred_element_type=jnp.float32)
+    else:
+        # Not by einsum, which would have the product's axes in an order that XLA's CPU backend, in bfloat16, cannot
+        # multiply with the queries.
+        projected = jnp.tensordot(projection, x, axes=(1, 1), preferred_element_type=jnp.float32)
+        projected = projected.transpose(1, 0, 2, 3)
+    return projected.astype(x.dtype)

@@ -1,0 +1,110 @@
+"""cosFormer: linear attention weighted by a cosine of the distance (Qin et al. 2022, arXiv 2202.08791)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_lengths, is_int
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.scores import accumulation_dtype
+from brl_jax.attention.recurrent.chunks import check_state
+from brl_jax.attention.recurrent.linear import LinearState, feature_sums
+
+
+class CosformerState(NamedTuple):
+    """What `cosformer_attention` knows of the tokens so far.
+
+    Attributes:
+      key_value: sum of phi(k) v^T with phi's cosine and sine half; key: sum of phi(k).
+      length: how many tokens each row has had.
+    """
+
+    key_value: Float[Array, "B K 2H V"]
+    key: Float[Array, "B K 2H"]
+    length: Int[Array, "B"]
+
+
+def init_cosformer_state(
+    batch: int, num_kv_heads: int, head_dim: int, value_dim: int, *, dtype: Any = jnp.float32
+) -> CosformerState:
+    """The state of `cosformer_attention` before the first token; dtype is float32 for all inputs but float64's."""
+    return CosformerState(
+        jnp.zeros((batch, num_kv_heads, 2 * head_dim, value_dim), dtype),
+        jnp.zeros((batch, num_kv_heads, 2 * head_dim), dtype),
+        jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def cosformer_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    max_length: int,
+    is_causal: bool = False,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state: CosformerState | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> Any:
+    """Attention with the weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 max_length)), normalised, in O(T).
+
+    2202.08791 eqs. 10-12: the cosine of a difference is a sum of products of cosines and sines, so the features are
+    [ReLU(x_i) cos(pi i / 2M), ReLU(x_i) sin(pi i / 2M)]. The sum of weights is at least 1e-6, as published.
+
+    Args:
+      query, key, value: as for `linear_attention`.
+      max_length: M, at least the number of tokens of the whole sequence, pieces before and after these included:
+        farther apart than M, two tokens would have a negative weight.
+      is_causal, key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
+      state, return_state: likewise, with a `CosformerState`.
+
+    Returns:
+      (B, T, N, V) in query's dtype, computed in float32; with return_state, that and a `CosformerState`.
+
+    Raises:
+      ValueError: more tokens than max_length; arrays, lengths, segments, a state or sizes that don't fit.
+    """
+    check_qkv(query, key, value)
+    length = max(query.shape[1], key.shape[1])
+    require(
+        is_int(max_length) and max_length >= length,
+        f"max_length must be an int of at least the sequence's length {length}, got {max_length!r}",
+    )
+    batch, _, kv_heads, head_dim = key.shape
+    fresh = init_cosformer_state(
+        batch, kv_heads, head_dim, value.shape[3], dtype=accumulation_dtype(query.dtype)
+    )
+    given = None if state is None else check_state(state, fresh, "cosformer_attention")
+    index = fresh.length if given is None else given.length
+
+    def positions(length: int) -> Array:
+        return index[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+
+    def features(x: Array, positions: Array) -> Array:
+        x = jax.nn.relu(x)
+        angle = (positions.astype(x.dtype) * (math.pi / (2 * max_length)))[:, :, None, None]
+        return jnp.concatenate([x * jnp.cos(angle), x * jnp.sin(angle)], axis=-1)
+
+    (total, weight), sums = feature_sums(
+        query, key, value, features, features, num_features=2 * head_dim, normalize=True, is_causal=is_causal,
+        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids,
+        state=None if given is None else LinearState(given.key_value, given.key), return_state=return_state,
+        chunk_size=chunk_size, implementation=implementation,
+        positions=(positions(query.shape[1]), positions(key.shape[1])),
+    )  # fmt: skip
+    assert weight is not None
+    assert sums.key is not None
+    out = (total / jnp.maximum(weight, 1e-6)).astype(query.dtype)
+    if not return_state:
+        return out
+    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    passed = query.shape[1] if lengths is None else jnp.minimum(lengths, query.shape[1])
+    return out, CosformerState(sums.key_value, sums.key, index + passed)

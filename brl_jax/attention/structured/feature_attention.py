@@ -1,0 +1,68 @@
+"""Softmax attention between queries and keys of many features, in memory linear in the length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.structured.mlr import mlr_attention
+
+# Queries at a time: their scores on all keys are the largest array that exists.
+_QUERY_BLOCK = 256
+
+
+def feature_attention(
+    query: Float[Array, "B T N F"],
+    key: Float[Array, "B S K F"],
+    value: Float[Array, "B S J V"],
+    *,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    query_offset: int | Int[Array, ""] = 0,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """softmax(query key^T) value with unscaled scores, and heads of the values grouped apart from those of the keys.
+
+    Args:
+      query: (B, T, N, F); key: (B, S, K, F); value: (B, S, J, V), of one dtype. J divides K, and K divides N.
+      is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids, query_offset: as in `full_attention`.
+      implementation: None or "xla".
+
+    Returns:
+      (B, T, N, V) in query's dtype; a query that sees no key gives 0.
+    """
+    require(implementation in (None, "xla"), f"implementation must be None or 'xla', got {implementation!r}")
+    require(
+        key.shape[2] % value.shape[2] == 0,
+        f"the heads of value must divide the {key.shape[2]} of the keys, got {value.shape[2]}",
+    )
+    value = jnp.repeat(value, key.shape[2] // value.shape[2], axis=2)
+    same_tokens = query.shape[1] == key.shape[1] and is_int(query_offset) and query_offset == 0
+    if segment_ids is None and same_tokens:
+        # One MLR level over everything: tiles of scores, the causal half of them.
+        return mlr_attention(
+            query, key, value, ranks=(query.shape[3],), scale=1.0, is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        )  # fmt: skip
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    segments = check_segments(segment_ids, query.shape, key.shape)
+
+    def attend(query: Array, segment: Array | None, offset: Any) -> Array:
+        return full_attention(
+            query, key, value, scale=1.0, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
+            segment_ids=None if segment is None else (segment, segments[1]), query_offset=offset,
+            implementation="xla",
+        )  # fmt: skip
+
+    query = zero_padding(query, query_lengths)
+    return zero_padding(
+        by_query_blocks(attend, _QUERY_BLOCK, query, segments[0], query_offset), query_lengths
+    )

@@ -1,0 +1,1 @@
+"""Layers that read the past through a few compressed tokens."""

@@ -1,0 +1,217 @@
+"""The compressed tokens of BRL attention: what they read in each layer, and what they offer to the other tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float
+
+from brl_jax.attention.compressed.compress import compress, compress_weights
+from brl_jax.attention.compressed.compress_blocks import compress_blocks
+from brl_jax.attention.core.biases import ALiBi, PositionBias, T5Bias, alibi_slopes
+from brl_jax.attention.local import sharded as sequence_parallel
+from brl_jax.layers.core.modules import (
+    FeedForward,
+    dense,
+    head_norm,
+    maps_wanted,
+    norm,
+    parameter,
+    scale_scores,
+)
+from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.sharding import Names, constrain, sequence_axis, shard_call
+
+# The dimensions of compressed tokens, for a mesh.
+COMPRESSED = ("batch", "blocks", "compressed", "compressed_embed")
+
+
+class CompressedStream(nn.Module):
+    """One layer of the compressed tokens: they read the history, evolve, and offer keys and values to the tokens."""
+
+    mechanism: Any
+    dimensions: Dimensions
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Float[Array, "B C M E"],
+        source: Float[Array, "B S D"] | None,
+        *,
+        earlier: Float[Array, "B R D"] | None = None,
+        history_lengths: Any = None,
+        source_lengths: Any = None,
+        axis_name: str | None = None,
+    ):
+        """Returns the tokens for the next layer (B, C, M, E) and keys and values (B, C, M, N, H).
+
+        source: what the blocks read, in a decoder laid out as `compress_blocks` wants it, short of zeros in front;
+        history_lengths: (C,), how much of its history exists for each block; source_lengths: (B,), in an encoder.
+        axis_name: in a decoder, the mesh axis over which the tokens are cut, if they are: then the source is the
+        blocks' own tokens, and `earlier` what precedes all of them.
+        """
+        mechanism, d = self.mechanism, self.dimensions
+        equations = mechanism.formulation == "equations"
+        read = tokens
+        if source is None and self.is_initializing():
+            self._read(tokens, jnp.zeros((tokens.shape[0], 1, d.d_model), d.dtype), None, None, None, None)
+        elif source is not None:
+            read = self._read(tokens, source, earlier, history_lengths, source_lengths, axis_name)
+            if history_lengths is not None:
+                read = jnp.where((history_lengths > 0)[None, :, None, None], read, tokens)
+        width = tokens.shape[-1]
+        carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
+        beta = mechanism.beta
+        evolved = (1.0 - beta) * norm(d, name="read_norm", axis="compressed_embed")(read) + beta * carried
+        evolved = constrain(jax.nn.relu(evolved) if equations else evolved, COMPRESSED)
+        shape = (d.num_heads, d.d_model // d.num_heads)
+        key = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_key")(evolved)
+        value = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_value")(evolved)
+        if not equations:
+            tokens = constrain(tokens + evolved, COMPRESSED)
+            normed = norm(d, name="ffn_norm", axis="compressed_embed")(tokens)
+            tokens = constrain(tokens + FeedForward(d, name="ffn")(normed), COMPRESSED)
+            return tokens, key, value
+        return evolved, key, value
+
+    def _read(self, tokens, source, earlier, history_lengths, source_lengths, axis_name):
+        """F_comp (eqs. 11, 12): (B, C, M, E)."""
+        mechanism, d = self.mechanism, self.dimensions
+        count, width = tokens.shape[2:]
+        shape = (d.num_heads, width // d.num_heads)
+        axes = ("compressed_embed", "heads", "head_dim")
+        query = scale_scores(dense(d, shape, axes, name="compress_query")(tokens), d.head_score_factor)
+        gamma: Any = None if mechanism.gamma == 0.0 else mechanism.gamma
+        of_source = ("key", "value") if mechanism.gamma == 0.0 else ("key", "value", "contrast_key")
+        project = {
+            name: dense(d, shape, ("embed", "heads", "head_dim"), name=f"compress_{name}")
+            for name in of_source
+        }
+        read = {name: function(source) for name, function in project.items()}
+        before = {} if earlier is None else {name: function(earlier) for name, function in project.items()}
+        if mechanism.gamma is None:
+            g = parameter(self, "gamma", nn.initializers.normal(0.1), (3, d.num_heads), (None, "heads"))
+            gamma = jnp.exp(g[0] * g[1]) - jnp.exp(g[0] * g[2])
+        scale = None if mechanism.compress_scale == "m1" else 1.0 / math.sqrt(shape[1])
+        if mechanism.compress_scale == "learned":
+            learned = parameter(
+                self, "compress_scale", nn.initializers.ones_init(), (d.num_heads,), ("heads",)
+            )
+            query = query * learned.astype(d.dtype).reshape(1, 1, 1, d.num_heads, 1)
+        bias: Any = position_bias(self, "compress_bias")
+        static = {"scale": scale, "score": mechanism.score, "implementation": d.implementation}
+        if history_lengths is None:
+            out = self._read_sequence(query[:, 0], read, gamma, bias, source_lengths, static)[:, None]
+        else:
+            if bias is not None:
+                bias = bias(jnp.full((count,), mechanism.history), jnp.arange(mechanism.history))
+            out = self._read_histories(query, read, before, gamma, bias, history_lengths, axis_name, static)
+        out = head_norm(d, name="compress_norm")(out)
+        return constrain(rearrange(out, "b c m n h -> b c m (n h)"), COMPRESSED)
+
+    def _read_sequence(self, query, read, gamma, bias, lengths, static):
+        """An encoder's: one block, which reads the sequence itself."""
+        count, length = query.shape[1], read["key"].shape[1]
+        if bias is not None:
+            tokens_at = jnp.arange(length)
+            bias = jax.vmap(lambda places: bias(places, tokens_at))(spread(count, length, lengths))
+        if maps_wanted(self):
+            mask = None if lengths is None else jnp.arange(length)[None] < lengths[:, None]
+            weights = compress_weights(
+                query,
+                read["key"],
+                read.get("contrast_key"),
+                gamma=gamma,
+                scale=static["scale"],
+                score=static["score"],
+                bias=bias,
+                mask=None if mask is None else mask[:, None, None],
+            )
+            self.sow("maps", "compress", weights)
+        axis = sequence_axis(length)
+        tokens = None if axis is None else "length"
+        rows = None if bias is None or bias.shape[0] == 1 else "batch"
+        return each_shard(
+            functools.partial(compress, axis_name=axis, **static),
+            ("batch", None, "heads", None),
+            query=(query, ("batch", None, "heads", None)),
+            **named(("batch", tokens, "heads", None), {"contrast_key": None, **read}),
+            gamma=(gamma, ("heads",)),
+            bias=(bias, (rows, "heads", None, tokens)),
+            key_value_seq_lengths=(lengths, ("batch",)),
+        )
+
+    def _read_histories(self, query, read, before, gamma, bias, lengths, axis_name, static):
+        """A decoder's: each block reads the tokens before it."""
+        mechanism = self.mechanism
+        block, size = mechanism.block_size, mechanism.history
+        blocks, tokens = (None, None) if axis_name is None else ("blocks", "length")
+        if axis_name is None:
+            missing = size + (query.shape[1] - 1) * block - read["key"].shape[1]
+            room = ((0, 0), (missing, 0), (0, 0), (0, 0))
+            read = {name: jnp.pad(array, room) for name, array in read.items()}
+            function = compress_blocks
+        else:
+            function = functools.partial(sequence_parallel.compress_blocks, axis_name=axis_name)
+        before = {f"earlier_{name}": array for name, array in before.items()}
+        return each_shard(
+            functools.partial(function, block_size=block, history_size=size, **static),
+            ("batch", blocks, None, "heads", None),
+            query=(query, ("batch", blocks, None, "heads", None)),
+            **named(("batch", tokens, "heads", None), {"contrast_key": None, **read}),
+            **named(("batch", None, "heads", None), before),
+            gamma=(gamma, ("heads",)),
+            bias=(bias, ("heads", None, None)),
+            history_lengths=(lengths, (blocks,)),
+        )
+
+
+def merge_blocks(query: Float[Array, "B T N H"], offered: Float[Array, "B C M N H"]):
+    """Each block's tokens and what they are offered as a row of a batch: (B C, T / C, N, H) and (B C, M, N, H)."""
+    query = rearrange(query, "b (c t) n h -> (b c) t n h", c=offered.shape[1])
+    return query, rearrange(offered, "b c m n h -> (b c) m n h")
+
+
+def named(names: Names, arrays: dict[str, Any]) -> dict[str, tuple[Any, Names]]:
+    """Operands of `each_shard` whose dimensions have the same names."""
+    return {name: (array, names) for name, array in arrays.items()}
+
+
+def each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -> Any:
+    """function(**operands), by each device of a mesh on its own shards.
+
+    Args:
+      out_names: of the result's dimensions (see `shard_call`).
+      operands: an array and the names of its dimensions, or anything else, which is passed as it is.
+    """
+    arrays = {name: pair for name, pair in operands.items() if isinstance(pair[0], jax.Array)}
+    rest = {name: value for name, (value, _) in operands.items() if name not in arrays}
+    return shard_call(
+        lambda *shards: function(**rest, **dict(zip(arrays, shards))),
+        [array for array, _ in arrays.values()],
+        [names for _, names in arrays.values()],
+        out_names,
+    )
+
+
+def spread(count: int, length: int, lengths: Any) -> jax.Array:
+    """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) by their lengths."""
+    lengths = jnp.full((1,), length, jnp.int32) if lengths is None else lengths
+    return (2 * jnp.arange(count, dtype=jnp.int32) + 1)[None] * lengths[:, None] // (2 * count)
+
+
+def position_bias(module: nn.Module, name: str) -> PositionBias | None:
+    """The b_rel of a BRL module: ALiBi, or T5 with a learned table `name`; None without."""
+    mechanism, d = module.mechanism, module.dimensions
+    if mechanism.bias == "alibi":
+        return ALiBi(alibi_slopes(d.num_heads))
+    if mechanism.bias == "t5":
+        table = parameter(module, name, nn.initializers.normal(0.02), (32, d.num_heads), (None, "heads"))
+        return T5Bias(table, max_distance=mechanism.history, bidirectional=not d.is_causal)
+    return None

@@ -1,0 +1,63 @@
+"""TLinFormer's configuration; the network that it asks for is `brl_jax.models.tlinformer.stack`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import flax.linen as nn
+import numpy as np
+from jaxtyping import Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.dense.full import FullAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class TLinFormerConfig(Mechanism):
+    """Softmax attention over all history, through a few context tokens in all but the first layer of a block (003).
+
+    The parameters are those of a decoder with full attention; its layers are taken in blocks of hidden + 2.
+    """
+
+    window: int = 256
+    """Tokens that share one state of the history (the paper's W_og): once so many have come, the history takes them
+    in."""
+    context: int | Literal["auto"] = 256
+    """Last tokens of the history that its other layers are computed for (W_oh); "auto": 12 ln(history), rounded up to a
+    multiple of 8."""
+    hidden: int = 2
+    """Layers of a block between the one that compresses the history and the one that restores it (H)."""
+
+    def __post_init__(self):
+        check_at_least(self, "window")
+        if self.context != "auto" and (isinstance(self.context, str) or self.context < 1):
+            raise ValueError(f'context must be at least 1, or "auto", got {self.context!r}')
+        check_at_least(self, "hidden", least=0)
+
+    @property
+    def bidirectional(self) -> bool:
+        return False
+
+    @property
+    def segment(self) -> int | None:
+        return self.window
+
+    @property
+    def group(self) -> int:
+        return self.hidden + 2
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return FullAttention(self, dimensions, **kwargs)
+
+    def context_sizes(self, windows: int) -> Int[np.ndarray, " windows"]:
+        """How many of the last history tokens are context, for each of the first windows of a sequence."""
+
+        def size(history: int) -> int:
+            if self.context == "auto":
+                return min(history, math.ceil(12 * math.log(history) / 8) * 8) if history > 1 else history
+            return min(history, self.context)
+
+        return np.asarray([size(i * self.window) for i in range(windows)], np.int32)

@@ -1,0 +1,1 @@
+"""The protocol between layers and networks, and the modules that all layers share."""

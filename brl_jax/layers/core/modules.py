@@ -1,0 +1,204 @@
+"""Pieces that the layers share: projections with logical axis names, norms, rotary positions, gated feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.implied_weights import implied_weights
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.sharding import constrain
+
+NormKind = Literal["layer", "rms"]
+FeedForwardKind = Literal["glu_relu", "swiglu", "relu"]
+
+
+class _Dense(nn.DenseGeneral):
+    """A linear map whose output is cut over the mesh by the names of its kernel's last dimensions."""
+
+    output_axes: tuple[str, ...] = ()
+
+    def __call__(self, inputs: Any) -> Any:
+        y = super().__call__(inputs)
+        # Rows first, then tokens in (B, T, D), or the blocks that each have some of their own in (B, C, M, D).
+        between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
+        return constrain(y, ("batch", *between, *self.output_axes))
+
+
+def dense(
+    dimensions: Dimensions,
+    features: int | tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    name: str,
+    **kwargs: Any,
+) -> nn.Module:
+    """A linear map whose kernel carries the logical axis names `axes`, one for each kernel dimension.
+
+    `contract` (keyword): how many trailing axes of the input to contract (default 1); `scale` (keyword): variance
+    factor of the initial weights (default 1; 0 for zeros); `use_bias` (keyword) overrides the network's.
+    """
+    contract = kwargs.pop("contract", 1)
+    scale = kwargs.pop("scale", 1.0)
+    use_bias = kwargs.pop("use_bias", dimensions.use_bias)
+    outputs = len(axes) - contract
+    # DenseGeneral hands its initialiser the flattened (in, out) shape, so fan-in counts every contracted axis.
+    kernel_init: Any = nn.initializers.variance_scaling(scale or 1.0, "fan_in", "truncated_normal")
+    if scale == 0:
+        kernel_init = nn.initializers.zeros_init()
+    return _Dense(
+        features,
+        axis=tuple(range(-contract, 0)),
+        use_bias=use_bias,
+        kernel_init=nn.with_logical_partitioning(kernel_init, axes),
+        bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), axes[-outputs:]),
+        dtype=dimensions.dtype,
+        param_dtype=dimensions.param_dtype,
+        output_axes=axes[-outputs:],
+        name=name,
+        **kwargs,
+    )
+
+
+def parameter(
+    module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> Any:
+    """A parameter of `module` that carries logical axis names."""
+    dtype = module.dimensions.param_dtype  # type: ignore[attr-defined]
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+
+
+def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0) -> nn.Module:
+    """LayerNorm or RMSNorm over the last axis, with statistics in float32; `scale` is its weights' first value."""
+    shared: dict[str, Any] = {
+        "epsilon": 1e-5,
+        "dtype": dimensions.dtype,
+        "param_dtype": dimensions.param_dtype,
+        "scale_init": nn.with_logical_partitioning(nn.initializers.constant(scale), (axis,)),
+        "name": name,
+    }
+    if dimensions.norm == "rms":
+        return nn.RMSNorm(**shared)
+    bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), (axis,))
+    return nn.LayerNorm(use_bias=dimensions.use_bias, bias_init=bias_init, **shared)
+
+
+def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
+    """A norm of each head by itself, (..., N, H) over H with a scale for each head and channel."""
+    shared: dict[str, Any] = {
+        "epsilon": 1e-5,
+        "dtype": dimensions.dtype,
+        "param_dtype": dimensions.param_dtype,
+        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
+        "reduction_axes": -1,
+        "feature_axes": (-2, -1),
+        "name": name,
+    }
+    if dimensions.norm == "rms":
+        return nn.RMSNorm(**shared)
+    return nn.LayerNorm(use_bias=False, **shared)
+
+
+def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Module:
+    """A norm over all heads and channels of (..., N, H) at once, as if merged, with a scale for each of them."""
+    shared: dict[str, Any] = {
+        "epsilon": 1e-5,
+        "dtype": dimensions.dtype,
+        "param_dtype": dimensions.param_dtype,
+        "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
+        "reduction_axes": (-2, -1),
+        "feature_axes": (-2, -1),
+        "name": name,
+    }
+    return nn.RMSNorm(**shared) if kind == "rms" else nn.LayerNorm(use_bias=False, **shared)
+
+
+class FeedForward(nn.Module):
+    """The network after the mixer, by `dimensions.ffn`:
+
+    "glu_relu"  W2 (ReLU(W1 x) * W3 x), the gated network of BRL-Attention (eq. 5);
+    "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv 2002.05202, eq. 6), TransNormer's GLU;
+    "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2).
+    """
+
+    dimensions: Dimensions
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
+        d = self.dimensions
+        check_choice("ffn", d.ffn, get_args(FeedForwardKind))
+        width = x.shape[-1]
+        hidden = dense(d, d.d_ff, ("embed", "mlp"), name="up", use_bias=d.ffn_bias)(x)
+        if d.ffn == "relu":
+            hidden = jax.nn.relu(hidden)
+        else:
+            open_gate = jax.nn.relu if d.ffn == "glu_relu" else jax.nn.silu
+            gate = dense(d, d.d_ff, ("embed", "mlp"), name="gate", use_bias=d.ffn_bias)
+            hidden = open_gate(gate(x)) * hidden
+        down = dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale, use_bias=d.ffn_bias)
+        return down(hidden)
+
+
+def project_qkv(
+    dimensions: Dimensions,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "#B T"],
+    *,
+    qk_norm: bool = False,
+    root_scores: bool = True,
+):
+    """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions.
+
+    `qk_norm`: queries and keys are normalised first, each head by itself, with one scale for all heads. `root_scores`:
+    the scores are products over sqrt(head_dim), which muP makes smaller in wider heads: queries take its factor. Called
+    inside a compact module, to which the parameters `query`, `key`, `value`, `query_norm` and `key_norm` belong.
+    """
+    d = dimensions
+    query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
+    key = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="key")(x)
+    value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
+    if qk_norm:
+        query = norm(d, name="query_norm", axis="head_dim")(query)
+        key = norm(d, name="key_norm", axis="head_dim")(key)
+    if d.rope_theta is not None:
+        query, key = rotate(query, positions, d.rope_theta), rotate(key, positions, d.rope_theta)
+    if root_scores:
+        query = scale_scores(query, d.head_score_factor)
+    return query, key, value
+
+
+def scale_scores(query: Array, factor: float) -> Array:
+    """Queries whose scores are `factor` times as large; the queries themselves for 1."""
+    return query if factor == 1.0 else query * jnp.asarray(factor, query.dtype)
+
+
+def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    """The output projection of a layer; called inside a compact module, to which the parameter `out` belongs."""
+    d = dimensions
+    axes = ("heads", "head_dim", "embed")
+    return dense(d, d.d_model, axes, name="out", contract=2, scale=d.residual_scale)(attended)
+
+
+def maps_wanted(module: nn.Module) -> bool:
+    """Whether the caller asked for the collection "maps"; never while initialising, which makes every collection."""
+    return module.is_mutable_collection("maps") and not module.is_initializing()
+
+
+def sow_weights(
+    module: nn.Module,
+    attend: Callable[[Float[Array, "B S K H"]], Float[Array, "B T N H"]],
+    value: Float[Array, "B S K H"],
+) -> None:
+    """Sows the attention matrix (B, N, T, S) of `attend`, a function of the values, as "weights" into "maps".
+
+    Only where `maps_wanted`: the matrix is quadratic in the length.
+    """
+    if maps_wanted(module):
+        module.sow("maps", "weights", implied_weights(attend, value))

@@ -1,0 +1,1 @@
+"""Layers around full and block-diagonal softmax attention."""

@@ -1,0 +1,89 @@
+"""DiagAttention as a layer: blocks that see only themselves, and a cache of the current one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, get_args
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.dense.diag import DiagScore, diag_attention, diag_attention_step, init_diag_state
+from brl_jax.layers.core.modules import (
+    NormKind,
+    merge_heads,
+    merged_norm,
+    project_qkv,
+    sow_weights,
+)
+from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagConfig(Mechanism):
+    """Attention inside blocks of the sequence that do not see each other (TransNormer, section 4.3)."""
+
+    block_size: int = 64
+    """Tokens of a block."""
+    score: DiagScore = "softmax"
+    """What makes weights of scores: "softmax" (T2), or "relu" with a norm over the merged heads (ReLA: T1)."""
+    norm: NormKind = "rms"
+    """That norm: "rms" or "layer"."""
+
+    def __post_init__(self):
+        check_at_least(self, "block_size")
+        check_choice("score", self.score, get_args(DiagScore))
+        check_choice("norm", self.norm, get_args(NormKind))
+
+    @property
+    def linear_cost(self) -> bool:
+        return True
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return DiagAttention(self, dimensions, **kwargs)
+
+
+class DiagAttention(MemorylessLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `diag_attention` for the mathematics."""
+
+    mechanism: DiagConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> dict[str, jax.Array]:
+        """Room for the keys and values of one block."""
+        d = self.dimensions
+        block_size = self.mechanism.block_size
+        return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
+
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        d, mechanism, cache = self.dimensions, self.mechanism, call.cache
+        query, key, value = project_qkv(d, x, call.positions)
+        if cache is None:
+            attend = functools.partial(
+                diag_attention,
+                query,
+                key,
+                block_size=mechanism.block_size,
+                score=mechanism.score,
+                is_causal=d.is_causal,
+                key_value_seq_lengths=None if d.is_causal else call.lengths,
+                implementation=d.implementation,
+            )
+            sow_weights(self, attend, value)
+            attended = attend(value)
+        else:
+            attended, cache = diag_attention_step(
+                query,
+                key,
+                value,
+                cache,
+                score=mechanism.score,
+                count=call.count,
+                implementation=d.implementation,
+            )
+        if mechanism.score == "relu":
+            attended = merged_norm(d, mechanism.norm, name="attended_norm")(attended)
+        return merge_heads(d, attended), cache

@@ -1,0 +1,54 @@
+"""Hopfield attention as a layer: full attention whose queries first settle among the keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.dense.hopfield import hopfield_attention
+from brl_jax.layers.core.modules import scale_scores
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.dense.full import FullAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class HopfieldConfig(Mechanism):
+    """Retrieval from a modern Hopfield network whose patterns are the keys, quadratic in the length."""
+
+    steps: int = 2
+    """Softmaxes: all but the last draw the queries towards the keys, the last reads the values. One is full
+    attention."""
+    beta: float | None = None
+    """Inverse temperature; None for 1 / sqrt(head_dim)."""
+
+    def __post_init__(self):
+        check_at_least(self, "steps")
+        if self.beta is not None and not 0 < self.beta < math.inf:
+            raise ValueError(f"beta must be above 0 or None, got {self.beta}")
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return HopfieldAttention(self, dimensions, **kwargs)
+
+
+class HopfieldAttention(FullAttention):
+    """As `FullAttention`, by `hopfield_attention`."""
+
+    mechanism: HopfieldConfig
+
+    def attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **kwargs: Any) -> jax.Array:
+        m, factor = self.mechanism, self.dimensions.head_score_factor
+        if factor == 1.0:
+            return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **kwargs)
+        # muP's factor belongs to every step's scores, not to the first queries alone, which came with it.
+        beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
+        query = scale_scores(query, 1 / factor)
+        return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **kwargs)

@@ -1,0 +1,193 @@
+"""Local and patterned attention as a layer, with a cache as long as the pattern looks back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.local import patterns
+from brl_jax.attention.local import sharded as sequence_parallel
+from brl_jax.attention.local.api import local_attention
+from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
+from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.sharding import sequence_axis, shard_call
+
+_BIDIRECTIONAL_ONLY = ("global", "bigbird")
+_NOT_LINEAR = ("strided", "fixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalConfig(Mechanism):
+    """Softmax attention in which a token sees a pattern of its neighbourhood (BRL-Attention, eq. 1)."""
+
+    window: int = 128
+    """Width w: a decoder's token sees itself and the w - 1 before it; an encoder's w // 2 on both sides. Also the
+    block of "block", the bucket of "bucketed", the stride of "strided" and "fixed", the block of "bigbird"."""
+    pattern: Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"] = (
+        "sliding"
+    )
+    """Which keys a token sees; "global" and "bigbird" have no causal form."""
+    dilation: int = 2
+    """Step between the keys of "dilated"."""
+    num_global: int = 64
+    """Tokens at the start that see and are seen by all ("global"); in blocks, rounded up, for "bigbird"."""
+
+    def __post_init__(self):
+        check_at_least(self, "window", "dilation", "num_global")
+
+    @property
+    def causal(self) -> bool:
+        return self.pattern not in _BIDIRECTIONAL_ONLY
+
+    @property
+    def linear_cost(self) -> bool:
+        return self.pattern not in _NOT_LINEAR
+
+    @property
+    def packs(self) -> bool:
+        # Patterns with fixed boundaries would cut a packed sequence at other places than the same sequence alone.
+        return self.pattern in ("sliding", "dilated")
+
+    def make_pattern(self, is_causal: bool) -> patterns.Pattern:
+        """The pattern of a decoder (is_causal) or an encoder."""
+        sliding = patterns.SlidingWindow.of_width(self.window, is_causal)
+        match self.pattern:
+            case "sliding":
+                return sliding
+            case "dilated":
+                return patterns.Dilated(sliding.left, sliding.right, self.dilation)
+            case "block":
+                return patterns.BlockDiagonal(self.window)
+            case "bucketed":
+                return patterns.Bucketed(self.window)
+            case "strided":
+                return patterns.Strided(self.window)
+            case "fixed":
+                return patterns.Fixed(self.window)
+            case "global":
+                return patterns.GlobalWindow(sliding.left, sliding.right, self.num_global)
+            case "bigbird":
+                return patterns.BigBird(self.window, global_blocks=-(-self.num_global // self.window))
+        raise ValueError(f"unknown pattern {self.pattern!r}")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return LocalAttention(self, dimensions, **kwargs)
+
+
+class LocalAttention(MemorylessLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `local_attention` for the mathematics."""
+
+    mechanism: LocalConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> dict[str, jax.Array]:
+        """The last keys and values that the pattern can reach, newest last; never more than `length`."""
+        d = self.dimensions
+        reach = self.mechanism.make_pattern(True).lookback
+        reach = length if reach is None else min(reach, length)
+        shape = (batch, reach, d.num_kv_heads, d.head_dim)
+        return {
+            "key": jnp.zeros(shape, d.dtype),
+            "value": jnp.zeros(shape, d.dtype),
+            "index": jnp.zeros((), jnp.int32),
+        }
+
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        d = self.dimensions
+        batch, length, _ = x.shape
+        pattern = self.mechanism.make_pattern(d.is_causal)
+        cache, start = call.cache, call.start
+        query, key, value = project_qkv(d, x, call.positions)
+        if cache is None:
+            attend = functools.partial(
+                _attend,
+                query,
+                key,
+                pattern=pattern,
+                is_causal=d.is_causal,
+                lengths=None if d.is_causal else call.lengths,
+                segment_ids=(call.segment_ids, call.segment_ids),
+                implementation=d.implementation,
+            )
+            sow_weights(self, attend, value)
+            return merge_heads(d, attend(value)), None
+
+        reach = cache["key"].shape[1]
+        key = jnp.concatenate([cache["key"], key], axis=1)
+        value = jnp.concatenate([cache["value"], value], axis=1)
+        # Slots of the cache that no token has filled yet are a segment of their own.
+        filled = jnp.arange(reach + length) >= reach - start
+        attended = _attend(
+            query,
+            key,
+            value,
+            pattern=pattern,
+            is_causal=True,
+            segment_ids=(
+                jnp.ones((batch, length), jnp.int32),
+                jnp.broadcast_to(filled.astype(jnp.int32), (batch, reach + length)),
+            ),
+            query_offset=reach,
+            key_offset=start - reach,
+            implementation=d.implementation,
+        )
+        count = call.new(length)
+        cache = {
+            "key": jax.lax.dynamic_slice_in_dim(key, count, reach, axis=1),
+            "value": jax.lax.dynamic_slice_in_dim(value, count, reach, axis=1),
+            "index": start + count,
+        }
+        return merge_heads(d, attended), cache
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    pattern: patterns.Pattern,
+    is_causal: bool,
+    lengths: Any = None,
+    segment_ids: tuple[Any, Any],
+    key_offset: Any = None,
+    **static: Any,
+) -> jax.Array:
+    """`local_attention`, by each device of a mesh on its own rows and heads, and on its own tokens where a pattern
+    reaches a bounded stretch."""
+    static |= {"pattern": pattern, "is_causal": is_causal}
+    bounded = pattern.lookback is not None and (is_causal or pattern.lookahead is not None)
+    # Without an offset, queries and keys are the same tokens.
+    axis = sequence_axis(query.shape[1]) if bounded and key_offset is None else None
+
+    def attend(query, key, value, lengths, query_segments, key_segments, key_offset):
+        if axis is not None:
+            return sequence_parallel.local_attention(
+                query,
+                key,
+                value,
+                axis_name=axis,
+                key_value_seq_lengths=lengths,
+                segment_ids=query_segments,
+                **static,
+            )
+        segments = None if query_segments is None else (query_segments, key_segments)
+        offset = {} if key_offset is None else {"key_offset": key_offset}
+        return local_attention(
+            query, key, value, key_value_seq_lengths=lengths, segment_ids=segments, **offset, **static
+        )
+
+    tokens = None if axis is None else "length"
+    queries, keys, ids = (
+        ("batch", tokens, "heads", None),
+        ("batch", tokens, "kv_heads", None),
+        ("batch", tokens),
+    )
+    names = [queries, keys, keys, ("batch",), ids, ids, ()]
+    return shard_call(attend, (query, key, value, lengths, *segment_ids, key_offset), names, queries)

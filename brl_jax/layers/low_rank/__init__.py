@@ -1,0 +1,1 @@
+"""Layers around attention with projected keys and values."""

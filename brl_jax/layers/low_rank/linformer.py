@@ -1,0 +1,85 @@
+"""Linformer attention as a layer: bidirectional, up to a length that is fixed with the parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.low_rank.linformer import linformer_attention
+from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
+from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+
+Sharing = Literal["none", "heads", "key_value"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinformerConfig(Mechanism):
+    """Softmax attention on keys and values projected along the length (Linformer, eq. 7)."""
+
+    num_projected: int = 256
+    """Rows that keys and values are projected to [k]."""
+    max_length: int = 4096
+    """Longest sequence; the projections have a column for each of its tokens."""
+    sharing: Sharing = "heads"
+    """What shares projections: "none", one for the keys and one for the values of each key head; "heads", the same
+    two for all heads of a layer; "key_value", one for both."""
+
+    def __post_init__(self):
+        check_at_least(self, "num_projected", "max_length")
+        check_choice("sharing", self.sharing, get_args(Sharing))
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def linear_cost(self) -> bool:
+        return True
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return LinformerAttention(self, dimensions, **kwargs)
+
+
+class LinformerAttention(MemorylessLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `linformer_attention` for the mathematics."""
+
+    mechanism: LinformerConfig
+    dimensions: Dimensions
+
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        d, mechanism = self.dimensions, self.mechanism
+        mechanism.check(d)
+        length = x.shape[1]
+        if length > mechanism.max_length:
+            raise ValueError(
+                f"max_length must be at least the sequence's length {length}, got {mechanism.max_length}: "
+                "Linformer has a projection for each position"
+            )
+        query, key, value = project_qkv(d, x, call.positions)
+        key_projection = self._projection("key_projection")
+        shared = mechanism.sharing == "key_value"
+        value_projection = key_projection if shared else self._projection("value_projection")
+        attend = functools.partial(
+            linformer_attention,
+            query,
+            key,
+            key_projection=key_projection,
+            value_projection=value_projection,
+            key_value_seq_lengths=call.lengths,
+            implementation=d.implementation,
+        )
+        sow_weights(self, attend, value)
+        return merge_heads(d, attend(value)), call.cache
+
+    def _projection(self, name: str) -> Float[Array, "..."]:
+        d, mechanism = self.dimensions, self.mechanism
+        heads, axes = ((d.num_kv_heads,), ("kv_heads",)) if mechanism.sharing == "none" else ((), ())
+        shape = (*heads, mechanism.num_projected, mechanism.max_length)
+        # A row sums over the length: of a sequence of max_length tokens its variance is a single token's.
+        init = nn.initializers.normal(mechanism.max_length**-0.5)
+        return parameter(self, name, init, shape, (*axes, "projected", "position")).astype(d.dtype)

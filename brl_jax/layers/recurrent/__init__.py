@@ -1,0 +1,1 @@
+"""Layers around attention with a state of fixed size."""

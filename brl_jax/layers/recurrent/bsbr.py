@@ -1,0 +1,83 @@
+"""BSBR as a layer: chunks that retrieve from the chunks before them, and a cache of their summaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+
+from brl_jax.attention.recurrent.bsbr import BsbrState, bsbr_attention, init_bsbr_state
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, project_qkv, scale_scores
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+
+
+@dataclasses.dataclass(frozen=True)
+class BSBRConfig(Mechanism):
+    """Softmax attention in chunks, and retrieval of whole chunks between them (004)."""
+
+    chunk_size: int = 64
+    """Tokens of a chunk; changes results."""
+    compressed: int | None = None
+    """Numbers that are kept of each chunk and head; None for all head_dim^2 of its key-value product."""
+
+    def __post_init__(self):
+        check_chunk_size(self.chunk_size)
+        if self.compressed is not None and self.compressed < 1:
+            raise ValueError(f"compressed must be at least 1 or None, got {self.compressed}")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return BSBRAttention(self, dimensions, **kwargs)
+
+
+class BSBRAttention(StateLayer):
+    """`bsbr_attention`; keys and queries are rotated, those of the retrieval between chunks are not.
+
+    What is retrieved counts with a learned strength for each head, first 1 / chunk_size: the mean of a chunk's
+    products where the article has their sum, which would drown what the chunk itself gives.
+    """
+
+    def init_state(self, batch: int, length: int) -> BsbrState:
+        m, d = self.mechanism, self.dimensions
+        return init_bsbr_state(
+            batch, length, d.num_heads, d.num_kv_heads, d.head_dim, compressed=m.compressed,
+            chunk_size=m.chunk_size, dtype=d.dtype,
+        )  # fmt: skip
+
+    def run(self, x, positions, call):
+        m, d = self.mechanism, self.dimensions
+        query, key, value = project_qkv(d, x, positions)
+        function = functools.partial(
+            bsbr_attention,
+            query,
+            key,
+            retrieval_query=scale_scores(
+                dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="retrieval_query")(
+                    x
+                ),
+                d.head_score_factor,
+            ),
+            retrieval_key=dense(
+                d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="retrieval_key"
+            )(x),
+            compression=None if m.compressed is None else self.compression(m.compressed),
+            strength=parameter(
+                self, "strength", nn.initializers.constant(1 / m.chunk_size), (d.num_heads,), ("heads",)
+            ),
+            chunk_size=m.chunk_size,
+        )
+        call = {name: argument for name, argument in call.items() if name != "segment_ids"}
+        attended, state = self.attend(function, value, call)
+        return merge_heads(d, attended), state
+
+    def compression(self, numbers: int) -> tuple[Any, Any]:
+        """Maps of a key-value product to `numbers` and back, shared by the heads."""
+        size = self.dimensions.head_dim
+        down = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
+        up = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
+        return (
+            parameter(self, "compress", down, (size, size, numbers), ("head_dim", None, None)),
+            parameter(self, "expand", up, (numbers, size, size), (None, "head_dim", None)),
+        )

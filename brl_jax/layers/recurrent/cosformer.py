@@ -1,0 +1,63 @@
+"""cosFormer as a layer, with a cache of one size however many tokens it has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
+from brl_jax.layers.core.modules import merge_heads, project_qkv
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+
+
+@dataclasses.dataclass(frozen=True)
+class CosformerConfig(Mechanism):
+    """cosFormer (Qin et al. 2022, arXiv 2202.08791)."""
+
+    max_length: int = 2048
+    """Tokens of the longest sequence: the distance at which a weight has fallen to 0."""
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "max_length")
+        check_chunk_size(self.chunk_size)
+
+    @property
+    def linear_cost(self) -> bool:
+        return True
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return CosformerAttention(self, dimensions, **kwargs)
+
+
+class CosformerAttention(StateLayer):
+    """`cosformer_attention`; its weights say where a token stands, so there are no rotary positions."""
+
+    def init_state(self, batch: int, length: int) -> CosformerState:
+        d = self.dimensions
+        if length > self.mechanism.max_length:
+            raise ValueError(
+                f"max_length={self.mechanism.max_length} of the cosformer mechanism must be at least the cache's "
+                f"length {length}"
+            )
+        return init_cosformer_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
+
+    def run(self, x, positions, call):
+        m = self.mechanism
+        unrotated = dataclasses.replace(self.dimensions, rope_theta=None)
+        query, key, value = project_qkv(unrotated, x, positions, root_scores=False)
+        function = functools.partial(
+            cosformer_attention, query, key, max_length=m.max_length, chunk_size=m.chunk_size
+        )
+        attended, state = self.attend(function, value, call)
+        return merge_heads(self.dimensions, attended), state

@@ -1,0 +1,135 @@
+"""Gated attention units: attention and feed-forward network in one layer (Hua et al. 2022, arXiv 2202.10447)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.biases import RotaryBias
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
+from brl_jax.attention.recurrent.mixed_chunk import (
+    MixedChunkState,
+    init_mixed_chunk_state,
+    mixed_chunk_attention,
+)
+from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+
+
+@dataclasses.dataclass(frozen=True)
+class GauConfig(Mechanism):
+    """Gated attention unit with quadratic attention (Hua et al. 2022, section 3.1).
+
+    It has one head, and takes the place of a block's attention and feed-forward network: num_heads and d_ff say
+    nothing to it.
+    """
+
+    expansion: int = 2
+    """Width of values and gates, in widths of the model."""
+    key_dim: int = 128
+    """Features of queries and keys."""
+    chunk_size: int = 128
+    """Queries computed at once; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "expansion", "key_dim")
+        if self.key_dim % 2:
+            raise ValueError(f"key_dim must be even, for its pairs are rotated, got {self.key_dim}")
+        check_chunk_size(self.chunk_size)
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    @property
+    def residual(self) -> str:
+        return "mixer"
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return GatedAttention(self, dimensions, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashConfig(GauConfig):
+    """FLASH: gated attention unit whose attention is quadratic in chunks, linear between them (section 3.2)."""
+
+    chunk_size: int = 256
+    """Tokens of a chunk; changes results."""
+
+    @property
+    def linear_cost(self) -> bool:
+        return True
+
+    @property
+    def packs(self) -> bool:
+        # Chunks would cut a packed sequence at other places than the same sequence alone.
+        return False
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return FlashAttention(self, dimensions, **kwargs)
+
+
+class GatedAttention(StateLayer):
+    """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
+
+    Queries and keys are affine maps of Z, channel by channel, then rotated; b is a `RotaryBias`. They begin where
+    attention has a use: b at 1/2 for a token itself, less with distance, and weights of Z at 1 / sqrt(key_dim). Drawn
+    from N(0, 0.02^2), as in the authors' code, all weights begin below 1e-4, and squared ReLU hands on their product.
+    """
+
+    def init_state(self, batch: int, length: int) -> Any:
+        m, d = self.mechanism, self.dimensions
+        return init_gau_state(batch, length, 1, m.key_dim, m.expansion * d.d_model, dtype=d.dtype)
+
+    def run(self, x, positions, call):
+        query, key = self.affine_maps(x, positions, 2)
+        return self.gate(x, gau_attention, (query, key), call)
+
+    def affine_maps(self, x: Float[Array, "B T D"], positions: Any, count: int) -> list[Array]:
+        """`count` maps of Z, each (B, T, 1, key_dim)."""
+        d, size = self.dimensions, self.mechanism.key_dim
+        z = jax.nn.silu(dense(d, size, ("embed", "head_dim"), name="shared")(x))
+        small, zeros = nn.initializers.constant(size**-0.5), nn.initializers.zeros_init()
+        scale = parameter(self, "scale", small, (count, size), (None, "head_dim")).astype(d.dtype)
+        offset = parameter(self, "offset", zeros, (count, size), (None, "head_dim")).astype(d.dtype)
+        maps = [(z * scale[i][None, None] + offset[i][None, None])[:, :, None] for i in range(count)]
+        return maps if d.rope_theta is None else [rotate(y, positions, d.rope_theta) for y in maps]
+
+    def gate(self, x: Float[Array, "B T D"], function: Any, maps: Any, call: dict[str, Any]):
+        """The layer's output around `function` of the maps and the values, and the new state."""
+        d, m = self.dimensions, self.mechanism
+        width = m.expansion * d.d_model
+        gate = jax.nn.silu(dense(d, width, ("embed", "mlp"), name="gate")(x))
+        value = jax.nn.silu(dense(d, width, ("embed", "mlp"), name="value")(x))[:, :, None]
+        half = nn.initializers.constant((2 * m.key_dim) ** -0.5)
+        left, right = (
+            parameter(self, f"bias_{side}", half, (1, m.key_dim), (None, "head_dim"))
+            for side in ("left", "right")
+        )
+        bias = RotaryBias(left, right)
+        function = functools.partial(function, *maps, bias=bias, chunk_size=m.chunk_size)
+        attended, state = self.attend(function, value, call)
+        out = dense(d, d.d_model, ("mlp", "embed"), name="out", scale=d.residual_scale)
+        return out(gate * attended[:, :, 0]), state
+
+
+class FlashAttention(GatedAttention):
+    """`GatedAttention` around `mixed_chunk_attention`: queries and keys of both its parts are maps of one Z."""
+
+    def init_state(self, batch: int, length: int) -> MixedChunkState:
+        m, d = self.mechanism, self.dimensions
+        return init_mixed_chunk_state(
+            batch, 1, m.key_dim, m.expansion * d.d_model, chunk_size=m.chunk_size, dtype=d.dtype
+        )
+
+    def run(self, x, positions, call):
+        call = {name: argument for name, argument in call.items() if name != "segment_ids"}
+        return self.gate(x, mixed_chunk_attention, self.affine_maps(x, positions, 4), call)

@@ -1,0 +1,80 @@
+"""Performer as a layer, with a cache of one size however many tokens it has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from brl_jax.attention.recurrent.performer import (
+    PerformerState,
+    init_performer_state,
+    performer_attention,
+    performer_projection,
+)
+from brl_jax.layers.core.modules import merge_heads, project_qkv
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+
+
+@dataclasses.dataclass(frozen=True)
+class PerformerConfig(Mechanism):
+    """FAVOR+ (Choromanski et al. 2020, arXiv 2009.14794)."""
+
+    num_features: int | None = None
+    """Random features of a head; None for head_dim ln(head_dim), rounded."""
+    seed: int = 0
+    """Which random features: the same for all heads and layers, and for training and generation. A call of the
+    network with a key among its rngs under "projection" uses features drawn from that, other ones in each layer."""
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        if self.num_features is not None and self.num_features < 1:
+            raise ValueError(f"num_features must be at least 1, got {self.num_features}")
+        check_chunk_size(self.chunk_size)
+
+    @property
+    def linear_cost(self) -> bool:
+        return True
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    def features(self, head_dim: int) -> int:
+        """Random features of a head of this size."""
+        if self.num_features is None:
+            return max(1, round(head_dim * math.log(head_dim)))
+        return self.num_features
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return PerformerAttention(self, dimensions, **kwargs)
+
+
+class PerformerAttention(StateLayer):
+    """`performer_attention` on rotated queries and keys."""
+
+    def init_state(self, batch: int, length: int) -> PerformerState:
+        d = self.dimensions
+        return init_performer_state(batch, d.num_kv_heads, self.mechanism.features(d.head_dim), d.head_dim)
+
+    def run(self, x, positions, call):
+        d, m = self.dimensions, self.mechanism
+        query, key, value = project_qkv(d, x, positions)
+        num_features = m.features(d.head_dim)
+        if self.has_rng("projection"):
+            projection = performer_projection(self.make_rng("projection"), num_features, d.head_dim)
+        else:
+            # Drawn while tracing: a constant of the program, not work of each of its runs.
+            with jax.ensure_compile_time_eval():
+                projection = performer_projection(jax.random.key(m.seed), num_features, d.head_dim)
+        function = functools.partial(
+            performer_attention, query, key, projection=projection, chunk_size=m.chunk_size
+        )
+        attended, state = self.attend(function, value, call)
+        return merge_heads(d, attended), state

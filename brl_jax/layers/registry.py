@@ -1,0 +1,57 @@
+"""The listed mechanisms: one line makes a mechanism known to models, scripts and the suite of laws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from brl_jax.layers.compressed.brl import BRLConfig
+from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
+from brl_jax.layers.core.protocol import Mechanism
+from brl_jax.layers.dense.diag import DiagConfig
+from brl_jax.layers.dense.full import FullConfig
+from brl_jax.layers.dense.hopfield import HopfieldConfig
+from brl_jax.layers.local.local import LocalConfig
+from brl_jax.layers.low_rank.linformer import LinformerConfig
+from brl_jax.layers.recurrent.bsbr import BSBRConfig
+from brl_jax.layers.recurrent.cosformer import CosformerConfig
+from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
+from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.linear import LinearConfig
+from brl_jax.layers.recurrent.norm_attention import NormConfig
+from brl_jax.layers.recurrent.performer import PerformerConfig
+from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
+from brl_jax.layers.structured.global_window import GlobalWindowConfig
+from brl_jax.layers.structured.mlr import MLRConfig
+
+MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
+    {
+        "full": FullConfig,
+        "local": LocalConfig,
+        "brl": BRLConfig,
+        "diag": DiagConfig,
+        "linformer": LinformerConfig,
+        "hopfield": HopfieldConfig,
+        "linear": LinearConfig,
+        "deltanet": DeltaNetConfig,
+        "norm": NormConfig,
+        "cosformer": CosformerConfig,
+        "performer": PerformerConfig,
+        "gau": GauConfig,
+        "flash": FlashConfig,
+        "bsbr": BSBRConfig,
+        "tlinformer": TLinFormerConfig,
+        "mlr": MLRConfig,
+        "bilinear_mlr": BilinearMLRConfig,
+        "bilinear_btt": BilinearBTTConfig,
+        "global_window": GlobalWindowConfig,
+    }
+)
+
+
+def mechanism_name(mechanism: Mechanism) -> str:
+    """The name under which a configuration's class is listed."""
+    for name, kind in MECHANISMS.items():
+        if type(mechanism) is kind:
+            return name
+    raise ValueError(f"{type(mechanism).__name__} is not listed in MECHANISMS")

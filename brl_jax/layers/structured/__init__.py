@@ -1,0 +1,1 @@
+"""Layers around structured softmax attention."""

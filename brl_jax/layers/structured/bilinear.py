@@ -1,0 +1,248 @@
+"""Bilinear MLR and bilinear BTT attention as layers, with a cache of the keys' features."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.structured.bilinear import (
+    bilinear_btt_keys,
+    bilinear_btt_queries,
+    bilinear_mlr_features,
+    bilinear_mlr_scales,
+    btt_factors,
+)
+from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, sow_weights
+from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.structured import limit_rms, rms_limit
+
+
+@dataclasses.dataclass(frozen=True)
+class BilinearMLRConfig(Mechanism):
+    """Softmax attention with a multi-level low-rank matrix of high rank between tokens (002, eq. 6), quadratic in the
+    length; memory is linear."""
+
+    ranks: tuple[int, ...] | None = None
+    """Rank of each level; level l cuts the channels into 2^(l-1) blocks. They sum to the head_dim. None for equal
+    shares of as many levels as give the matrix full rank, as far as the width can be halved."""
+    normalize: bool = True
+    """Layer norms of each level's query and key features."""
+    limit_weights: bool = True
+    """Holds the RMS of each weight to what it is drawn with (002, E.1)."""
+    score_scale: float = 1.0
+    """Scores of a level are its products times this over the root of its features."""
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    def level_ranks(self, dimensions: Dimensions) -> tuple[int, ...]:
+        if self.ranks is not None:
+            return self.ranks
+        width, size = dimensions.d_model, dimensions.head_dim
+        levels = 1
+        # Levels of equal rank have (2^levels - 1) / levels of head_dim features in all.
+        while (2**levels - 1) * size < width * levels and levels < size and width % 2**levels == 0:
+            levels += 1
+        return tuple(size // levels + (level < size % levels) for level in range(levels))
+
+    def check(self, dimensions: Dimensions) -> None:
+        super().check(dimensions)
+        ranks = self.level_ranks(dimensions)
+        if min(ranks, default=0) < 1 or sum(ranks) != dimensions.head_dim:
+            raise ValueError(
+                f"ranks must be at least 1 and sum to the head_dim {dimensions.head_dim}, got "
+                f"{'+'.join(map(str, ranks))} = {sum(ranks)}"
+            )
+        if dimensions.d_model % 2 ** (len(ranks) - 1):
+            raise ValueError(
+                f"ranks of {len(ranks)} levels need a d_model that is a multiple of {2 ** (len(ranks) - 1)}, got "
+                f"{dimensions.d_model}"
+            )
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return BilinearMLRAttention(self, dimensions, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class BilinearBTTConfig(Mechanism):
+    """Softmax attention with a block tensor-train matrix of full rank between tokens (002, eq. 7), quadratic in the
+    length; memory is linear."""
+
+    rank: int = 1
+    """The rank t of the block tensor train; the paper has 1 and 2."""
+    normalize: bool = True
+    """A layer norm of the keys over the width."""
+    limit_weights: bool = True
+    """Holds the RMS of each weight to what it is drawn with (002, E.1)."""
+    score_scale: float = 1.0
+    """Scores are products times this over the root of the width."""
+
+    def __post_init__(self):
+        check_at_least(self, "rank")
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    def check(self, dimensions: Dimensions) -> None:
+        super().check(dimensions)
+        try:
+            btt_factors(dimensions.d_model)
+        except ValueError as error:
+            raise ValueError(f"d_model: {error}") from None
+        if dimensions.rope_theta is not None and dimensions.d_model % 2:
+            raise ValueError(f"d_model must be even for rotary positions, got {dimensions.d_model}")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return BilinearBTTAttention(self, dimensions, **kwargs)
+
+
+class BilinearLayer(MemorylessLayer):
+    """`feature_attention` on the features that a mechanism makes of its tokens; see `brl_jax.layers.core.protocol`."""
+
+    def key_shape(self) -> tuple[int, int]:
+        """Heads and features of the keys."""
+        raise NotImplementedError
+
+    def features(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """Query (B, T, N, F), with the scores' scale in it, and key (B, T, K, F)."""
+        raise NotImplementedError
+
+    def weight(
+        self, name: str, shape: tuple[int, ...], heads: int, contracted: tuple[int, ...], fan_out: int
+    ) -> Array:
+        """A weight with the heads on axis `heads`, for products of the axes `contracted` with fan_out outputs."""
+        fan = math.prod(shape[axis] for axis in contracted), fan_out
+        axes: list[str | None] = ["block_in" if axis in contracted else None for axis in range(len(shape))]
+        axes[heads] = "heads" if shape[heads] == self.dimensions.num_heads else "kv_heads"
+        kernel = parameter(self, name, nn.initializers.normal(rms_limit(*fan)), shape, tuple(axes))
+        return limit_rms(kernel, *fan) if self.mechanism.limit_weights else kernel
+
+    def init_cache(self, batch: int, length: int) -> dict[str, Array]:
+        """Room for the key features and values of `length` tokens."""
+        d = self.dimensions
+        return {
+            "key": jnp.zeros((batch, length, *self.key_shape()), d.dtype),
+            "value": jnp.zeros((batch, length, d.num_kv_heads, d.head_dim), d.dtype),
+            "index": jnp.zeros((), jnp.int32),
+        }
+
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        d = self.dimensions
+        cache, start, length = call.cache, call.start, x.shape[1]
+        axes = ("embed", "kv_heads", "head_dim")
+        value = dense(d, (d.num_kv_heads, d.head_dim), axes, name="value")(x)
+        query, key = self.features(x.astype(d.dtype))
+        if d.rope_theta is not None:
+            query, key = (_rotate_pairs(features, call.positions, d.rope_theta) for features in (query, key))
+        if cache is None:
+            attend = functools.partial(
+                feature_attention,
+                query,
+                key,
+                is_causal=d.is_causal,
+                key_value_seq_lengths=None if d.is_causal else call.lengths,
+                segment_ids=call.segment_ids,
+                implementation=d.implementation,
+            )
+            sow_weights(self, attend, value)
+            return merge_heads(d, attend(value)), None
+        # New tokens that don't exist are written nowhere: their slots lie past the end and are dropped.
+        slots = start + jnp.arange(length, dtype=jnp.int32)
+        if call.count is not None:
+            slots = jnp.where(jnp.arange(length) < call.count, slots, cache["key"].shape[1])
+        cache = {
+            "key": cache["key"].at[:, slots].set(key, mode="drop"),
+            "value": cache["value"].at[:, slots].set(value, mode="drop"),
+            "index": start + call.new(length),
+        }
+        attended = feature_attention(
+            query,
+            cache["key"],
+            cache["value"],
+            is_causal=True,
+            query_offset=start,
+            implementation=d.implementation,
+        )
+        return merge_heads(d, attended), cache
+
+
+def _rotate_pairs(x: Float[Array, "B T N F"], positions: Any, theta: float) -> Array:
+    """Rotary positions on the features; of an odd number of them the last one stays."""
+    even = x.shape[-1] // 2 * 2
+    if even == 0:
+        return x
+    return jnp.concatenate([rotate(x[..., :even], positions, theta), x[..., even:]], axis=-1)
+
+
+class BilinearMLRAttention(BilinearLayer):
+    """Features as in `bilinear_mlr_attention`."""
+
+    mechanism: BilinearMLRConfig
+    dimensions: Dimensions
+
+    def key_shape(self) -> tuple[int, int]:
+        ranks = self.mechanism.level_ranks(self.dimensions)
+        return self.dimensions.num_kv_heads, sum(rank * 2**level for level, rank in enumerate(ranks))
+
+    def features(self, x):
+        d, m = self.dimensions, self.mechanism
+        sides = []
+        for side, heads in (("query", d.num_heads), ("key", d.num_kv_heads)):
+            weights, scales = [], []
+            for level, rank in enumerate(m.level_ranks(d)):
+                blocks = 2**level
+                size = d.d_model // blocks
+                weights.append(
+                    self.weight(f"{side}_{level}", (blocks, size, heads, rank), 2, (1,), heads * rank)
+                )
+                if m.normalize:
+                    scales.append(
+                        parameter(
+                            self,
+                            f"{side}_norm_{level}",
+                            nn.initializers.ones_init(),
+                            (blocks * rank,),
+                            (None,),
+                        )
+                    )
+            sides.append((weights, scales if m.normalize else None))
+        query, key = (
+            bilinear_mlr_features(x, weights, norm_scales=scales, normalize=m.normalize)
+            for weights, scales in sides
+        )
+        scale = m.score_scale * d.head_score_factor
+        return query * bilinear_mlr_scales(sides[0][0], scale, query.dtype), key
+
+
+class BilinearBTTAttention(BilinearLayer):
+    """Features as in `bilinear_btt_attention`: a query is the token itself, each head has its own keys."""
+
+    mechanism: BilinearBTTConfig
+    dimensions: Dimensions
+
+    def key_shape(self) -> tuple[int, int]:
+        return self.dimensions.num_heads, self.dimensions.d_model
+
+    def features(self, x):
+        d, m = self.dimensions, self.mechanism
+        heads, width, t = d.num_heads, d.d_model, m.rank
+        a, b = btt_factors(width)
+        c, e = a, b
+        right = self.weight("right", (c, e, heads, b, t), 2, (1,), heads * b * t)
+        left = self.weight("left", (heads, b, a, c, t), 0, (3, 4), a)
+        scale = None
+        if m.normalize:
+            scale = parameter(self, "key_norm", nn.initializers.ones_init(), (width,), ("embed",))
+        key = bilinear_btt_keys(x, right, left, norm_scale=scale, normalize=m.normalize)
+        return bilinear_btt_queries(x, heads, m.score_scale * d.width_score_factor * width**-0.5), key

@@ -1,0 +1,112 @@
+"""MLR attention as a layer, with a key cache of each level's current block only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from brl_jax.attention.structured.mlr import (
+    check_block_sizes,
+    check_ranks,
+    doubling_block_sizes,
+    mlr_attention,
+)
+from brl_jax.attention.structured.mlr_step import MlrState, init_mlr_state, mlr_attention_step
+from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
+from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class MLRConfig(Mechanism):
+    """Softmax attention whose scores have more features between near tokens than between far ones (002, eq. 9)."""
+
+    ranks: tuple[int, ...] | None = None
+    """Features of each level, from the coarsest to the finest; they sum to the head's. None for 8/16, 2/16, 2/16, 2/16,
+    1/16, 1/16 of the head (32, 8, 8, 8, 4, 4 of 64), or halves where 16 doesn't divide it."""
+    context: int | None = 1024
+    """Training context T: level l has blocks of T / 2^(l-1) tokens, the first one block over everything, also over
+    longer sequences. None for sizes that grow with the sequence: T is its length, in generation the cache's."""
+    block_sizes: tuple[int | None, ...] | None = None
+    """Tokens of a block of each level in place of those, each a multiple of the next; None for one over everything."""
+    qk_norm: bool = True
+    """A norm of queries and keys over the whole head, before they are rotated and cut into levels."""
+    divide_by_levels: bool = False
+    """Divides each score by the number of levels that take part in it."""
+    score_scale: float = 1.0
+    """Scores of a level are its products times this over its rank; 8 is muP's for heads of 64 (002, E.2)."""
+
+    def __post_init__(self):
+        if self.ranks is not None:
+            check_ranks(self.ranks, sum(self.ranks))
+        if self.context is not None and self.context < 1:
+            raise ValueError(f"context must be at least 1 or None, got {self.context}")
+        if self.block_sizes is not None:
+            if self.ranks is None:
+                raise ValueError(f"block_sizes need ranks, one for each, got {self.block_sizes} alone")
+            check_block_sizes(self.block_sizes, len(self.ranks))
+
+    def check(self, dimensions: Dimensions) -> None:
+        super().check(dimensions)
+        check_ranks(self.level_ranks(dimensions.head_dim), dimensions.head_dim)
+
+    def level_ranks(self, head_dim: int) -> tuple[int, ...]:
+        if self.ranks is not None:
+            return self.ranks
+        if head_dim % 16 == 0:
+            return tuple(share * head_dim // 16 for share in (8, 2, 2, 2, 1, 1))
+        return (head_dim - head_dim // 2, head_dim // 2) if head_dim > 1 else (1,)
+
+    def levels(self, head_dim: int, length: int) -> dict[str, Any]:
+        """What `mlr_attention` is told of the levels, for sequences of `length` tokens."""
+        ranks = self.level_ranks(head_dim)
+        sizes = self.block_sizes
+        if sizes is None:
+            sizes = doubling_block_sizes(length if self.context is None else self.context, len(ranks))
+        return {"ranks": ranks, "block_sizes": sizes}
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return MLRAttention(self, dimensions, **kwargs)
+
+
+class MLRAttention(MemorylessLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `mlr_attention` for the mathematics."""
+
+    mechanism: MLRConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> dict[str, MlrState]:
+        """Room for the values of `length` tokens, and for the keys of a block of each level."""
+        d = self.dimensions
+        levels = self.mechanism.levels(d.head_dim, length)
+        state = init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)
+        return {"state": state}
+
+    def tokens_in(self, cache: Any) -> Any:
+        return cache["state"].tokens
+
+    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+        d, m = self.dimensions, self.mechanism
+        cache = call.cache
+        query, key, value = project_qkv(d, x, call.positions, qk_norm=m.qk_norm, root_scores=False)
+        levels = m.levels(d.head_dim, x.shape[1] if cache is None else cache["state"].value.shape[1])
+        scale = tuple(m.score_scale / rank for rank in levels["ranks"])
+        options: dict[str, Any] = {**levels, "scale": scale, "divide_by_levels": m.divide_by_levels}
+        if cache is not None:
+            attended, state = mlr_attention_step(
+                query, key, value, cache["state"], **options, count=call.count
+            )
+            return merge_heads(d, attended), {"state": state}
+        attend = functools.partial(
+            functools.partial(mlr_attention, **options),
+            query,
+            key,
+            is_causal=d.is_causal,
+            key_value_seq_lengths=None if d.is_causal else call.lengths,
+            implementation=d.implementation,
+        )
+        sow_weights(self, attend, value)
+        return merge_heads(d, attend(value)), None

@@ -1,0 +1,1 @@
+"""TLinFormer's network: windows that read their history through a small context."""

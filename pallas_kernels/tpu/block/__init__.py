@@ -1,0 +1,1 @@
+"""Attention over listed blocks of keys."""

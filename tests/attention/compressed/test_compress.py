@@ -1,0 +1,286 @@
+"""compress, compress_blocks and propagate against float64 NumPy written from equations 8-12."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import ALiBi, T5Bias, alibi_slopes, compress, compress_blocks, propagate
+from brl_jax.attention.compressed import compress as compress_module
+from tests.laws.networks import relative_error
+from tests.laws.oracles import sigma
+
+SCORES = ["softmax", "relu2", "laplace"]
+# What runs here in any case: following the TPU kernels too takes as long again (they have test_kernels.py).
+xla_compress, xla_propagate = (functools.partial(f, implementation="xla") for f in (compress, propagate))
+
+
+def arrays(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def oracle_compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
+    """One batch entry at a time, one head at a time; analytic, so that complex steps give derivatives."""
+    batch, m, heads, _ = q.shape
+    s = k1.shape[1]
+    bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
+    bias = np.broadcast_to(bias, (batch, heads, m, s))
+    mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
+    operands = [a for a in (q, k1, k2, v, gamma, bias) if a is not None]
+    out = np.zeros(q.shape, np.result_type(*operands))
+    for b in range(batch):
+        for n in range(heads):
+            w = sigma(q[b, :, n] @ k1[b, :, n].T * scale + bias[b, n], mask[b, n], score)
+            if k2 is not None:
+                w = w - gamma[n] * sigma(q[b, :, n] @ k2[b, :, n].T * scale + bias[b, n], mask[b, n], score)
+            out[b, :, n] = w @ v[b, :, n]
+    return out
+
+
+def check(function, oracle, operands, tolerance=1e-4):
+    """The output, and the gradient of a random weighting of it along a random direction of each operand."""
+    rng = np.random.default_rng(1)
+    expected = oracle(*operands)
+    weight = rng.standard_normal(expected.shape)
+
+    def output_and_gradients(*xs):
+        out, pull = jax.vjp(function, *xs)
+        return out, pull(jnp.asarray(weight, jnp.float32))
+
+    out, grads = jax.jit(output_and_gradients)(*(jnp.asarray(x, jnp.float32) for x in operands))
+    assert relative_error(out, expected) < 1e-5
+    for i, grad in enumerate(grads):
+        direction = rng.standard_normal(operands[i].shape)
+        stepped = [x + 1e-30j * direction if j == i else x for j, x in enumerate(operands)]
+        expected = np.imag((oracle(*stepped) * weight).sum()) / 1e-30
+        grad = np.asarray(grad, np.float64)
+        scale = np.linalg.norm(grad) * np.linalg.norm(direction) / math.sqrt(direction.size)
+        assert abs((grad * direction).sum() - expected) <= tolerance * max(scale, abs(expected)), i
+
+
+def read_in_pieces(monkeypatch, piece):
+    """Histories longer than `piece` are read in pieces of that size; programs traced with others are forgotten."""
+    monkeypatch.setattr("brl_jax.attention.compressed.compress._WHOLE", piece)
+    monkeypatch.setattr("brl_jax.attention.compressed.xla.piece_size", lambda queries, keys: min(keys, piece))
+    compress_module._choose.clear_cache()
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(("length", "piece"), [(1, 4096), (37, 4096), (37, 8), (64, 16)])
+def test_compress_oracle(monkeypatch, score, length, piece):
+    """Whole or in pieces, at ragged lengths: outputs and all gradients."""
+    read_in_pieces(monkeypatch, piece)
+    operands = arrays(0, (2, 5, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (2, length, 3, 4), (3,))
+
+    def function(q, k1, k2, v, gamma):
+        return xla_compress(q, k1, k2, v, gamma=gamma, scale=0.7, score=score)
+
+    def oracle(q, k1, k2, v, gamma):
+        return oracle_compress(q, k1, k2, v, gamma, 0.7, score)
+
+    check(function, oracle, operands)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in operands[:4]]
+    rough = jax.jit(function)(*half, jnp.asarray(operands[4], jnp.float32))
+    assert rough.dtype == jnp.bfloat16
+    assert relative_error(rough, oracle(*operands)) < 2e-2
+
+
+@pytest.mark.parametrize("piece", [4096, 8])
+@pytest.mark.parametrize("score", SCORES)
+def test_compress_masks_and_poison(monkeypatch, score, piece):
+    """Masked keys weigh nothing, may hold NaN, and get no gradient; a row without keys gives 0."""
+    read_in_pieces(monkeypatch, piece)
+    q, k1, k2, v = arrays(1, (2, 3, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4), (2, 21, 2, 4))
+    gamma = np.array([0.3, -0.2])
+    lengths = np.array([13, 0])
+    mask = np.random.default_rng(0).random((2, 1, 3, 21)) < 0.6
+    visible = mask & (np.arange(21) < lengths[:, None])[:, None, None]
+    expected = oracle_compress(q, k1, k2, v, gamma, 0.5, score, mask=visible)
+    for a in (k1, k2, v):
+        for b in range(2):
+            a[b, lengths[b] :] = np.nan
+
+    def function(q, k1, k2, v):
+        return xla_compress(
+            q,
+            k1,
+            k2,
+            v,
+            gamma=jnp.asarray(gamma, jnp.float32),
+            scale=0.5,
+            score=score,
+            mask=jnp.asarray(mask),
+            key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
+        )
+
+    def output_and_gradients(*xs):
+        out, pull = jax.vjp(function, *xs)
+        return out, pull(out)
+
+    out, grads = jax.jit(output_and_gradients)(*(jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)))
+    assert relative_error(out, expected) < 1e-5
+    np.testing.assert_array_equal(out[1], 0)
+    assert all(np.isfinite(np.asarray(g)).all() for g in grads)
+    for g in grads[1:]:
+        np.testing.assert_array_equal(g[0, 13:], 0)
+        np.testing.assert_array_equal(g[1], 0)
+
+
+@pytest.mark.parametrize("piece", [4096, 8])
+def test_compress_defaults_and_biases(monkeypatch, piece):
+    """The M1 scale, ALiBi and T5 biases, a bias array, and no second attention."""
+    read_in_pieces(monkeypatch, piece)
+    q, k1, v, table = arrays(2, (1, 6, 4, 8), (1, 19, 4, 8), (1, 19, 4, 8), (8, 4))
+    js = [jnp.asarray(x, jnp.float32) for x in (q, k1, v)]
+
+    def read(q, k, v, **options):
+        return xla_compress(q, k, None, v, gamma=None, **options)
+
+    expected = oracle_compress(q, k1, None, v, None, 1 / (6 * math.sqrt(8)), "softmax")
+    assert relative_error(jax.jit(read)(*js), expected) < 1e-5
+
+    distance = np.abs(np.arange(6)[:, None] - np.arange(19)[None])
+    slopes = np.array([2.0 ** (-2 * (i + 1)) for i in range(4)])
+    out = jax.jit(lambda *xs: read(*xs, scale=0.5, bias=ALiBi(alibi_slopes(4))))(*js)
+    expected = oracle_compress(q, k1, None, v, None, 0.5, "softmax", bias=-slopes[:, None, None] * distance)
+    assert relative_error(out, expected) < 1e-5
+
+    def with_table(table):
+        return read(*js, scale=0.5, bias=T5Bias(table, max_distance=16))
+
+    relative = np.arange(19)[None] - np.arange(6)[:, None]
+    buckets = np.zeros((6, 19), int)
+    for i, j in np.ndindex(6, 19):
+        far = max(-relative[i, j], 0)
+        buckets[i, j] = far if far < 4 else min(7, 4 + int(math.log(far / 4) / math.log(16 / 4) * 4))
+    bias = np.moveaxis(table[buckets], -1, 0)[None]
+    out, pull = jax.vjp(jax.jit(with_table), jnp.asarray(table, jnp.float32))
+    expected = oracle_compress(q, k1, None, v, None, 0.5, "softmax", bias=bias)
+    assert relative_error(out, expected) < 1e-5
+    (grad,) = pull(out)
+    assert float(jnp.abs(grad[:3]).min()) > 0  # buckets 0..2 are met, and learn
+    for array in (bias, bias[:, :1]):
+        check(
+            lambda q, k, v, b: read(q, k, v, scale=0.5, bias=b),
+            lambda q, k, v, b: oracle_compress(q, k, None, v, None, 0.5, "softmax", bias=b),
+            [q, k1, v, array],
+        )
+
+
+@pytest.mark.parametrize(("block", "history"), [(4, 4), (4, 9), (4, 3), (5, 13), (7, 1)])
+def test_compress_blocks_reads_what_precedes_each_block(block, history):
+    blocks = 4
+    length = history + (blocks - 1) * block
+    q, k1, k2, v = arrays(3, (2, blocks, 3, 2, 4), (2, length, 2, 4), (2, length, 2, 4), (2, length, 2, 4))
+    gamma, exists = np.array([0.4, 0.1]), np.array([0, 1, history, history])
+    bias = arrays(4, (2, 3, history))[0]
+    run = functools.partial(compress_blocks, block_size=block, history_size=history)
+    out = jax.jit(run)(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)),
+        gamma=jnp.asarray(gamma, jnp.float32),
+        history_lengths=jnp.asarray(exists, jnp.int32),
+        bias=jnp.asarray(bias, jnp.float32),
+    )
+    for c in range(blocks):
+        window = slice(c * block, c * block + history)
+        mask = np.arange(history) >= history - exists[c]
+        expected = oracle_compress(
+            q[:, c],
+            k1[:, window],
+            k2[:, window],
+            v[:, window],
+            gamma,
+            1 / (3 * 2.0),
+            "softmax",
+            bias[None],
+            mask,
+        )
+        assert relative_error(out[:, c], expected) < 1e-5 or exists[c] == 0
+    np.testing.assert_array_equal(out[:, 0], 0)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("length", [1, 13, 700])
+def test_propagate_oracle(score, length):
+    """T queries on M keys is compression with the roles exchanged and one attention."""
+    q, k, v, strength = arrays(5, (2, length, 3, 4), (2, 5, 3, 4), (2, 5, 3, 4), (3,))
+
+    def function(q, k, v, strength):
+        return xla_propagate(q, k, v, strength=strength, score=score)
+
+    def oracle(q, k, v, strength):
+        return oracle_compress(q, k, None, v, None, 0.5, score) * strength[:, None]
+
+    operands = (q, k, v, strength)
+    check(function, oracle, operands)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    rough = jax.jit(function)(*half, jnp.asarray(strength, jnp.float32))
+    assert relative_error(rough, oracle(*operands)) < 2e-2
+
+
+def test_long_histories_and_queries_are_linear_in_memory():
+    """Neither function ever holds its whole weights: doubling the length adds inputs and gradients only."""
+
+    def temporary(n):
+        shape = jax.ShapeDtypeStruct((1, n, 4, 32), jnp.float32)
+        small = jax.ShapeDtypeStruct((1, 256, 4, 32), jnp.float32)
+
+        def loss(q, k, c, v, x):
+            read = xla_compress(q, k, c, v, gamma=0.1)
+            return jnp.sum(xla_propagate(x, read, read, strength=1.0))
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))
+        return grad.lower(small, shape, shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporary(2**14), temporary(2**15)
+    assert long <= 2.2 * short
+    weights = 2**15 * 256 * 4 * 4
+    assert long < 3 * weights, (long, weights)
+
+
+def _valid():
+    return [jnp.ones((1, m, 2, 4)) for m in (3, 5, 5, 5)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"score": "cosine"}, "score must be one of"),
+        ({"gamma": None}, "gamma and contrast_key"),
+        ({"gamma": jnp.ones((3,))}, r"gamma must have shape \(2,\)"),
+        ({"mask": jnp.ones((3, 5), bool)}, "mask must have 4 axes"),
+        ({"bias": jnp.ones((3, 5))}, "bias must have 4 axes"),
+        (
+            {"key_value_seq_lengths": jnp.ones((2,), jnp.int32)},
+            r"key_value_seq_lengths must have shape \(1,\)",
+        ),
+        ({"implementation": "magic"}, "implementation must be"),
+    ],
+)
+def test_compress_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        compress(*_valid(), **{"gamma": 0.5, **change})
+
+
+def test_wrong_shapes_are_refused():
+    q, k, c, v = _valid()
+    with pytest.raises(ValueError, match="head_dim 4, got 6"):
+        compress(q, jnp.ones((1, 5, 2, 6)), c, jnp.ones((1, 5, 2, 6)), gamma=0.5)
+    with pytest.raises(ValueError, match="contrast_key must have key's shape"):
+        compress(q, k, c[:, :4], v, gamma=0.5)
+    with pytest.raises(ValueError, match="key must not be empty"):
+        compress(q, k[:, :0], c[:, :0], v[:, :0], gamma=0.5)
+    with pytest.raises(ValueError, match="query must have shape"):
+        propagate(q[0], k, v, strength=1.0)
+    with pytest.raises(ValueError, match=r"strength must have shape \(2,\)"):
+        propagate(q, k, v, strength=jnp.ones((5,)))
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        compress_blocks(q[None], k, c, v, gamma=0.5, block_size=0, history_size=2)
+    with pytest.raises(ValueError, match="= 8 tokens, got 5"):
+        compress_blocks(jnp.ones((1, 2, 3, 2, 4)), k, c, v, gamma=0.5, block_size=4, history_size=4)

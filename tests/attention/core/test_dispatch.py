@@ -1,0 +1,163 @@
+"""How calls reach the TPU kernels: chosen when lowering, forced, refused."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import ALiBi, BlockMask, T5Bias, alibi_slopes, compress, local_attention, propagate
+from brl_jax.attention.core import dispatch as kernels
+from tests.laws.networks import relative_error
+
+
+def arrays(*shapes):
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+TOKENS, FEW = (1, 150, 2, 32), (1, 7, 2, 32)
+CALLS = {
+    "local_attention": (
+        lambda i, q, k, v: local_attention(
+            q,
+            k,
+            v,
+            local_window_size=(40, 3),
+            is_causal=True,
+            key_value_seq_lengths=jnp.array([140]),
+            implementation=i,
+        ),
+        (TOKENS, TOKENS, TOKENS),
+    ),
+    "compress": (
+        lambda i, q, k, c, v: compress(q, k, c, v, gamma=0.3, scale=0.5, implementation=i),
+        (FEW, TOKENS, TOKENS, TOKENS),
+    ),
+    "propagate": (
+        lambda i, q, k, v: propagate(q, k, v, strength=0.5, implementation=i),
+        (TOKENS, FEW, FEW),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forced_kernel_equals_xla(name):
+    """implementation="pallas" interprets the kernel on a CPU: outputs and gradients are XLA's."""
+    call, shapes = CALLS[name]
+    operands = arrays(*shapes)
+    assert relative_error(call("pallas", *operands), call("xla", *operands)) < 1e-5
+    grads = [
+        jax.jit(jax.grad(lambda *xs, i=i: jnp.sum(call(i, *xs) ** 2), argnums=tuple(range(len(xs_)))))(
+            *operands
+        )
+        for i, xs_ in (("pallas", operands), ("xla", operands))
+    ]
+    for a, b in zip(*grads):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forced_kernel_under_transformations(name):
+    """Gradients under vmap, and through scan and remat, are those of XLA."""
+    call, shapes = CALLS[name]
+    operands = arrays(*((2, *shape) for shape in shapes))
+
+    def grads(implementation):
+        def loss(*xs):
+            return jnp.sum(call(implementation, *xs) ** 2)
+
+        def scanned(*xs):
+            return jax.lax.scan(lambda s, x: (s + jax.checkpoint(loss)(*x), None), 0.0, xs)[0]
+
+        both = jax.jit(lambda *xs: (jax.vmap(jax.grad(loss))(*xs), jax.grad(scanned)(*xs)))
+        return both(*operands)
+
+    for a, b in zip(grads("pallas"), grads("xla")):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_platform_decides_when_lowering(name):
+    """Left to itself, a call lowered for a TPU on this host holds the kernel; lowered for a CPU it does not."""
+    call, shapes = CALLS[name]
+    gradient = jax.jit(jax.grad(lambda *xs: jnp.sum(call(None, *xs) ** 2)))
+    traced = gradient.trace(*arrays(*shapes))
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_what_no_kernel_serves(caplog):
+    """Forced, it is an error that names the argument; left to itself, XLA serves it and the log says so once."""
+    q, k, v = arrays(TOKENS, TOKENS, TOKENS)
+    refused = {
+        "bias must be None, got ALiBi": {"local_window_size": 5, "bias": ALiBi(alibi_slopes(2))},
+        "blocks of BlockMask must hold at least 8 positions, got 4": {
+            "pattern": BlockMask.of(4, np.eye(38, dtype=bool))
+        },
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(NotImplementedError, match=message):
+            local_attention(q, k, v, implementation="pallas", **arguments)
+        kernels._say_once.cache_clear()
+        with caplog.at_level(logging.INFO, logger="brl_jax"):
+            caplog.clear()
+            for length in (100, 101):
+                local_attention(*(x[:, :length] for x in (q, k, v)), **arguments)
+        assert [r.message for r in caplog.records] == [
+            f"local_attention runs through XLA, at linear cost, on a TPU too: {message}"
+        ]
+    for length, kernel in ((1, False), (127, False), (128, True)):
+        decode = jax.jit(
+            lambda q, k, v, length=length: local_attention(
+                q, k, v, local_window_size=9, query_offset=k.shape[1] - length
+            )
+        )
+        text = decode.trace(q[:, -length:], k, v).lower(lowering_platforms=("tpu",)).as_text()
+        assert ("tpu_custom_call" in text) == kernel
+    with pytest.raises(NotImplementedError, match="float16"):
+        local_attention(
+            *(x.astype(jnp.float16) for x in (q, k, v)), local_window_size=5, implementation="pallas"
+        )
+    wide = [jnp.tile(x, 9) for x in (q, k, v)]
+    with pytest.raises(NotImplementedError, match="a head_dim up to 256, got 288"):
+        local_attention(*wide, local_window_size=5, implementation="pallas")
+    local_attention(*wide, local_window_size=5)
+    with pytest.raises(ValueError, match="implementation must be"):
+        propagate(q, k[:, :5], v[:, :5], strength=1.0, implementation="magic")
+
+
+@pytest.mark.parametrize("bias", [ALiBi(alibi_slopes(2)), T5Bias(jnp.zeros((32, 2)))])
+def test_biases_are_linear_on_a_tpu(bias):
+    """No array of forward and backward grows faster than the length."""
+
+    def largest(length):
+        x = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
+
+        def loss(q, k, v, bias):
+            return local_attention(q, k, v, local_window_size=(63, 0), is_causal=True, bias=bias).sum()
+
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(x, x, x, bias)
+        text = lowered.lower(lowering_platforms=("tpu",)).as_text()
+        return max(
+            math.prod(map(int, sizes.split("x")[:-1])) for sizes in re.findall(r"tensor<([\dx]+)", text)
+        )
+
+    assert largest(1 << 14) <= 2.1 * largest(1 << 13)
+
+
+@pytest.mark.parametrize("length", [1, 29, 128, 129, 300])
+def test_short_sequences_lower_for_tpu(length):
+    """Sequences that one or two blocks hold, with windows from nothing to everything, forward and backward."""
+    x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
+    for left in (0, length // 2, length - 1):
+
+        def loss(q, k, v, left=left):
+            return local_attention(q, k, v, local_window_size=(left, 0), is_causal=True).sum()
+
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

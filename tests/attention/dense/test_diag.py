@@ -1,0 +1,143 @@
+"""diag_attention and its step against float64 references."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
+from tests.attention import oracles
+from tests.attention.local.test_local import assert_close, expect, random_qkv
+
+
+def relu_expect(arrays, visible, scale=None):
+    """Output and gradients of ReLU attention in float64."""
+    query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
+    kv_heads, group = key.shape[2], query.shape[2] // key.shape[2]
+    wide_key, wide_value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
+    scale = 1 / np.sqrt(query.shape[-1]) if scale is None else scale
+    scores = np.where(visible, scale * np.einsum("btnh,bsnh->bnts", query, wide_key), 0.0)
+    weights = np.maximum(scores, 0)
+    d_scores = (scores > 0) * np.einsum("btnh,bsnh->bnts", d_out, wide_value)
+    fold = lambda x: x.reshape(*x.shape[:2], kv_heads, group, x.shape[3]).sum(3)  # noqa: E731
+    return (
+        np.einsum("bnts,bsnh->btnh", weights, wide_value),
+        scale * np.einsum("bnts,bsnh->btnh", d_scores, wide_key),
+        fold(scale * np.einsum("bnts,btnh->bsnh", d_scores, query)),
+        fold(np.einsum("bnts,btnh->bsnh", weights, d_out)),
+    )
+
+
+EXPECT = {"softmax": expect, "relu": relu_expect}
+
+
+def run(query, key, value, d_out, *lengths, **kwargs):
+    """The output and the gradients of query, key and value."""
+    names = ("query_seq_lengths", "key_value_seq_lengths")[: len(lengths)]
+
+    @jax.jit
+    def both(query, key, value, d_out, lengths):
+        call = functools.partial(diag_attention, **dict(zip(names, lengths)), **kwargs)
+        out, pull = jax.vjp(call, query, key, value)
+        return out, *pull(d_out)
+
+    return both(query, key, value, d_out, lengths)
+
+
+@pytest.mark.parametrize("score", EXPECT)
+@pytest.mark.parametrize(("length", "block", "is_causal"), [(1, 4, True), (50, 16, True), (50, 7, False)])
+def test_equals_oracle(score, length, block, is_causal):
+    arrays = random_qkv(length)
+    visible = oracles.pairs(length, length, oracles.block_diagonal(block), is_causal=is_causal)
+    got = run(*arrays, block_size=block, score=score, is_causal=is_causal)
+    assert_close(got, EXPECT[score](arrays, visible))
+
+
+def test_one_block_is_attention_over_everything_and_borders_matter():
+    arrays = random_qkv(20)
+    everything = run(*arrays, block_size=20, score="relu", is_causal=True)
+    assert_close(everything, relu_expect(arrays, np.tri(20, dtype=bool)))
+    assert_close(run(*arrays, block_size=999, score="relu", is_causal=True), everything)
+    cut = run(*arrays, block_size=19, score="relu", is_causal=True)
+    assert oracles.relative_error(cut[0], everything[0]) > 1e-2
+
+
+def test_bfloat16_and_scale():
+    arrays = random_qkv(40, head_dim=16, dtype=jnp.bfloat16)
+    got = run(*arrays, block_size=16, score="relu", is_causal=True, scale=0.3)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    visible = oracles.pairs(40, 40, oracles.block_diagonal(16), is_causal=True)
+    assert_close(got, relu_expect(arrays, visible, scale=0.3), 2e-2)
+
+
+@pytest.mark.parametrize("score", EXPECT)
+def test_lengths_and_poisoned_padding(score):
+    query, key, value, d_out = random_qkv(30, batch=3)
+    query_lengths, key_lengths = np.array([30, 12, 1]), np.array([20, 30, 0])
+    inside_q, inside_k = (np.arange(30)[None] < n[:, None] for n in (query_lengths, key_lengths))
+    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
+    poisoned = (
+        poison(query, inside_q), poison(key, inside_k), poison(value, inside_k), poison(d_out, inside_q)
+    )  # fmt: skip
+    got = run(*poisoned, jnp.asarray(query_lengths), jnp.asarray(key_lengths), block_size=8, score=score)
+    blocks = oracles.pairs(30, 30, oracles.block_diagonal(8))
+    visible = blocks & inside_q[:, None, :, None] & inside_k[:, None, None, :]
+    assert_close(got, EXPECT[score]((query, key, value, d_out), visible))
+
+
+@pytest.mark.parametrize("score", EXPECT)
+def test_pieces_of_any_size(score):
+    """2,000 tokens in pieces, with tokens that don't exist (NaN) after some of them."""
+    query, key, value, _ = random_qkv(2000, batch=1, head_dim=8)
+    expected = jax.jit(functools.partial(diag_attention, score=score, is_causal=True))(query, key, value)
+    state = init_diag_state(1, key.shape[2], 8)
+    step = jax.jit(functools.partial(diag_attention_step, score=score))
+    outputs, start = [], 0
+    for size, room in ((1, 0), (7, 3), (56, 0), (64, 0), (1000, 90), (1, 5), (871, 0)):
+        pieces = [
+            jnp.pad(x[:, start : start + size], ((0, 0), (0, room), (0, 0), (0, 0)), constant_values=np.nan)
+            for x in (query, key, value)
+        ]
+        out, state = step(*pieces, state, count=jnp.int32(size))
+        outputs.append(out[:, :size])
+        start += size
+        assert int(state["index"]) == start
+        # Nothing but the current block's own tokens is kept.
+        np.testing.assert_array_equal(state["key"][:, : start % 64], key[:, start - start % 64 : start])
+        assert not np.asarray(state["value"])[:, start % 64 :].any()
+    assert start == 2000
+    assert_close([jnp.concatenate(outputs, axis=1)], [expected], 1e-5)
+
+
+def _state(**changes):
+    return init_diag_state(2, 2, 8, block_size=4) | changes
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k, v: diag_attention(q, k, v, block_size=0), "block_size must be an int of at least 1, got 0"),
+        (lambda q, k, v: diag_attention(q, k, v, score="rellu"), "score must be .*got 'rellu'; did you mean 'relu'"),
+        (
+            lambda q, k, v: diag_attention(q, k, v, implementation="cudnn"),
+            "implementation must be None or 'xla', got 'cudnn'",
+        ),
+        (lambda q, k, v: diag_attention(q, k[:, 1:], v[:, 1:]), "key must have query's length 6, got 5"),
+        (lambda q, k, v: diag_attention_step(q, k, v, {"sum": k}), "state must be .* got one of sum"),
+        (lambda q, k, v: diag_attention_step(q, k, v, None), "state must be .* got NoneType"),
+        (
+            lambda q, k, v: diag_attention_step(q, k, v, init_diag_state(2, 1, 8)),
+            r"state\['key'\] must be float32 of shape \(2, 64, 2, 8\), got float32 of shape \(2, 64, 1, 8\)",
+        ),
+        (
+            lambda q, k, v: diag_attention_step(q, k, v, _state(value=jnp.zeros((2, 4, 2, 8), jnp.bfloat16))),
+            r"state\['value'\] must be float32",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input(call, message):
+    query, key, value, _ = random_qkv(6, batch=2, heads=4, kv_heads=2, head_dim=8)
+    with pytest.raises(ValueError, match=message):
+        call(query, key, value)

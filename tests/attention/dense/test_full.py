@@ -1,0 +1,160 @@
+"""full_attention against the float64 oracle, and what it does at the edges."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
+from brl_jax.attention.dense.full import full_attention
+from tests.attention import oracles
+from tests.attention.local.test_local import assert_close, expect, random_qkv
+
+EVERYTHING = oracles.sliding(10**6, 10**6)
+
+
+def run(query, key, value, d_out, **kwargs):
+    """The output and the gradients of query, key and value."""
+
+    @jax.jit
+    def both(query, key, value, d_out, traced):
+        out, pull = jax.vjp(lambda *a: full_attention(*a, **kwargs, **traced), query, key, value)
+        return out, *pull(d_out)
+
+    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], jax.Array)}
+    return both(query, key, value, d_out, traced)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (33, 33), (5, 40), (40, 5)])
+def test_equals_oracle(num_queries, num_keys, is_causal):
+    arrays = random_qkv(num_queries, num_keys)
+    visible = oracles.pairs(num_queries, num_keys, EVERYTHING, is_causal=is_causal)
+    assert_close(run(*arrays, is_causal=is_causal), expect(arrays, visible))
+
+
+def test_bfloat16():
+    arrays = random_qkv(60, head_dim=16, dtype=jnp.bfloat16)
+    got = run(*arrays, is_causal=True, scale=0.3)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    assert_close(got, expect(arrays, oracles.pairs(60, 60, EVERYTHING, is_causal=True), scale=0.3), 2e-2)
+
+
+@pytest.mark.parametrize("offset", [-3, 0, 17])
+def test_query_offset_traced_or_not(offset):
+    """Rows before the first key see nothing and give 0."""
+    arrays = random_qkv(9, 30)
+    visible = oracles.pairs(9, 30, EVERYTHING, offset, 0, is_causal=True)
+    for given in (offset, jnp.int32(offset)):
+        got = run(*arrays, is_causal=True, query_offset=given)
+        assert_close(got, expect(arrays, visible))
+        assert not np.asarray(got[0])[:, ~visible.any(-1)].any()
+
+
+def test_offset_matters():
+    arrays = random_qkv(9, 30)
+    results = [run(*arrays, is_causal=True, query_offset=offset)[0] for offset in (17, 18)]
+    assert oracles.relative_error(*results) > 1e-2
+
+
+def test_lengths_and_poisoned_padding():
+    query, key, value, d_out = random_qkv(30, batch=3)
+    query_lengths, key_lengths = np.array([30, 12, 1]), np.array([20, 30, 0])
+    inside_q, inside_k = (np.arange(30)[None] < n[:, None] for n in (query_lengths, key_lengths))
+    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
+    got = run(
+        poison(query, inside_q),
+        poison(key, inside_k),
+        poison(value, inside_k),
+        poison(d_out, inside_q),
+        query_seq_lengths=jnp.asarray(query_lengths),
+        key_value_seq_lengths=jnp.asarray(key_lengths),
+    )
+    visible = inside_q[:, None, :, None] & inside_k[:, None, None, :]
+    assert_close(got, expect((query, key, value, d_out), visible))
+
+
+def test_segments():
+    rng = np.random.default_rng(2)
+    arrays = random_qkv(20, 30)
+    ids = rng.integers(0, 4, (2, 20)), rng.integers(0, 3, (2, 30))
+    visible = (ids[0][:, :, None] == ids[1][:, None, :])[:, None]
+    assert not visible.any(-1).all()
+    assert_close(run(*arrays, segment_ids=tuple(jnp.asarray(x) for x in ids)), expect(arrays, visible))
+
+
+@pytest.mark.parametrize("kind", ["alibi", "t5", "array"])
+def test_bias_and_its_gradient(kind):
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    bias = {"alibi": ALiBi(alibi_slopes(4)), "t5": T5Bias(normal(8, 4), 32), "array": normal(4, 1, 25)}[kind]
+    arrays = random_qkv(25)
+    positions = jnp.arange(25)
+    as_array = (
+        (lambda b: jnp.broadcast_to(b, (4, 25, 25))) if kind == "array" else lambda b: b(positions, positions)
+    )
+    dense, pull_dense = jax.vjp(as_array, bias)
+    visible = oracles.pairs(25, 25, EVERYTHING, is_causal=True)
+    expected = expect(arrays, visible, bias=np.asarray(dense)[None])
+    expected_bias = pull_dense(jnp.asarray(expected[4].sum(0), jnp.float32))[0]
+    attend = functools.partial(full_attention, is_causal=True)
+    out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), *arrays[:3], bias)
+    *gradients, got_bias = pull(arrays[3])
+    assert_close((out, *gradients), expected)
+    for x, y in zip(jax.tree.leaves(got_bias), jax.tree.leaves(expected_bias)):
+        assert oracles.relative_error(x, y) < 1e-4
+
+
+def test_causal_bitwise():
+    query, key, value, _ = random_qkv(50, batch=1)
+    attend = jax.jit(functools.partial(full_attention, is_causal=True))
+    base = np.asarray(attend(query, key, value))
+    changed = np.asarray(attend(*(x.at[:, 30:].add(3.0) for x in (query, key, value))))
+    np.testing.assert_array_equal(changed[:, :30], base[:, :30])
+    assert (changed[:, 30] != base[:, 30]).any()
+
+
+def test_lowers_for_other_platforms():
+    for dtype in (jnp.float32, jnp.bfloat16):
+        shape = jax.ShapeDtypeStruct((1, 64, 2, 16), dtype)
+        for platform in ("cpu", "tpu", "cuda"):
+            jax.jit(full_attention).trace(*[shape] * 3).lower(lowering_platforms=(platform,))
+
+
+Q = jnp.zeros((2, 10, 4, 8))
+KV = jnp.zeros((2, 10, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        ((Q, KV[0], KV), {}, r"key must have shape \(batch, length, heads, head_dim\), got \(10, 2, 8\)"),
+        ((Q, KV[:, :0], KV[:, :0]), {}, "key must not be empty"),
+        ((Q[:1], KV, KV), {}, "key must have query's batch size 1, got 2"),
+        ((Q[..., :4], KV, KV), {}, "key must have query's head_dim 4, got 8"),
+        ((Q, KV.astype(jnp.bfloat16), KV), {}, "key must have query's dtype float32, got bfloat16"),
+        ((Q, KV, KV), {"query_offset": 1.0}, "query_offset must be an int or an int scalar array, got 1.0"),
+        (
+            (Q, KV, KV),
+            {"bias": ALiBi(alibi_slopes(2))},
+            r"bias must give shape \(4, 10, 10\), gave \(2, 10, 10\)",
+        ),
+        ((Q, KV, KV), {"bias": jnp.zeros((10, 9))}, r"bias must broadcast to .* got shape \(10, 9\)"),
+        (
+            (Q, KV, KV),
+            {"implementation": "pallas"},
+            "implementation must be None, 'xla' or 'cudnn', got 'pallas'",
+        ),
+        ((Q, KV, KV), {"implementation": "cudnn"}, "only with bfloat16 or float16 .got float32."),
+        (
+            (Q, KV, KV),
+            {"segment_ids": jnp.zeros((2, 10))},
+            "segment_ids of the queries must be ints .* got float32",
+        ),
+    ],
+)
+def test_bad_input(arrays, options, message):
+    with pytest.raises(ValueError, match=message):
+        full_attention(*arrays, **options)

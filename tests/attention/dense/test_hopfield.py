@@ -1,0 +1,122 @@
+"""hopfield_attention against a float64 loop over its steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.dense import hopfield
+from brl_jax.attention.dense.hopfield import hopfield_attention
+from tests.attention import oracles
+from tests.attention.local.test_local import assert_close, expect, random_qkv
+
+EVERYTHING = oracles.sliding(10**6, 10**6)
+
+
+def run(query, key, value, d_out, **kwargs):
+    """The output and the gradients of query, key and value."""
+
+    @jax.jit
+    def both(query, key, value, d_out):
+        out, pull = jax.vjp(functools.partial(hopfield_attention, **kwargs), query, key, value)
+        return out, *pull(d_out)
+
+    return both(query, key, value, d_out)
+
+
+def retrieved(query, key, value, visible, steps, scale):
+    state = query
+    for _ in range(steps - 1):
+        state, _ = oracles.softmax_attention(state, key, key, visible, scale=scale)
+    return oracles.softmax_attention(state, key, value, visible, scale=scale)[0]
+
+
+def test_gradients_through_two_steps():
+    """By the chain rule over the oracle's gradients of one softmax attention."""
+    arrays = random_qkv(12)
+    query, key, value, d_out = arrays
+    visible = oracles.pairs(12, 12, EVERYTHING, is_causal=True)
+    state, _ = oracles.softmax_attention(query, key, key, visible, scale=2.0)
+    d_state, d_key, d_value, _ = oracles.softmax_attention_gradients(
+        state, key, value, visible, d_out, scale=2.0
+    )
+    d_query, d_as_key, d_as_value, _ = oracles.softmax_attention_gradients(
+        query, key, key, visible, d_state, scale=2.0
+    )
+    got = run(*arrays, steps=2, scale=2.0, is_causal=True)
+    assert_close(
+        got,
+        (
+            retrieved(query, key, value, visible, 2, 2.0),
+            d_query,
+            d_key + d_as_key + d_as_value,
+            d_value,
+        ),
+    )
+
+
+def test_one_step_is_softmax_attention_and_two_are_not():
+    arrays = random_qkv(33)
+    visible = oracles.pairs(33, 33, EVERYTHING, is_causal=True)
+    expected = expect(arrays, visible)
+    assert_close(run(*arrays, is_causal=True), expected)
+    assert oracles.relative_error(run(*arrays, is_causal=True, steps=2)[0], expected[0]) > 1e-2
+
+
+def test_a_stored_pattern_is_found_from_a_noisy_query():
+    """What the network is for (the paper's theorem 4): with separated patterns and a high inverse temperature, one
+    update brings a query near its pattern."""
+    rng = np.random.default_rng(0)
+    key = rng.standard_normal((1, 20, 1, 32))
+    query = key + 0.5 * rng.standard_normal(key.shape)
+    query, key = jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32)
+    found = hopfield_attention(query, key, key, steps=2, scale=1.0)
+    assert oracles.relative_error(found, key) < 1e-2
+    assert oracles.relative_error(query, key) > 0.4
+
+
+def test_blocks_of_queries_change_nothing(monkeypatch):
+    """Packed sequences, padding with NaN in it, an offset: 20 queries at once and in blocks of 8."""
+    query, key, value, d_out = random_qkv(20, 30)
+    rng = np.random.default_rng(2)
+    segments = tuple(jnp.asarray(np.sort(rng.integers(0, 3, (2, n)), 1)) for n in (20, 30))
+    lengths = np.array([[20, 13], [30, 21]])
+    inside = [np.arange(n)[None] < own[:, None] for n, own in zip((20, 30), lengths)]
+    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
+    call = functools.partial(
+        run,
+        poison(query, inside[0]),
+        poison(key, inside[1]),
+        poison(value, inside[1]),
+        poison(d_out, inside[0]),
+        steps=3,
+        scale=0.7,
+        is_causal=True,
+        query_offset=10,
+        segment_ids=segments,
+        query_seq_lengths=jnp.asarray(lengths[0]),
+        key_value_seq_lengths=jnp.asarray(lengths[1]),
+    )
+    whole = call()
+    visible = oracles.pairs(20, 30, EVERYTHING, 10, 0, is_causal=True)[None]
+    visible = visible & (np.asarray(segments[0])[:, :, None] == np.asarray(segments[1])[:, None, :])
+    visible = visible & inside[0][:, :, None] & inside[1][:, None, :]
+    assert_close(whole[:1], [retrieved(query, key, value, visible[:, None], 3, 0.7)])
+    monkeypatch.setattr(hopfield, "_QUERY_BLOCK", 8)
+    assert_close(call(), whole, 1e-5)
+
+
+def test_no_square_array():
+    """4096 queries on as many keys, forward and backward: nothing of 4096 x 4096 numbers."""
+    shape = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
+    call = functools.partial(hopfield_attention, steps=2, is_causal=True)
+    grad = jax.jit(jax.grad(lambda *a: call(*a).sum(), argnums=(0, 1, 2)))
+    assert grad.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes < 4 * 4096**2
+
+
+@pytest.mark.parametrize("steps", [0, 1.5, True])
+def test_bad_steps(steps):
+    with pytest.raises(ValueError, match="steps must be an int of at least 1"):
+        hopfield_attention(*random_qkv(4)[:3], steps=steps)

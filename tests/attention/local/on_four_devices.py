@@ -1,0 +1,235 @@
+"""What `test_sequence_parallel.py` looks at, made in a process of its own, because a process keeps the devices it began
+with: python -m tests.attention.local.on_four_devices FILE.
+
+Each case is computed twice, on whole sequences by one device and on stretches of them by four: results and gradients of
+a random weighting of them.
+"""
+
+import functools
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import brl_jax  # noqa: E402
+from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, alibi_slopes  # noqa: E402
+from brl_jax.attention.local import sharded as sequence_parallel  # noqa: E402
+
+BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 28, 4, 2, 8
+MESH = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Auto,))
+CUT, WHOLE = P(None, "sequence"), P()
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted=False):
+    """Results and gradients of `arrays` of a function and of the same on stretches.
+
+    interpreted: a kernel, which JAX interprets under `vmap` but not under `shard_map`. None where it no longer takes
+    the gradient of a result that lanes share.
+    """
+    if interpreted and jax.__version_info__ >= (0, 12):
+        return None
+
+    def run(function):
+        def weighted(*arrays):
+            out = function(*arrays, *others)
+            return jnp.sum(out * normal(9, *out.shape)), out
+
+        out, grads = jax.jit(
+            lambda *arrays: jax.grad(weighted, tuple(range(len(arrays))), has_aux=True)(*arrays)[::-1]
+        )(*arrays)
+        return [np.asarray(x) for x in (out, *grads)]
+
+    out_spec = specs[0]
+    in_specs = (*specs, *other_specs)
+    if interpreted:
+        mapped = in_lanes(stretches, in_specs)
+    else:
+        mapped = jax.shard_map(stretches, mesh=MESH, in_specs=in_specs, out_specs=out_spec)
+    return run(whole), run(mapped)
+
+
+def in_lanes(function, in_specs):
+    """What `shard_map` does, by `vmap`, for a result that all share."""
+
+    def run(*arrays):
+        cut = [spec == CUT for spec in in_specs]
+        given = [x.reshape(x.shape[0], 4, -1, *x.shape[2:]) if c else x for c, x in zip(cut, arrays)]
+        axes = tuple(1 if c else None for c in cut)
+        return jax.vmap(function, in_axes=axes, out_axes=None, axis_name="sequence")(*given)
+
+    return run
+
+
+def qkv():
+    query = normal(0, BATCH, LENGTH, HEADS, SIZE)
+    return query, normal(1, BATCH, LENGTH, KV_HEADS, SIZE), normal(2, BATCH, LENGTH, KV_HEADS, SIZE)
+
+
+def local(pattern, is_causal, lengths=None, segments=None):
+    query, key, value = qkv()
+    options = {"pattern": pattern, "is_causal": is_causal}
+    if lengths is not None:
+        lengths = np.asarray(lengths, np.int32)
+        for row, stop in enumerate(lengths):
+            key[row, stop:] = value[row, stop:] = np.nan
+
+    def whole(query, key, value, segments, lengths):
+        return brl_jax.local_attention(
+            query, key, value, segment_ids=segments, key_value_seq_lengths=lengths, **options
+        )
+
+    def stretches(query, key, value, segments, lengths):
+        return sequence_parallel.local_attention(
+            query,
+            key,
+            value,
+            axis_name="sequence",
+            segment_ids=segments,
+            key_value_seq_lengths=lengths,
+            **options,
+        )
+
+    others = (segments, lengths)
+    return both(
+        whole, stretches, (query, key, value), (CUT,) * 3, others, (WHOLE if segments is None else CUT, WHOLE)
+    )
+
+
+def packed():
+    """Ids of packed sequences whose borders lie on no stretch's border, one over several stretches."""
+    return np.stack([np.repeat([3, 1, 7], [4, 15, 9]), np.repeat([0, 5], [26, 2])]).astype(np.int32)
+
+
+def compressed(score="softmax", contrast=True, lengths=None, bias=False, implementation=None, length=LENGTH):
+    query = normal(0, BATCH, 3, HEADS, SIZE)
+    key, value, contrast_key = (normal(seed, BATCH, length, HEADS, SIZE) for seed in (1, 2, 3))
+    if lengths is not None:
+        lengths = np.asarray(lengths, np.int32)
+        for row, stop in enumerate(lengths):
+            key[row, stop:] = value[row, stop:] = contrast_key[row, stop:] = np.nan
+    arrays, specs = [query, key, value], [WHOLE, CUT, CUT]
+    if contrast:
+        arrays, specs = [*arrays, contrast_key, normal(4, HEADS)], [*specs, CUT, WHOLE]
+
+    def function(query, key, value, *rest, axis_name=None):
+        contrast_key, gamma, lengths = rest if contrast else (None, None, *rest)
+        return brl_jax.compress(
+            query,
+            key,
+            contrast_key,
+            value,
+            gamma=gamma,
+            scale=0.7,
+            score=score,
+            bias=ALiBi(alibi_slopes(HEADS)) if bias else None,
+            key_value_seq_lengths=lengths,
+            axis_name=axis_name,
+            implementation=implementation,
+        )
+
+    stretches = functools.partial(function, axis_name="sequence")
+    return both(function, stretches, arrays, specs, (lengths,), (WHOLE,), implementation == "pallas")
+
+
+def blocks(history, block, earlier):
+    """Four devices of two blocks each; `earlier`: tokens that precede the sequence."""
+    count = 8
+    query = normal(0, BATCH, count, 3, HEADS, SIZE)
+    arrays = [query, *(normal(seed, BATCH, count * block, HEADS, SIZE) for seed in (1, 2, 3))]
+    first = [normal(seed, BATCH, history, HEADS, SIZE) for seed in (4, 5, 6)]
+    start = np.arange(count, dtype=np.int32) * block
+    exist = np.minimum(start + (earlier or 0), history).astype(np.int32)
+    gamma = normal(7, HEADS)
+    options = {"block_size": block, "history_size": history, "scale": 0.7}
+
+    def whole(query, key, contrast_key, value, *rest):
+        *first, gamma, exist = rest
+        before = first or [jnp.zeros((BATCH, history, HEADS, SIZE))] * 3
+        joined = [jnp.concatenate(pair, axis=1) for pair in zip(before, (key, contrast_key, value))]
+        return brl_jax.compress_blocks(query, *joined, gamma=gamma, history_lengths=exist, **options)
+
+    def stretches(query, key, contrast_key, value, *rest):
+        *first, gamma, exist = rest
+        return sequence_parallel.compress_blocks(
+            query, key, contrast_key, value, gamma=gamma, axis_name="sequence", history_lengths=exist,
+            **dict(zip(("earlier_key", "earlier_contrast_key", "earlier_value"), first)), **options,
+        )  # fmt: skip
+
+    given = first if earlier else []
+    arrays, specs = [*arrays, *given, gamma], [*(CUT,) * 4, *(WHOLE,) * (len(given) + 1)]
+    return both(whole, stretches, arrays, specs, (exist,), (P("sequence"),))
+
+
+CASES = {
+    "window": lambda: local(SlidingWindow(4, 0), True),
+    "window over several stretches, packed": lambda: local(SlidingWindow(16, 0), True, segments=packed()),
+    "both sides, padded": lambda: local(SlidingWindow(3, 9), False, lengths=[28, 17]),
+    "window over everything": lambda: local(SlidingWindow(100, 100), False, segments=packed()),
+    "dilated": lambda: local(Dilated(2, 0, 3), True, segments=packed()),
+    "blocks that no stretch holds": lambda: local(BlockDiagonal(5), True),
+    "compress": compressed,
+    "compress, padded": lambda: compressed(lengths=[28, 5], bias=True),
+    "compress, relu2": lambda: compressed("relu2", lengths=[23, 1]),
+    "compress, laplace, once": lambda: compressed("laplace", contrast=False),
+    "compress, kernel": lambda: compressed(lengths=[512, 140], implementation="pallas", length=512),
+    "history of one block": lambda: blocks(4, 4, None),
+    "history over several stretches": lambda: blocks(21, 4, 21),
+    "history begun": lambda: blocks(5, 4, 2),
+}
+
+
+def gradients(dtype=jnp.float32, **options):
+    """Of a window's results, to be lowered: 1024 tokens on each of four devices."""
+    cut = jax.sharding.NamedSharding(MESH, CUT)
+    shapes = [jax.ShapeDtypeStruct((1, 4096, heads, SIZE), dtype, sharding=cut) for heads in (HEADS, 2, 2)]
+    attend = functools.partial(sequence_parallel.local_attention, axis_name="sequence", **options)
+    mapped = jax.shard_map(attend, mesh=MESH, in_specs=(CUT,) * 3, out_specs=CUT)
+    return jax.jit(jax.grad(lambda *x: mapped(*x).sum(), (0, 1, 2))).trace(*shapes)
+
+
+def travelled():
+    """Each (kind, elements a device sends or gets) in the program of a window's gradients."""
+    hlo = gradients(pattern=SlidingWindow(15, 0)).lower().compile().as_text()
+    found = re.findall(
+        r"= \(?\w+\[([\d,]+)\]\S* (all-gather|all-reduce|all-to-all|collective-permute)\b", hlo
+    )
+    return [(kind, int(np.prod([int(n) for n in dims.split(",")]))) for dims, kind in found]
+
+
+def kernels():
+    """The kernels in the program of a window's gradients for a TPU, near and reaching over several stretches."""
+    lowered = [
+        gradients(jnp.bfloat16, pattern=SlidingWindow(left, 0), is_causal=True)
+        .lower(lowering_platforms=("tpu",))
+        .as_text()
+        for left in (127, 2000)
+    ]
+    return [sorted(set(re.findall(r'kernel_name = "(\w+)"', text))) for text in lowered]
+
+
+def main(path):
+    results = {}
+    for name, case in CASES.items():
+        results[name] = case()
+    results |= {"travelled": travelled(), "kernels": kernels()}
+    path.write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

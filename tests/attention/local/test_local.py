@@ -1,0 +1,488 @@
+"""local_attention against the float64 oracle, by the CPU's loop and with all blocks at once; its laws."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.local import api as local
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import (
+    BigBird,
+    BlockDiagonal,
+    BlockMask,
+    Bucketed,
+    Dilated,
+    Fixed,
+    GlobalWindow,
+    SlidingWindow,
+    Strided,
+)
+from tests.attention import oracles
+
+MASK = np.random.default_rng(5).random((12, 12)) < 0.3
+BIG_BIRD = BigBird(8, window_blocks=3, global_blocks=1, random_blocks=2, seed=1)
+# name: (pattern, sees(i, j) of absolute positions)
+PATTERNS = {
+    "sliding": (SlidingWindow(7, 3), oracles.sliding(7, 3)),
+    "sliding_wide": (SlidingWindow(40, 300), oracles.sliding(40, 300)),
+    "dilated": (Dilated(3, 2, 3), oracles.dilated(3, 2, 3)),
+    "block_diagonal": (BlockDiagonal(50), oracles.block_diagonal(50)),
+    "block_diagonal_small": (BlockDiagonal(7), oracles.block_diagonal(7)),
+    "bucketed": (Bucketed(16), oracles.bucketed(16, 1, 1)),
+    "bucketed_before": (Bucketed(7, 2, 0), oracles.bucketed(7, 2, 0)),
+    "strided": (Strided(11), oracles.strided(11)),
+    "fixed": (Fixed(16, 2), oracles.fixed(16, 2)),
+    "global_window": (GlobalWindow(5, 4, 3), oracles.global_window(5, 4, 3)),
+    "big_bird": (BIG_BIRD, oracles.big_bird(8, 3, 1, BIG_BIRD.random_lists(-(-130 // 8)))),
+    "block_mask": (BlockMask.of(13, MASK), oracles.block_mask(13, MASK)),
+}
+CASES = [
+    (name, schedule, causal)
+    for name in PATTERNS
+    for schedule, causal in (("loop", False), ("loop", True), ("at_once", False))
+    if PATTERNS[name][0].causal_ok or not causal
+]
+# What runs here in any case: following the TPU kernels too takes as long again (they have test_local_kernels.py).
+xla_attention = functools.partial(local_attention, implementation="xla")
+TOLERANCE = {jnp.float32: 1e-4, jnp.bfloat16: 2e-2}
+
+
+@pytest.fixture
+def schedule(request, monkeypatch):
+    """Both schedules run here: the CPU's, and the one that other platforms lower to."""
+    if request.param == "loop":
+        yield request.param
+        return
+    taken = []
+
+    def take_default(*args, default, **others):
+        taken.append(default)
+        return default(*args)
+
+    local._choose.clear_cache()
+    monkeypatch.setattr(lax, "platform_dependent", take_default)
+    yield request.param
+    assert taken
+    local._choose.clear_cache()
+
+
+BOTH = pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
+
+
+def random_qkv(
+    num_queries, num_keys=None, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=jnp.float32, seed=0
+):
+    """query, key, value and a cotangent of the output."""
+    num_keys = num_queries if num_keys is None else num_keys
+    rng = np.random.default_rng(seed)
+    shapes = [(num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads), (num_queries, heads)]
+    return [jnp.asarray(rng.standard_normal((batch, t, n, head_dim)), dtype) for t, n in shapes]
+
+
+def run(query, key, value, d_out, **kwargs):
+    """The output and the gradients of query, key and value, in one compiled function."""
+
+    def both(query, key, value, d_out, traced):
+        out, pull = jax.vjp(lambda *a: xla_attention(*a, **kwargs, **traced), query, key, value)
+        return out, *pull(d_out)
+
+    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], (jax.Array, np.ndarray))}
+    return jax.jit(both)(query, key, value, d_out, traced)
+
+
+def expect(arrays, visible, **kwargs):
+    query, key, value, d_out = arrays
+    out, _ = oracles.softmax_attention(query, key, value, visible, **kwargs)
+    gradients = oracles.softmax_attention_gradients(query, key, value, visible, d_out, **kwargs)
+    return out, *gradients
+
+
+def assert_close(got, expected, tolerance=1e-4):
+    for what, x, y in zip(("out", "d_query", "d_key", "d_value"), got, expected):
+        error = oracles.relative_error(x.astype(jnp.float32), y)
+        assert error < tolerance, f"{what}: relative error {error}"
+
+
+@pytest.mark.parametrize(("name", "schedule", "is_causal"), CASES, indirect=["schedule"])
+def test_pattern_equals_oracle(schedule, name, is_causal):
+    pattern, sees = PATTERNS[name]
+    arrays = random_qkv(130)
+    got = run(*arrays, pattern=pattern, is_causal=is_causal)
+    assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=is_causal)))
+
+
+@pytest.mark.parametrize("name", [n for n in PATTERNS if n != "big_bird"])
+@BOTH
+def test_offsets_static_and_traced(schedule, name):
+    """Queries behind a cache, keys that don't start at 0, known (all at once) or traced (in the loop)."""
+    pattern, sees = PATTERNS[name]
+    causal = pattern.causal_ok
+    arrays = random_qkv(30, 50)
+    expected = expect(arrays, oracles.pairs(30, 50, sees, 20 + 31, 31, causal))
+    key_offset = jnp.int32(31) if schedule == "loop" else 31
+    got = run(*arrays, pattern=pattern, is_causal=causal, query_offset=20, key_offset=key_offset)
+    assert_close(got, expected)
+
+
+@BOTH
+def test_big_bird_with_offsets(schedule):
+    arrays = random_qkv(30, 50)
+    sees = oracles.big_bird(8, 3, 1, BIG_BIRD.random_lists(-(-(50 + 5) // 8)))
+    got = run(*arrays, pattern=BIG_BIRD, query_offset=20, key_offset=5)
+    assert_close(got, expect(arrays, oracles.pairs(30, 50, sees, 25, 5)))
+    with pytest.raises(ValueError, match="key_offset must be a static int with BigBird"):
+        local_attention(*arrays[:3], pattern=BIG_BIRD, key_offset=jnp.int32(5))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 63, 257])
+def test_ragged_lengths(length):
+    arrays = random_qkv(length, batch=1)
+    got = run(*arrays, local_window_size=(20, 4))
+    assert_close(got, expect(arrays, oracles.pairs(length, length, oracles.sliding(20, 4))))
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "offset"), [(5, 40, 0), (40, 5, 0), (1, 33, 32), (9, 30, -4)]
+)
+@BOTH
+def test_different_lengths(schedule, num_queries, num_keys, offset):
+    """T != S, queries beyond the last key and before the first: those that see nothing give 0."""
+    arrays = random_qkv(num_queries, num_keys)
+    got = run(*arrays, local_window_size=(6, 2), query_offset=offset)
+    visible = oracles.pairs(num_queries, num_keys, oracles.sliding(6, 2), offset, 0)
+    assert_close(got, expect(arrays, visible))
+    blind = ~visible.any(-1)
+    for gradient in got[:2]:
+        assert not np.asarray(gradient)[:, blind].any()
+
+
+@pytest.mark.parametrize("name", ["sliding", "global_window"])
+@BOTH
+def test_bfloat16(schedule, name):
+    pattern, sees = PATTERNS[name]
+    arrays = random_qkv(130, head_dim=16, dtype=jnp.bfloat16)
+    got = run(*arrays, pattern=pattern)
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    assert_close(got, expect(arrays, oracles.pairs(130, 130, sees)), TOLERANCE[jnp.bfloat16])
+
+
+@BOTH
+def test_scale_and_many_heads(schedule):
+    """More (sequence, head) pairs than one step of the loop takes, each with its own keys."""
+    arrays = random_qkv(300, batch=3, heads=12, kv_heads=6)
+    got = run(*arrays, local_window_size=(200, 0), is_causal=True, scale=0.3)
+    assert_close(got, expect(arrays, oracles.pairs(300, 300, oracles.sliding(200, 0)), scale=0.3))
+
+
+def test_window_over_the_whole_sequence_is_full_attention():
+    arrays = random_qkv(97)
+    wide = run(*arrays, local_window_size=500, is_causal=True)
+    out, pull = jax.vjp(functools.partial(full_attention, is_causal=True), *arrays[:3])
+    for x, y in zip(wide, (out, *pull(arrays[3]))):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_window_size_is_exact():
+    """Negative control: one key more or less on either side is seen in the result."""
+    arrays = random_qkv(70)
+    base = run(*arrays, local_window_size=(8, 3))[0]
+    for other in ((9, 3), (7, 3), (8, 4), (8, 2)):
+        assert oracles.relative_error(run(*arrays, local_window_size=other)[0], base) > 1e-2, other
+    np.testing.assert_array_equal(base, run(*arrays, pattern=SlidingWindow(8, 3))[0])
+
+
+@pytest.mark.parametrize(("name", "bias"), [("sliding", "alibi"), ("strided", "t5"), ("dilated", "t5")])
+@BOTH
+def test_position_bias(schedule, name, bias):
+    pattern, sees = PATTERNS[name]
+    rng = np.random.default_rng(3)
+    if bias == "alibi":
+        bias = ALiBi(alibi_slopes(4))
+    else:
+        bias = T5Bias(jnp.asarray(rng.standard_normal((8, 4)), jnp.float32), 32, bidirectional=True)
+    arrays = random_qkv(90)
+    positions = jnp.arange(90)
+    dense, pull_dense = jax.vjp(lambda b: b(positions, positions), bias)
+    expected = expect(arrays, oracles.pairs(90, 90, sees), bias=np.asarray(dense)[None])
+    expected_bias = pull_dense(jnp.asarray(expected[4].sum(0), jnp.float32))[0]
+
+    @jax.jit
+    def both(query, key, value, bias, d_out):
+        attend = functools.partial(xla_attention, pattern=pattern)
+        out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
+        return out, *pull(d_out)
+
+    *got, got_bias = both(*arrays[:3], bias, arrays[3])
+    assert_close(got, expected)
+    for x, y in zip(jax.tree.leaves(got_bias), jax.tree.leaves(expected_bias)):
+        assert oracles.relative_error(x, y) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("sliding", (2, 4, 90, 90)),
+        ("sliding", (2, 1, 90, 1)),
+        ("strided", (4, 1, 90)),
+        ("block_mask", (2, 4, 90, 90)),
+        ("block_mask", (1, 1, 1, 90)),
+    ],
+)
+@BOTH
+def test_array_bias(schedule, name, shape):
+    pattern, sees = PATTERNS[name]
+    arrays = random_qkv(90)
+    bias = jnp.asarray(np.random.default_rng(3).standard_normal(shape), jnp.float32)
+
+    @jax.jit
+    def both(query, key, value, bias, d_out):
+        attend = functools.partial(xla_attention, pattern=pattern, is_causal=True)
+        out, pull = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), query, key, value, bias)
+        return out, *pull(d_out)
+
+    *got, got_bias = both(*arrays[:3], bias, arrays[3])
+    expected = expect(arrays, oracles.pairs(90, 90, sees, is_causal=True), bias=bias)
+    assert_close(got, expected)
+    full = bias.reshape((1,) * (4 - bias.ndim) + shape)
+    summed = expected[4].sum(tuple(a for a in range(4) if full.shape[a] == 1), keepdims=True).reshape(shape)
+    # A bias that is one number for a whole row changes nothing: its gradient is 0 up to rounding.
+    assert np.linalg.norm(got_bias - summed) < 1e-4 * max(np.linalg.norm(summed), 1.0)
+
+
+@pytest.mark.parametrize("name", ["sliding", "big_bird"])
+@BOTH
+def test_lengths_and_poisoned_padding(schedule, name):
+    """NaN in padded keys, values and queries changes neither results nor gradients."""
+    pattern, _ = PATTERNS[name]
+    num = 130
+    sees = PATTERNS[name][1]
+    query, key, value, d_out = random_qkv(num, batch=3)
+    query_lengths, key_lengths = np.array([130, 60, 1]), np.array([77, 130, 0])
+    inside_q = np.arange(num)[None] < query_lengths[:, None]
+    inside_k = np.arange(num)[None] < key_lengths[:, None]
+    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
+    poisoned = [
+        poison(query, inside_q),
+        poison(key, inside_k),
+        poison(value, inside_k),
+        poison(d_out, inside_q),
+    ]
+    lengths = {
+        "query_seq_lengths": jnp.asarray(query_lengths),
+        "key_value_seq_lengths": jnp.asarray(key_lengths),
+    }
+    got = run(*poisoned, pattern=pattern, **lengths)
+    visible = oracles.pairs(num, num, sees)[None] & inside_q[:, :, None] & inside_k[:, None, :]
+    assert_close(got, expect((query, key, value, d_out), visible[:, None]))
+
+
+@pytest.mark.parametrize("name", ["dilated", "fixed", "block_mask"])
+@BOTH
+def test_segments(schedule, name):
+    """Only equal ids see each other; the pair form serves T != S; some rows see nothing."""
+    pattern, sees = PATTERNS[name]
+    rng = np.random.default_rng(7)
+    arrays = random_qkv(60, 130)
+    ids = rng.integers(0, 3, (2, 60)), rng.integers(0, 2, (2, 130))
+    got = run(*arrays, pattern=pattern, segment_ids=tuple(jnp.asarray(x) for x in ids))
+    visible = oracles.pairs(60, 130, sees)[None] & (ids[0][:, :, None] == ids[1][:, None, :])
+    assert not visible.any(-1).all()
+    assert_close(got, expect(arrays, visible[:, None]))
+
+
+def test_packed_sequences_equal_each_alone():
+    arrays = random_qkv(50, batch=1)
+    ids = jnp.asarray([[0] * 20 + [1] * 30])
+    packed = run(*arrays, local_window_size=(9, 0), is_causal=True, segment_ids=ids)
+    for part in (slice(0, 20), slice(20, 50)):
+        alone = run(*(x[:, part] for x in arrays), local_window_size=(9, 0), is_causal=True)
+        for x, y in zip(packed, alone):
+            np.testing.assert_allclose(x[:, part], y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].causal_ok])
+def test_causal_bitwise(name):
+    """Whatever happens at token t leaves every output before t as it was, to the last bit (jax#39576)."""
+    pattern, sees = PATTERNS[name]
+    query, key, value, _ = random_qkv(130, batch=1)
+    attend = jax.jit(functools.partial(xla_attention, pattern=pattern, is_causal=True))
+    base = np.asarray(attend(query, key, value))
+    for t in (1, 64, 100, 129):
+        other = [x.at[:, t:].add(3.0) for x in (query, key, value)]
+        changed = np.asarray(attend(*other))
+        np.testing.assert_array_equal(changed[:, :t], base[:, :t])
+        assert (changed[:, t] != base[:, t]).any() == any(sees(t, j) for j in range(t + 1))
+
+
+def test_not_causal_window_does_look_ahead():
+    query, key, value, _ = random_qkv(40, batch=1)
+    attend = jax.jit(functools.partial(xla_attention, local_window_size=4))
+    base, changed = attend(query, key, value), attend(query, key, value.at[:, 20].add(1.0))
+    touched = np.abs(np.asarray(changed - base)).max((0, 2, 3)) > 0
+    np.testing.assert_array_equal(np.flatnonzero(touched), np.arange(16, 25))
+
+
+def test_composes_with_vmap_scan_checkpoint():
+    arrays = random_qkv(40, batch=3)
+    attend = functools.partial(xla_attention, local_window_size=(9, 2))
+    expected = run(*arrays, local_window_size=(9, 2))
+
+    def mapped(query, key, value):
+        return jax.vmap(lambda *a: attend(*(x[None] for x in a))[0])(query, key, value)
+
+    def scanned(query, key, value):
+        def body(carry, xs):
+            return carry, jax.checkpoint(attend)(*(x[None] for x in xs))[0]
+
+        return lax.scan(body, 0, (query, key, value))[1]
+
+    for f in (mapped, scanned):
+        out, pull = jax.jit(functools.partial(jax.vjp, f))(*arrays[:3])
+        for x, y in zip((out, *pull(arrays[3])), expected):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_runs_again_to_the_same_bits():
+    arrays = random_qkv(130)
+    first, second = (run(*arrays, local_window_size=(20, 0)) for _ in range(2))
+    for x, y in zip(first, second):
+        np.testing.assert_array_equal(x, y)
+
+
+# --- Cost: nothing of size n x n, and memory in proportion to n. ---
+
+LINEAR = {
+    "sliding": SlidingWindow(255, 0),
+    "dilated": Dilated(63, 64, 2),
+    "block_diagonal": BlockDiagonal(128),
+    "bucketed": Bucketed(64),
+    "global_window": GlobalWindow(64, 64, 16),
+    "big_bird": BigBird(64, 3, 1, 2),
+}
+
+
+def compiled(pattern, length, **kwargs):
+    """Forward and backward, compiled for abstract inputs."""
+    shape = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+    attend = functools.partial(xla_attention, pattern=pattern, **kwargs)
+
+    def both(query, key, value, d_out):
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(d_out)
+
+    return jax.jit(both).lower(*[shape] * 4).compile()
+
+
+def largest_array(hlo):
+    shapes = re.findall(r"\b(?:f32|bf16|pred|s32|u32|u8|s8)\[([\d,]+)\]", hlo)
+    return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, "loop") for name in LINEAR] + [(name, "at_once") for name in ("sliding", "dilated", "big_bird")],
+    indirect=["schedule"],
+)
+def test_memory_grows_linearly(name, schedule):
+    small, large = (compiled(LINEAR[name], n) for n in (2**14, 2**15))
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]
+    assert sizes[1] <= 2.2 * sizes[0], sizes
+    assert largest_array(small.as_text()) < (2**14) ** 2 // 8
+
+
+def test_largest_array_sees_one_of_all_pairs():
+    """Negative control for the test above."""
+    shape = jax.ShapeDtypeStruct((1, 4096, 1, 16), jnp.float32)
+    assert largest_array(jax.jit(full_attention).lower(*[shape] * 3).compile().as_text()) >= 4096**2
+
+
+@pytest.mark.parametrize(("platform", "loops"), [("cpu", True), ("tpu", False), ("cuda", False)])
+def test_schedule_is_chosen_when_lowering(platform, loops):
+    """Lowered on this CPU machine for another platform, it takes that platform's schedule."""
+    shape = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
+    attend = jax.jit(functools.partial(xla_attention, local_window_size=(64, 0)))
+    text = attend.trace(*[shape] * 3).lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.while" in text) == loops
+
+
+# --- Bad input ---
+
+Q = jnp.zeros((2, 10, 4, 8))
+KV = jnp.zeros((2, 10, 2, 8))
+WINDOW = {"local_window_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        (
+            (Q[0], KV, KV),
+            WINDOW,
+            r"query must have shape \(batch, length, heads, head_dim\), got \(10, 4, 8\)",
+        ),
+        ((Q[:, :0], KV, KV), WINDOW, "query must not be empty"),
+        ((Q[:, :, :3], KV, KV), WINDOW, "heads of query must be a multiple of those of key, got 3 and 2"),
+        ((Q, KV, KV[:, :5]), WINDOW, "value must have key's batch, length and heads"),
+        ((Q, KV, KV.astype(jnp.bfloat16)), WINDOW, "value must have query's dtype float32, got bfloat16"),
+        ((Q.astype(jnp.int32), KV, KV), WINDOW, "query must be float32, bfloat16 or float16, got int32"),
+        ((Q, KV, KV), {}, "exactly one of local_window_size and pattern must be given, got neither"),
+        ((Q, KV, KV), {**WINDOW, "pattern": BlockDiagonal(4)}, "got both"),
+        ((Q, KV, KV), {"local_window_size": -1}, r"local_window_size must be an int of at least 0 .* got -1"),
+        ((Q, KV, KV), {"local_window_size": (3, 1, 2)}, r"local_window_size .* got \(3, 1, 2\)"),
+        ((Q, KV, KV), {"local_window_size": 2.5}, "local_window_size .* got 2.5"),
+        ((Q, KV, KV), {"pattern": "sliding"}, "pattern must be a Pattern .* got 'sliding'"),
+        (
+            (Q, KV, KV),
+            {"pattern": GlobalWindow(3, 3, 1), "is_causal": True},
+            "is_causal must be False with GlobalW",
+        ),
+        ((Q, KV, KV), {"pattern": BIG_BIRD, "is_causal": True}, "is_causal must be False with BigBird"),
+        (
+            (Q, KV, KV),
+            {"pattern": BlockMask.of(3, np.ones((3, 3), bool))},
+            "covers query positions 0 to 8, got",
+        ),
+        (
+            (Q, KV, KV),
+            {**WINDOW, "bias": jnp.zeros((3, 10))},
+            r"bias must broadcast to .* got shape \(3, 10\)",
+        ),
+        ((Q, KV, KV), {**WINDOW, "bias": ALiBi(alibi_slopes(8))}, r"bias .* must give shape \(4, "),
+        ((Q, KV, KV), {**WINDOW, "bias": 1.0}, "bias must be a PositionBias or an array, got float"),
+        ((Q, KV, KV), {**WINDOW, "scale": "1"}, "scale must be a Python number"),
+        ((Q, KV, KV), {**WINDOW, "query_offset": jnp.int32(1)}, "query_offset must be a static int"),
+        (
+            (Q, KV, KV),
+            {**WINDOW, "key_offset": 1.5},
+            "key_offset must be an int or an int scalar array, got 1.5",
+        ),
+        (
+            (Q, KV, KV),
+            {**WINDOW, "key_value_seq_lengths": jnp.zeros(3, int)},
+            r"key_value_seq_lengths .* \(2,\), got",
+        ),
+        (
+            (Q, KV, KV),
+            {**WINDOW, "query_seq_lengths": jnp.zeros(2)},
+            "query_seq_lengths must be ints .* got float32",
+        ),
+        ((Q, KV, KV), {**WINDOW, "segment_ids": jnp.zeros((2, 9), int)}, r"segment_ids .* \(2, 10\), got"),
+        ((Q[:, :5], KV, KV), {**WINDOW, "segment_ids": jnp.zeros((2, 5), int)}, "segment_ids must be a pair"),
+        ((Q, KV, KV), {**WINDOW, "implementation": "triton"}, "implementation must be None, .* got 'triton'"),
+        (
+            (Q, KV, KV),
+            {**WINDOW, "implementation": "cudnn"},
+            "only with keys up to the query only .* with bfloat16",
+        ),
+    ],
+)
+def test_bad_input(arrays, options, message):
+    with pytest.raises(ValueError, match=message):
+        local_attention(*arrays, **options)

@@ -1,0 +1,111 @@
+"""Every pattern of local attention on the TPU kernels, interpreted on a CPU, against the float64 oracle."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import BigBird, BlockMask, GlobalWindow, SlidingWindow, Strided
+from tests.attention import oracles
+from tests.attention.local.test_local import PATTERNS, expect, random_qkv
+
+
+def run(arrays, **kwargs):
+    """Output and gradients of query, key and value on the kernels."""
+
+    @jax.jit
+    def both(query, key, value, d_out, traced):
+        f = lambda *a: local_attention(*a, implementation="pallas", **kwargs, **traced)  # noqa: E731
+        out, pull = jax.vjp(f, query, key, value)
+        return out, *pull(d_out)
+
+    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], jax.Array)}
+    return both(*arrays, traced)
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    for what, x, y in zip(("out", "d_query", "d_key", "d_value"), got, expected):
+        error = oracles.relative_error(x.astype(jnp.float32), y)
+        assert error < tolerance, f"{what}: relative error {error}"
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_pattern_equals_oracle(name):
+    """Causal where there is that form; strided and fixed ones look ahead too in the padded rows below."""
+    pattern, sees = PATTERNS[name]
+    causal = pattern.causal_ok
+    arrays = random_qkv(130, batch=1, heads=2)
+    got = run(arrays, pattern=pattern, is_causal=causal)
+    assert_close(got, expect(arrays, oracles.pairs(130, 130, sees, is_causal=causal)))
+
+
+@pytest.mark.parametrize("name", ["block_mask", "dilated", "fixed", "global_window", "sliding", "strided"])
+def test_offsets(name):
+    """A chunk of queries behind a cache whose keys do not start at 0."""
+    pattern, sees = PATTERNS[name]
+    causal = pattern.causal_ok
+    arrays = random_qkv(30, 50, batch=1, heads=2)
+    got = run(arrays, pattern=pattern, is_causal=causal, query_offset=20, key_offset=31)
+    assert_close(got, expect(arrays, oracles.pairs(30, 50, sees, 20 + 31, 31, causal)))
+
+
+@pytest.mark.parametrize("name", ["bucketed", "fixed"])
+def test_traced_offset(name):
+    """Where a cache's first key stands is known only at run time, and may lie before the first token."""
+    pattern, sees = PATTERNS[name]
+    arrays = random_qkv(150, 170, batch=1, heads=2)
+    for key_offset in (-20, 13):
+        got = run(arrays, pattern=pattern, is_causal=True, query_offset=20, key_offset=jnp.int32(key_offset))
+        assert_close(got, expect(arrays, oracles.pairs(150, 170, sees, 20 + key_offset, key_offset, True)))
+
+
+@pytest.mark.parametrize("name", ["dilated", "strided", "fixed", "global_window"])
+def test_padding_and_segments(name):
+    """Padding may hold NaN; packed sequences see their own segment only; rows that see nothing give 0."""
+    pattern, sees = PATTERNS[name]
+    arrays = random_qkv(140, batch=2, heads=2, kv_heads=1)
+    segments = jnp.asarray(np.arange(140)[None] // 50 + np.zeros((2, 1)), jnp.int32)
+    lengths = jnp.asarray([120, 0], jnp.int32)
+    visible = oracles.pairs(140, 140, sees, is_causal=False)[None] & (
+        np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None, :]
+    )
+    inside = np.arange(140)[None] < np.asarray(lengths)[:, None]
+    visible = visible & inside[:, None, :] & inside[:, :, None]
+    want = expect(arrays, visible[:, None])
+    absent = ~jnp.asarray(inside)[:, :, None, None]
+    query, key, value = (jnp.where(absent, jnp.nan, x) for x in arrays[:3])
+    got = run(
+        [query, key, value, arrays[3]],
+        pattern=pattern,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        segment_ids=segments,
+    )
+    assert_close(got, want)
+    assert not np.asarray(got[0])[1].any()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sees"),
+    [
+        (BlockMask.of(128, np.asarray([[0, 1, 0], [0, 0, 0], [1, 0, 1]], bool)), None),
+        (BigBird(64, global_blocks=1, random_blocks=1, seed=3), None),
+        (GlobalWindow(130, 10, 140), oracles.global_window(130, 10, 140)),
+        (Strided(100), oracles.strided(100)),
+        (SlidingWindow(6000, 0), oracles.sliding(6000, 0)),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_blocks_as_large_as_the_kernels_own(pattern, sees):
+    """Lists alone where granules are whole blocks, bits of several granules, lists across many blocks."""
+    length = 384
+    arrays = random_qkv(length, batch=1, heads=2, head_dim=16)
+    at = np.arange(length)
+    if sees is None:
+        visible = np.asarray(pattern.visible(at[:, None], at[None, :], length))
+    else:
+        visible = oracles.pairs(length, length, sees)
+    assert_close(run(arrays, pattern=pattern), expect(arrays, visible))

@@ -1,0 +1,225 @@
+"""What holds for every attention function whose past is a state: pieces, padding, packing, long inputs, bad input."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import brl_jax
+from brl_jax.attention.core.biases import RotaryBias
+from brl_jax.attention.recurrent.bsbr import init_bsbr_state
+from brl_jax.attention.recurrent.cosformer import init_cosformer_state
+from brl_jax.attention.recurrent.delta import init_delta_state
+from brl_jax.attention.recurrent.gau import init_gau_state
+from brl_jax.attention.recurrent.linear import init_linear_state
+from brl_jax.attention.recurrent.mixed_chunk import init_mixed_chunk_state
+from brl_jax.attention.recurrent.performer import init_performer_state
+
+
+class Case(NamedTuple):
+    """A function of query (B, T, N, H), key and value (B, T, K, H), and its state before the first token."""
+
+    call: Callable[..., Any]
+    init: Callable[[int, int, int], Any]  # batch, key heads, head_dim
+    packs: bool = True  # with a state
+    linear: bool = True
+
+
+def _delta(query, key, value, **options):
+    beta = jax.lax.stop_gradient(jax.nn.sigmoid(3 * value[..., 0]))
+    return brl_jax.delta_rule(query, key, value, beta, **options)
+
+
+def _linear(query, key, value, **options):
+    return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
+
+
+def _norm(query, key, value, **options):
+    return brl_jax.norm_attention(query, key, value, is_causal=True, **options)
+
+
+def _cosformer(query, key, value, **options):
+    return brl_jax.cosformer_attention(query, key, value, max_length=2**16, is_causal=True, **options)
+
+
+def _performer(query, key, value, **options):
+    rng = jax.random.key(11)
+    return brl_jax.performer_attention(query, key, value, rng=rng, num_features=12, is_causal=True, **options)
+
+
+def _bias(query):
+    return RotaryBias(*jax.random.normal(jax.random.key(12), (2, query.shape[2], query.shape[3])) / 4)
+
+
+def _gau(query, key, value, return_state=False, state=None, **options):
+    if return_state and state is None:
+        state = init_gau_state(key.shape[0], 2048, *key.shape[2:], value.shape[3], dtype=key.dtype)
+    options |= {"state": state, "return_state": return_state}
+    return brl_jax.gau_attention(query, key, value, bias=_bias(query), is_causal=True, **options)
+
+
+def _mixed_chunk(query, key, value, **options):
+    options = {"chunk_size": 32, "bias": _bias(query), "is_causal": True} | options
+    return brl_jax.mixed_chunk_attention(query, key, query[..., ::-1], -key, value, **options)
+
+
+def _bsbr(query, key, value, return_state=False, state=None, **options):
+    options = {"chunk_size": 32, "strength": 1 / 32} | options
+    if return_state and state is None:
+        state = init_bsbr_state(
+            key.shape[0], 2048, query.shape[2], *key.shape[2:], chunk_size=32, dtype=key.dtype
+        )
+    options |= {"state": state, "return_state": return_state}
+    return brl_jax.bsbr_attention(query, key, value, query[..., ::-1], -key, is_causal=True, **options)
+
+
+CASES = {
+    "linear": Case(_linear, lambda b, k, h: init_linear_state(b, k, h, h)),
+    "norm": Case(_norm, lambda b, k, h: init_linear_state(b, k, h, h, normalize=False)),
+    "cosformer": Case(_cosformer, lambda b, k, h: init_cosformer_state(b, k, h, h)),
+    "performer": Case(_performer, lambda b, k, h: init_performer_state(b, k, 12, h)),
+    "gau": Case(_gau, lambda b, k, h: init_gau_state(b, 2048, k, h, h), packs=False, linear=False),
+    "mixed_chunk": Case(
+        _mixed_chunk, lambda b, k, h: init_mixed_chunk_state(b, k, h, h, chunk_size=32), packs=False
+    ),
+    "bsbr": Case(
+        _bsbr,
+        lambda b, k, h: init_bsbr_state(b, 2048, 2 * k, k, h, chunk_size=32),
+        packs=False,
+        linear=False,
+    ),
+    "delta": Case(_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
+}
+
+
+def inputs(
+    length: int, *, seed: int = 0, batch: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 8
+):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@functools.cache
+def compiled(name: str, return_state: bool) -> Callable[..., Any]:
+    """The case's call as one program for all arrays of a shape; options may be arrays."""
+    return jax.jit(functools.partial(CASES[name].call, return_state=return_state))
+
+
+each = pytest.mark.parametrize("name", CASES)
+
+
+@each
+def test_pieces_of_any_size_continue_the_state(name):
+    """2,000 tokens fed as 1, 7, 64, 1,000 and the rest give what they give at once, and the same state."""
+    arrays, run = inputs(2000), compiled(name, True)
+    expected, expected_state = run(*arrays)
+    state, start, outputs = CASES[name].init(2, 2, 8), 0, []
+    for size in (1, 7, 64, 1000, 928):
+        out, state = run(*(x[:, start : start + size] for x in arrays), state=state)
+        outputs.append(out)
+        start += size
+    close(jnp.concatenate(outputs, axis=1), expected)
+    jax.tree.map(close, state, expected_state)
+
+
+@each
+def test_padding_leaves_no_trace(name):
+    """NaN from a row's length on reaches neither its outputs, nor the state, nor any gradient."""
+    run = compiled(name, True)
+    arrays = inputs(150, seed=1)
+    lengths = jnp.array([150, 70])
+
+    @jax.jit
+    def all_of_it(*arrays):
+        """Outputs, state, and the gradients of what is real in the second row."""
+
+        def loss(*arrays):
+            out, state = CASES[name].call(*arrays, key_value_seq_lengths=lengths, return_state=True)
+            return jnp.sum(out[1, :70] ** 2), (out, state)
+
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
+
+    gradients, (out, state) = all_of_it(*(x.at[1, 70:].set(jnp.nan) for x in arrays))
+    alone, alone_state = run(*(x[1:, :70] for x in arrays))
+    close(out[1:, :70], alone)
+    close(out[:1], run(*(x[:1] for x in arrays))[0])
+    jax.tree.map(lambda a, b: close(a[1:], b), state, alone_state)
+    for gradient, clean in zip(gradients, all_of_it(*arrays)[0]):
+        assert bool(jnp.isfinite(gradient).all())
+        close(gradient, clean)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.packs])
+def test_segments_are_apart(name):
+    """A run of equal segment ids gives what it gives alone; the state goes into the first, and the last's comes out."""
+    run = compiled(name, True)
+    arrays = inputs(200, seed=2, batch=1)
+    cuts = [0, 3, 68, 200]
+    ids = np.zeros((1, 200), np.int32)
+    for number, (a, b) in enumerate(itertools.pairwise(cuts)):
+        ids[:, a:b] = (5, 1, 5)[number]
+    _, before = run(*inputs(20, seed=3, batch=1))
+    out, state = run(*arrays, segment_ids=jnp.asarray(ids), state=before)
+    for a, b in itertools.pairwise(cuts):
+        past = {"state": before} if a == 0 else {}
+        expected, last = run(*(x[:, a:b] for x in arrays), **past)
+        close(out[:, a:b], expected)
+    more = inputs(3, seed=6, batch=1)  # the first run's shape: a program that is there
+    close(run(*more, state=state)[0], run(*more, state=last)[0])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.linear])
+def test_64k_tokens_in_bfloat16(name):
+    """The state keeps its precision: the last tokens come out as in float32."""
+    run = compiled(name, False)
+    arrays = [x.astype(jnp.bfloat16) for x in inputs(2**16, batch=1, heads=1, kv_heads=1, seed=4)]
+    out = run(*arrays)
+    assert out.dtype == jnp.bfloat16
+    close(out[:, -1000:], run(*(x.astype(jnp.float32) for x in arrays))[:, -1000:], 4e-3)
+
+
+@each
+def test_devices_share_heads_under_shard_map(name):
+    """Loops whose state starts at zeros pass shard_map's checks of what varies over the mesh."""
+    case = CASES[name]
+    arrays = inputs(130, seed=5, batch=1)
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec(None, None, "heads")
+    shared = jax.shard_map(case.call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    close(jax.jit(shared)(*arrays), compiled(name, False)(*arrays))
+
+
+@each
+def test_bad_input(name):
+    case = CASES[name]
+    query, key, value = inputs(9)
+    state = case.init(2, 2, 8)
+    other = CASES["delta" if name != "delta" else "linear"].init(2, 2, 8)
+    wrong = {
+        "chunk_size must be an int of at least 1, got 0": {"chunk_size": 0},
+        f"state must be a {type(state).__name__}": {"state": other},
+        r"state\.\w+ must be .*shape \(2, ": {"state": case.init(3, 2, 8)},
+        r"key_value_seq_lengths must be ints of shape \(2,\)": {
+            "key_value_seq_lengths": jnp.ones(3, jnp.int32)
+        },
+        "implementation must be None or 'xla', got 'pallas'": {"implementation": "pallas"},
+    }
+    for message, options in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            case.call(query, key, value, **options)
+    with pytest.raises(ValueError, match="must have query's length 9"):
+        case.call(query, key[:, :5], value[:, :5])

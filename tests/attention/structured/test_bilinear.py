@@ -1,0 +1,275 @@
+"""Bilinear MLR and BTT attention and split heads against dense score matrices, with their gradients; what rank buys."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.dense import full
+from brl_jax.attention.structured import bilinear, feature_attention, global_window
+from brl_jax.attention.structured.bilinear import btt_factors
+from brl_jax.structured import BTT, MLR, BlockLowRank
+from tests.attention import oracles
+
+STATIC = ("normalize", "scale", "is_causal", "ranks", "window", "implementation")
+
+
+def compiled(function):
+    """As one program: called as they are, functions compile each of their operations."""
+    names = inspect.signature(function).parameters
+    return jax.jit(function, static_argnames=[name for name in STATIC if name in names])
+
+
+bilinear_btt_attention = compiled(bilinear.bilinear_btt_attention)
+bilinear_btt_keys = compiled(bilinear.bilinear_btt_keys)
+bilinear_mlr_attention = compiled(bilinear.bilinear_mlr_attention)
+bilinear_mlr_features = compiled(bilinear.bilinear_mlr_features)
+feature_attention = compiled(feature_attention.feature_attention)
+full_attention = compiled(full.full_attention)
+global_window_attention = compiled(global_window.global_window_attention)
+
+BATCH, LENGTH, WIDTH, HEADS, SIZE = 2, 37, 48, 4, 5
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+
+
+def mlr_weights(heads, width, ranks, seed):
+    return [
+        normal(2**level, width // 2**level, heads, rank, seed=seed) / 4 for level, rank in enumerate(ranks)
+    ]
+
+
+def btt_weights(heads, width, rank):
+    a, b = btt_factors(width)
+    return normal(a, b, heads, b, rank) / 4, normal(heads, b, a, a, rank, seed=1) / 4
+
+
+def attended(scores, value, is_causal):
+    """softmax(scores) value, from scores (B, N, T, T), by the oracle."""
+    length, heads = scores.shape[-1], scores.shape[1]
+    zero = np.zeros((scores.shape[0], length, heads, value.shape[3]))
+    visible = np.tri(length, dtype=bool) if is_causal else np.ones((1, 1), bool)
+    return oracles.softmax_attention(zero, zero[:, :, : value.shape[2]], value, visible, bias=scores)[0]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_bilinear_mlr_is_its_structured_matrix(is_causal):
+    """The scores are x_i^T M x_j with M the dense matrix of an MLR; grouped keys and values."""
+    ranks, kv_heads = (3, 2, 1), 2
+    x, value = normal(BATCH, LENGTH, WIDTH), normal(BATCH, LENGTH, 1, SIZE)
+    query, key = mlr_weights(HEADS, WIDTH, ranks, 1), mlr_weights(kv_heads, WIDTH, ranks, 2)
+    out = bilinear_mlr_attention(
+        x, value, query_weights=query, key_weights=key, normalize=False, scale=1.5, is_causal=is_causal
+    )
+    scores = []
+    for head in range(HEADS):
+        levels = tuple(
+            BlockLowRank(1.5 / np.sqrt(q.shape[0] * q.shape[3]) * q[:, :, head], k[:, :, head // 2])
+            for q, k in zip(query, key)
+        )
+        dense = np.asarray(MLR(levels).to_dense(), np.float64)
+        scores.append(np.einsum("bti,ij,bsj->bts", x, dense, x))
+    expected = attended(np.stack(scores, 1), value, is_causal)
+    assert out.shape == (BATCH, LENGTH, HEADS, SIZE)
+    assert oracles.relative_error(out, expected) < 1e-4
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_bilinear_btt_is_its_structured_matrix(rank):
+    """The scores are x_i^T M x_j with M the dense matrix of a BTT."""
+    x, value = normal(BATCH, LENGTH, WIDTH), normal(BATCH, LENGTH, 2, SIZE)
+    right, left = btt_weights(HEADS, WIDTH, rank)
+    out = bilinear_btt_attention(x, value, right=right, left=left, normalize=False, is_causal=True)
+    matrices = [BTT(left[head], right[:, :, head]) for head in range(HEADS)]
+    dense = np.stack([np.asarray(m.to_dense(), np.float64) for m in matrices])
+    scores = np.einsum("bti,nij,bsj->bnts", x, dense, x) / np.sqrt(WIDTH)
+    assert oracles.relative_error(out, attended(scores, value, True)) < 1e-4
+    keys = bilinear_btt_keys(x, right, left, normalize=False)
+    for head, matrix in enumerate(matrices):
+        np.testing.assert_allclose(keys[:, :, head], matrix.matmul(x), rtol=1e-4, atol=1e-4)
+        assert matrix.rank == WIDTH == np.linalg.matrix_rank(dense[head])
+
+
+def test_layer_norms():
+    """Over each head's and level's features, and over the width; their scales are shared by the heads."""
+    x, ranks = normal(BATCH, LENGTH, WIDTH), (3, 2)
+    weights, scales = mlr_weights(HEADS, WIDTH, ranks, 1), [normal(3), normal(4)]
+
+    def layer_norm(y, scale):
+        y = np.asarray(y, np.float64)
+        y = y - y.mean(-1, keepdims=True)
+        return y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(scale)
+
+    bare = bilinear_mlr_features(x, weights, normalize=False)
+    got = bilinear_mlr_features(x, weights, norm_scales=scales)
+    expected = [layer_norm(bare[..., :3], scales[0]), layer_norm(bare[..., 3:], scales[1])]
+    assert oracles.relative_error(got, np.concatenate(expected, -1)) < 1e-5
+    right, left = btt_weights(HEADS, WIDTH, 1)
+    bare = bilinear_btt_keys(x, right, left, normalize=False)
+    got = bilinear_btt_keys(x, right, left, norm_scale=normal(WIDTH))
+    assert oracles.relative_error(got, layer_norm(bare, normal(WIDTH))) < 1e-5
+
+
+def test_packed_and_padded_sequences():
+    """Segments see themselves alone; padding, NaN in it, reaches nothing."""
+    x, value = normal(1, LENGTH, WIDTH), normal(1, LENGTH, 2, SIZE)
+    right, left = btt_weights(HEADS, WIDTH, 1)
+    attend = functools.partial(bilinear_btt_attention, right=right, left=left, is_causal=True)
+    cut = 15
+    segments = jnp.where(jnp.arange(LENGTH) < cut, 4, 2)[None]
+    packed = attend(x, value, segment_ids=segments)
+    alone = [attend(x[:, part], value[:, part]) for part in (slice(0, cut), slice(cut, None))]
+    assert oracles.relative_error(packed, np.concatenate(alone, 1)) < 1e-5
+    length = jnp.array([cut], jnp.int32)
+    poisoned = x.at[:, cut:].set(jnp.nan), value.at[:, cut:].set(jnp.nan)
+    padded = attend(*poisoned, query_seq_lengths=length, key_value_seq_lengths=length)
+    assert oracles.relative_error(padded[:, :cut], alone[0]) < 1e-5
+    assert not np.asarray(padded[:, cut:]).any()
+
+
+def test_feature_attention_is_full_attention():
+    """From either path: one MLR level, and blocks of queries where they stand at an offset."""
+    query, key, value = normal(1, 300, 4, 6), normal(1, 300, 4, 6), normal(1, 300, 2, 3)
+    wide = jnp.repeat(value, 2, axis=2)
+    expected = full_attention(query, key, wide, scale=1.0, is_causal=True)
+    whole = feature_attention(query, key, value, is_causal=True)
+    assert oracles.relative_error(whole, expected) < 1e-5
+    late = feature_attention(query[:, 20:], key, value, is_causal=True, query_offset=jnp.int32(20))
+    assert oracles.relative_error(late, expected[:, 20:]) < 1e-5
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_global_window_is_the_sum_of_two_attentions(is_causal):
+    query, key, value = normal(2, LENGTH, 4, 8), normal(2, LENGTH, 2, 8), normal(2, LENGTH, 2, 8)
+    options = {"ranks": (3, 5), "window": 6, "is_causal": is_causal}
+    out = global_window_attention(query, key, value, **options)
+    sees = oracles.sliding(6, 0) if is_causal else oracles.sliding(3, 3)
+    everything = oracles.pairs(LENGTH, LENGTH, oracles.sliding(LENGTH, LENGTH), is_causal=is_causal)
+    near = oracles.pairs(LENGTH, LENGTH, sees, is_causal=is_causal)
+    assert near[20].sum() == 7  # w + 1 keys
+    expected = [
+        oracles.softmax_attention(query[..., part], key[..., part], value, mask, scale=8 / rank)[0]
+        for part, mask, rank in ((slice(0, 3), everything, 3), (slice(3, 8), near, 5))
+    ]
+    assert oracles.relative_error(out, sum(expected)) < 1e-5
+    ones = global_window_attention(query, key, jnp.ones_like(value), **options)
+    np.testing.assert_allclose(ones, 2.0, rtol=1e-5)
+
+
+def test_gradients():
+    """Along random directions, against central differences of the float64 scores' oracle."""
+    x, value = normal(1, 20, 16), normal(1, 20, 1, SIZE)
+    right, left = btt_weights(2, 16, 1)
+    weight = np.asarray(normal(1, 20, 2, SIZE, seed=5), np.float64)
+
+    @jax.jit
+    def slopes(x, value, right, left):
+        def loss(x, value, right, left):
+            out = bilinear_btt_attention(x, value, right=right, left=left, normalize=False, is_causal=True)
+            return jnp.sum(out * jnp.asarray(weight, jnp.float32))
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, value, right, left)
+
+    def oracle(x, value, right, left):
+        inner = np.einsum("bsce,cenpt->bsnpct", x.reshape(1, 20, 4, 4), right)
+        keys = np.einsum("bsnpct,npact->bsnap", inner, left).reshape(1, 20, 2, 16)
+        scores = np.einsum("btd,bsnd->bnts", x, keys) / 4
+        return (attended(scores, value, True) * weight).sum()
+
+    arguments = [np.asarray(a, np.float64) for a in (x, value, right, left)]
+    for i, slope in enumerate(slopes(x, value, right, left)):
+        direction = np.random.default_rng(i).standard_normal(slope.shape)
+        ends = []
+        for sign in (1e-5, -1e-5):
+            moved = list(arguments)
+            moved[i] = moved[i] + sign * direction
+            ends.append(oracle(*moved))
+        expected = (ends[0] - ends[1]) / 2e-5
+        assert float(np.vdot(slope, direction)) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# --- The bottleneck: 002, section 2.2 ---
+
+
+def test_eight_bilinear_heads_score_by_the_identity_and_eight_standard_heads_cannot():
+    """x -> x_i . x_j at width 64: with 8 heads each bilinear form gives it exactly, in every head; a standard head's
+    scores have rank 8 at most, and are never nearer to it than sqrt(64 - 8) on 64 orthonormal tokens."""
+    width, heads = 64, 8
+    x = jnp.eye(width)[None]
+    identity = np.eye(width)
+    eye = jnp.eye(8)
+    right = jnp.broadcast_to(eye[None, :, None, :, None], (8, 8, heads, 8, 1))  # (c, e, N, b, t)
+    left = jnp.broadcast_to(eye[None, None, :, :, None], (heads, 8, 8, 8, 1))  # (N, b, a, c, t)
+    keys = bilinear_btt_keys(x, right, left, normalize=False)
+    btt = np.einsum("td,snd->nts", x[0], keys[0])
+    # Ranks that sum to the head_dim 8, as standard attention's: the last level's 32 blocks of 2 channels, each in full.
+    ranks = (1, 1, 1, 1, 2, 2)
+    weights = [jnp.zeros((2**level, width // 2**level, heads, rank)) for level, rank in enumerate(ranks)]
+    weights[-1] = jnp.broadcast_to(jnp.eye(2)[None, :, None], weights[-1].shape)
+    features = bilinear_mlr_features(x, weights, normalize=False)[0]
+    mlr = np.einsum("tnf,snf->nts", features, features)
+    for scores in (btt, mlr):
+        np.testing.assert_array_equal(scores, np.broadcast_to(identity, scores.shape))
+
+    query, key = normal(width, heads, 8), normal(width, heads, 8, seed=1)
+    standard = np.einsum("tnh,snh->nts", query, key)
+    for scores in standard:
+        # The nearest multiple of this head's scores, and the bound for any head at all.
+        best = scores * (scores * identity).sum() / (scores**2).sum()
+        assert np.linalg.matrix_rank(scores) == 8
+        assert np.linalg.norm(identity - best) > np.sqrt(width - 8)
+    u, s, v = np.linalg.svd(identity)
+    nearest = (u[:, :8] * s[:8]) @ v[:8]
+    assert np.linalg.norm(identity - nearest) == pytest.approx(np.sqrt(width - 8))
+
+
+# --- Factors and bad input ---
+
+
+def test_btt_factors():
+    assert [btt_factors(n) for n in (48, 64, 16, 6, 1024)] == [(6, 8), (8, 8), (4, 4), (2, 3), (32, 32)]
+    with pytest.raises(
+        ValueError, match=r"got 23 = 1\*23; the nearest such widths are 21 = 3\*7 and 24 = 4\*6"
+    ):
+        btt_factors(23)
+    with pytest.raises(ValueError, match=r"got 2 = 1\*2; the nearest such widths are 4 = 2\*2"):
+        btt_factors(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, v: bilinear_mlr_attention(x, v, query_weights=[], key_weights=[]), "at least one level"),
+        (
+            lambda x, v: bilinear_mlr_attention(
+                x, v, query_weights=mlr_weights(2, WIDTH, (2,), 1), key_weights=mlr_weights(2, WIDTH, (3,), 1)
+            ),
+            "key_weights must have query_weights' levels",
+        ),
+        (
+            lambda x, v: bilinear_mlr_features(x, mlr_weights(2, 24, (2,), 1)),
+            "weights of level 0 must have shape .* width 48",
+        ),
+        (
+            lambda x, v: bilinear_btt_keys(x, jnp.ones((4, 4, 2, 4, 1)), jnp.ones((2, 4, 4, 4, 1))),
+            r"right must have shape .* c \* e = 48",
+        ),
+        (
+            lambda x, v: bilinear_btt_keys(x, jnp.ones((6, 8, 2, 8, 1)), jnp.ones((2, 8, 4, 6, 1))),
+            "left must have shape",
+        ),
+        (lambda x, v: feature_attention(v, v, v, implementation="pallas"), "implementation must be None or 'xla'"),
+        (lambda x, v: feature_attention(v, v[:, :, :1], v), "the heads of value must divide the 1 of the keys"),
+        (lambda x, v: global_window_attention(v, v, v, ranks=(1, 2), window=4), "ranks must sum to the head_dim 5"),
+        (lambda x, v: global_window_attention(v, v, v, ranks=(5,), window=4), "ranks must be two ints"),
+        (lambda x, v: global_window_attention(v, v, v, ranks=(2, 3), window=0), "window must be an int"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(normal(BATCH, LENGTH, WIDTH), normal(BATCH, LENGTH, 2, SIZE))

@@ -1,0 +1,312 @@
+"""mlr_attention against a float64 oracle, by the CPU's loop and with all rectangles at once; its laws and its cost."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.structured import mlr_xla as mlr_core
+from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
+from brl_jax.attention.structured.mlr_blocks import rectangles
+from tests.attention import oracles
+from tests.attention.local.test_local import assert_close, largest_array, random_qkv, schedule  # noqa: F401
+
+# name: (ranks, block sizes) with heads of 8
+LEVELS = {
+    "one": ((8,), (None,)),
+    "growing": ((4, 2, 2), None),
+    "small_blocks": ((2, 2, 1, 3), (None, 24, 12, 4)),
+    "thirds": ((4, 3, 1), (None, 297, 99)),
+    "equal": ((4, 2, 2), (None, 32, 32)),
+    "no_common_block": ((5, 2, 1), (160, 80, 16)),
+    "odd": ((2, 6), (None, 35)),
+}
+
+
+def levels_of(name, length):
+    ranks, sizes = LEVELS[name]
+    return ranks, doubling_block_sizes(length, len(ranks)) if sizes is None else sizes
+
+
+def same_block(length, size):
+    i = np.arange(length)
+    return np.ones((length, length)) if size is None else (i[:, None] // size == i[None] // size) * 1.0
+
+
+def oracle(arrays, ranks, sizes, visible, divide=False):
+    """out and the gradients of query, key and value, by dense matrices: the scores as a bias on scores of zero."""
+    query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
+    length, heads, group = query.shape[1], query.shape[2], query.shape[2] // key.shape[2]
+    wide = np.repeat(key, group, 2)
+    masks = [same_block(length, size) for size in sizes]
+    count = np.maximum(sum(masks), 1) if divide else 1.0
+    starts = np.cumsum((0, *ranks))
+    slices = [slice(a, b) for a, b in itertools.pairwise(starts)]
+    weights = [mask / count / rank for mask, rank in zip(masks, ranks)]
+    scores = sum(
+        w * np.einsum("btnh,bsnh->bnts", query[..., s], wide[..., s]) for w, s in zip(weights, slices)
+    )
+    zero = np.zeros_like(query)
+    out, _ = oracles.softmax_attention(zero, key, value, visible, bias=scores)
+    _, _, d_value, d_scores = oracles.softmax_attention_gradients(
+        zero, key, value, visible, d_out, bias=scores
+    )
+    d_query, d_wide = np.zeros_like(query), np.zeros_like(query)
+    for w, s in zip(weights, slices):
+        d_query[..., s] = np.einsum("bnts,bsnh->btnh", w * d_scores, wide[..., s])
+        d_wide[..., s] = np.einsum("bnts,btnh->bsnh", w * d_scores, query[..., s])
+    d_key = d_wide.reshape(*key.shape[:2], heads // group, group, -1).sum(3)
+    return out, d_query, d_key, d_value
+
+
+# What programs mean is the same without the machine code's optimisation, and compiles in half the time.
+
+
+def run(arrays, **kwargs):
+    """The output and the gradients of query, key and value, in one compiled function."""
+
+    @jax.jit
+    def both(query, key, value, d_out):
+        out, pull = jax.vjp(functools.partial(mlr_attention, **kwargs), query, key, value)
+        return out, *pull(d_out)
+
+    return both(*arrays)
+
+
+def causal_pairs(length):
+    return np.tri(length, dtype=bool)
+
+
+CASES = [(name, "loop", causal) for name in LEVELS for causal in (True, False)]
+CASES += [(name, "at_once", causal) for name in ("thirds", "small_blocks") for causal in (True, False)]
+
+
+@pytest.mark.parametrize(("name", "schedule", "is_causal"), CASES, indirect=["schedule"])
+def test_equals_oracle(schedule, name, is_causal):  # noqa: F811
+    """Forward and gradients at a length that no block divides."""
+    length = 301
+    arrays = random_qkv(length)
+    ranks, sizes = levels_of(name, length)
+    visible = causal_pairs(length) if is_causal else np.ones((1, 1), bool)
+    divide = name in ("small_blocks", "no_common_block")
+    got = run(arrays, ranks=ranks, block_sizes=LEVELS[name][1], is_causal=is_causal, divide_by_levels=divide)
+    assert_close(got, oracle(arrays, ranks, sizes, visible, divide))
+    one = oracle(arrays, (8,), (None,), visible)
+    assert name == "one" or oracles.relative_error(got[0], one[0]) > 1e-2
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 65, 128, 200])
+def test_ragged_lengths(length):
+    arrays = random_qkv(length, batch=1, heads=2, kv_heads=1)
+    ranks, sizes = (4, 2, 2), (None, 64, 16)
+    assert_close(
+        run(arrays, ranks=ranks, block_sizes=sizes, is_causal=True),
+        oracle(arrays, ranks, sizes, causal_pairs(length)),
+    )
+
+
+def test_many_tiles_and_steps(monkeypatch):
+    """A cache so small that every rectangle is cut in rows and walked over one by one."""
+    monkeypatch.setattr(mlr_core, "_CACHE_BYTES", 2**12)
+    arrays = random_qkv(301)
+    ranks, sizes = levels_of("small_blocks", 301)
+    assert_close(
+        run(arrays, ranks=ranks, block_sizes=sizes), oracle(arrays, ranks, sizes, np.ones((1, 1), bool))
+    )
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_every_pair_is_in_one_rectangle(is_causal):
+    for length in (1, 50, 129, 301, 640):
+        for ranks, sizes in (((8,), (None,)), ((4, 2, 2), (None, 96, 16)), ((4, 2, 2), (270, 90, 45))):
+            seen = np.zeros((length, length), int)
+            for r in rectangles(length, ranks, sizes, is_causal):
+                for block in range(r.blocks):
+                    first = block * r.period
+                    rows, columns = (slice(first + a, first + b) for a, b in (r.query, r.key))
+                    seen[rows, columns] += 1
+            expected = np.tri(length, dtype=int) if is_causal else np.ones((length, length), int)
+            needed = expected.astype(bool)
+            assert (seen[needed] == 1).all()
+            assert seen.max() == 1
+
+
+def test_bfloat16():
+    arrays = random_qkv(130, dtype=jnp.bfloat16)
+    ranks, sizes = (4, 2, 2), (None, 40, 20)
+    got = run(arrays, ranks=ranks, block_sizes=sizes, is_causal=True)
+    assert got[0].dtype == jnp.bfloat16
+    expected = oracle([x.astype(jnp.float32) for x in arrays], ranks, sizes, causal_pairs(130))
+    assert_close(got, expected, 2e-2)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_one_level_is_full_attention(is_causal):
+    arrays = random_qkv(200)
+
+    @jax.jit
+    def four(*arrays):
+        full = functools.partial(full_attention, *arrays, is_causal=is_causal, implementation="xla")
+        level = functools.partial(mlr_attention, *arrays, ranks=(8,), is_causal=is_causal)
+        return level(), full(scale=1 / 8), level(scale=8**-0.5), full()
+
+    got, expected, scaled, default = four(*arrays[:3])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(scaled, default, rtol=1e-4, atol=1e-6)
+
+
+def test_causal_bitwise():
+    arrays = random_qkv(150)
+    run_once = jax.jit(
+        functools.partial(mlr_attention, ranks=(4, 2, 2), block_sizes=(None, 32, 16), is_causal=True)
+    )
+    before = np.asarray(run_once(*arrays[:3]))
+    for t in (0, 1, 15, 16, 31, 32, 63, 64, 127, 128, 149):
+        changed = [x.at[:, t].set(3.0) for x in arrays[:3]]
+        after = np.asarray(run_once(*changed))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_lengths_and_poisoned_padding(is_causal):
+    """Padding, NaN in it, reaches neither outputs nor gradients; a row without keys gives 0."""
+    length = 140
+    lengths = np.array([0, 101])
+    arrays = random_qkv(length)
+    poisoned = [x.at[0].set(jnp.nan).at[1, 101:].set(jnp.nan) for x in arrays[:3]] + [arrays[3]]
+    ranks, sizes = (4, 2, 2), (None, 64, 16)
+    options = {"ranks": ranks, "block_sizes": sizes, "is_causal": is_causal}
+    mask = (np.arange(length) < lengths[:, None])[:, None, None, :]
+    visible = mask & causal_pairs(length) if is_causal else mask
+    lengths = jnp.asarray(lengths, jnp.int32)
+    got = run(poisoned, **options, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    rows = np.arange(length)[None, :, None, None] < np.asarray(lengths)[:, None, None, None]
+    clean = [np.where(rows, np.asarray(x), 0) for x in arrays]
+    expected = list(oracle(clean, ranks, sizes, visible))
+    expected[0] = np.where(rows, expected[0], 0)
+    expected[1] = np.where(rows, expected[1], 0)
+    assert_close(got, expected)
+    assert not np.asarray(got[0])[0].any()
+
+
+def test_values_of_another_size():
+    query, key, _, _ = random_qkv(70)
+    value = jnp.asarray(np.random.default_rng(1).standard_normal((2, 70, 2, 3)), jnp.float32)
+    out = jax.jit(functools.partial(mlr_attention, ranks=(8,), is_causal=True))(query, key, value)
+    assert out.shape == (2, 70, 4, 3)
+    expected, _ = oracles.softmax_attention(query, key, value, causal_pairs(70), scale=1 / 8)
+    assert oracles.relative_error(out, expected) < 1e-5
+    full = jax.jit(functools.partial(full_attention, is_causal=True, scale=1 / 8))(query, key, value)
+    assert oracles.relative_error(full, expected) < 1e-5
+    with pytest.raises(ValueError, match="value's head_dim"):
+        full_attention(query, key, value, implementation="cudnn")
+
+
+def test_composes_with_vmap_scan_checkpoint():
+    arrays = random_qkv(40, batch=3)
+    options = {"ranks": (4, 2, 2), "block_sizes": (None, 16, 8), "is_causal": True}
+    attend = functools.partial(mlr_attention, **options)
+    expected = run(arrays, **options)
+
+    def mapped(query, key, value):
+        return jax.vmap(lambda *a: attend(*(x[None] for x in a))[0])(query, key, value)
+
+    def scanned(query, key, value):
+        def body(carry, xs):
+            return carry, jax.checkpoint(attend)(*(x[None] for x in xs))[0]
+
+        return jax.lax.scan(body, 0, (query, key, value))[1]
+
+    for f in (mapped, scanned):
+        out, pull = jax.jit(functools.partial(jax.vjp, f))(*arrays[:3])
+        for x, y in zip((out, *jax.jit(pull)(arrays[3])), expected):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+# --- Cost ---
+
+
+@pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
+def test_memory_grows_linearly(schedule):  # noqa: F811
+    """Forward and backward: temporary memory in proportion to n, no array of n x n numbers."""
+
+    def compiled(length):
+        shape = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+
+        def both(query, key, value, d_out):
+            attend = functools.partial(
+                mlr_attention, ranks=(12, 4), block_sizes=(None, 2**12), is_causal=True
+            )
+            out, pull = jax.vjp(attend, query, key, value)
+            return out, *pull(d_out)
+
+        return jax.jit(both).lower(*[shape] * 4).compile()
+
+    small, large = compiled(2**14), compiled(2**15)
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]
+    assert sizes[1] <= 2.2 * sizes[0], sizes
+    assert largest_array(small.as_text()) < (2**14) ** 2 // 8
+
+
+@pytest.mark.parametrize("schedule", ["at_once"], indirect=True)
+def test_flops_of_the_scores(schedule, monkeypatch):  # noqa: F811
+    """The compiler counts sum_l r_l / 2^(l-1) of full attention's score FLOPs (002, section 3.4), here 39.4 / 64."""
+    monkeypatch.setattr(mlr_core, "_ROWS", 2**20)  # no loops: the compiler counts their bodies once
+    length, ranks = 2048, (32, 8, 8, 8, 4, 4)
+    shape = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
+    values = jax.ShapeDtypeStruct((1, length, 1, 1), jnp.float32)
+
+    def flops(function):
+        return jax.jit(function).lower(shape, shape, values).compile().cost_analysis()["flops"]
+
+    levels = flops(functools.partial(mlr_attention, ranks=ranks))
+    sizes = doubling_block_sizes(length, len(ranks))
+    one = flops(functools.partial(mlr_attention, ranks=(32, 32), block_sizes=(None, None)))
+    ratio = sum(rank / 2**level for level, rank in enumerate(ranks)) / 64
+    assert sizes == (None, 1024, 512, 256, 128, 64)
+    assert one - levels == pytest.approx((1 - ratio) * 2 * 64 * length**2, rel=0.02)
+    assert levels < (ratio + 0.1) * flops(full_attention)
+    causal = flops(functools.partial(mlr_attention, ranks=ranks, is_causal=True))
+    assert causal < 0.55 * levels
+
+
+# --- Bad input ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": (4, 2)}, r"ranks must sum to the head_dim 8, got 4\+2 = 6"),
+        ({"ranks": (4, 0, 4)}, "ranks must be one or more ints"),
+        ({"ranks": ()}, "ranks must be one or more ints"),
+        ({"block_sizes": (None, 24, 16)}, "nested.*24 before 16"),
+        ({"block_sizes": (32, None, 16)}, "nested.*32 before None"),
+        ({"block_sizes": (32, 16)}, "one size for each of the 3 ranks, got 2"),
+        ({"block_sizes": (32, 16, 0)}, "block_sizes must be ints of at least 1 or None"),
+        ({"scale": (1.0, 2.0)}, "scale must be a number, or one for each of the 3 ranks"),
+        ({"implementation": "pallas"}, "implementation must be None or 'xla'"),
+    ],
+)
+def test_bad_arguments(changes, message):
+    arguments = {"ranks": (4, 2, 2), "block_sizes": (None, 16, 8)} | changes
+    with pytest.raises(ValueError, match=message):
+        mlr_attention(*random_qkv(20)[:3], **arguments)
+
+
+def test_lengths_must_agree():
+    query, key, value, _ = random_qkv(20, 21)
+    with pytest.raises(ValueError, match="key must have query's length 20"):
+        mlr_attention(query, key, value, ranks=(8,))
+
+
+def test_doubling_block_sizes():
+    assert doubling_block_sizes(1024, 4) == (None, 512, 256, 128)
+    assert doubling_block_sizes(29, 3) == (None, 16, 8)
+    assert doubling_block_sizes(2, 4) == (None, 4, 2, 1)
+    with pytest.raises(ValueError, match="length"):
+        doubling_block_sizes(0, 2)

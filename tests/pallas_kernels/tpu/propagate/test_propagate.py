@@ -1,0 +1,70 @@
+"""The propagation kernels, interpreted on a CPU, against a float64 reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.tpu.propagate import api as propagate
+from tests.pallas_kernels.tpu import oracle
+from tests.pallas_kernels.tpu.inputs import arrays
+
+
+def check(shape, keys, score, dtype, tolerance, **options):
+    batch, _, heads, head_dim = shape
+    q, k, v, g = arrays(
+        0, dtype, shape, (batch, keys, heads, head_dim), (batch, keys, heads, head_dim), shape, spread=1.0
+    )
+    (strength,) = arrays(1, jnp.float32, (heads,))
+
+    @jax.jit
+    def run(q, k, v, strength, g):
+        f = functools.partial(propagate, score=score, **{"interpret": True} | options)
+        out, pull = jax.vjp(lambda q, k, v, s: f(q, k, v, strength=s), q, k, v, strength)
+        return out, *pull(g)
+
+    got = run(q, k, v, strength, g)
+    want = oracle.propagate(q, k, v, strength, options.get("scale", head_dim**-0.5), score, g)
+    distances = [oracle.distance(x, y) for x, y in zip(got, want)]
+    assert max(distances) < tolerance, distances
+
+
+@pytest.mark.parametrize("score", ["softmax", "relu2", "laplace"])
+def test_matches_reference_in_float32(score):
+    check((2, 301, 2, 128), 70, score, jnp.float32, 1e-5, block=256)
+
+
+@pytest.mark.parametrize("shape", [(1, 300, 3, 64), (1, 150, 4, 32), (1, 40, 1, 80), (1, 1, 1, 256)])
+def test_head_dims(shape):
+    check(shape, 16, "softmax", jnp.float32, 1e-5)
+
+
+def test_matches_reference_in_bfloat16():
+    check((1, 280, 2, 64), 128, "softmax", jnp.bfloat16, 1e-2)
+
+
+def test_poisoned_memory_and_any_order(hostile):
+    check((1, 300, 2, 128), 9, "softmax", jnp.float32, 1e-5, block=128, interpret=hostile)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "words"),
+    [
+        (1025, {}, "at most 1024 compressed tokens, got 1025"),
+        (16, {"score": "cosine"}, "score must be one of softmax, relu2, laplace, got 'cosine'"),
+        (16, {"block": 100}, "block must be a positive multiple of 128, got 100"),
+        (16, {"block": 1 << 17}, r"needs [0-9.]+ MiB of VMEM"),
+        (
+            16,
+            {"strength": jax.ShapeDtypeStruct((3,), jnp.float32)},
+            r"strength must have shape \(2,\), got \(3,\)",
+        ),
+    ],
+)
+def test_bad_input(keys, options, words):
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.float32) for n in (300, keys))
+    strength = options.pop("strength", jnp.ones((2,)))
+    f = functools.partial(propagate, **options)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(lambda q, k, v, s: f(q, k, v, strength=s), q, k, k, strength)
