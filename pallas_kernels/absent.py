@@ -1,0 +1,64 @@
+"""Tokens that do not exist, expressed as segment ids: the one encoding that kernels and halos use.
+
+A query sees the keys whose segment id equals its own. A token that does not exist (padding behind a sequence's length,
+slots that fill up a block, what lies beyond the ends of a sequence) gets an id that no token of its row has, so that it
+sees nothing and nothing sees it, whatever ids the caller uses.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def mark_absent(
+    query_ids: Int[Array, "B T"] | None,
+    key_ids: Int[Array, "B S"] | None,
+    query_exists: Bool[Array, "#B T"] | None,
+    key_exists: Bool[Array, "#B S"] | None,
+    batch: int | None = None,
+) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
+    """Segment ids in which absent tokens match no other token.
+
+    The ids of absent queries and of absent keys differ from each other and from every id in the same row. Any int32 is
+    allowed as a caller's id: a row of n ids leaves at least two of the numbers 0 .. n + 1 unused, and those two are
+    taken.
+
+    Args:
+      query_ids, key_ids: the caller's segment ids, both or neither; None stands for one segment.
+      query_exists, key_exists: which tokens exist; None for all.
+      batch: B, needed where all ids are None and both masks have a batch axis of 1 or are None.
+
+    Returns:
+      int32 ids of queries and keys.
+
+    Raises:
+      ValueError: one kind of ids without the other, or sizes that cannot be known from the arguments.
+    """
+    if (query_ids is None) != (key_ids is None):
+        raise ValueError("query_ids and key_ids belong together: give both or neither")
+    if query_ids is None or key_ids is None:
+        if query_exists is None or key_exists is None:
+            raise ValueError("query_exists and key_exists must be given where there are no ids")
+        rows = max(query_exists.shape[0], key_exists.shape[0]) if batch is None else batch
+        ids = [
+            jnp.broadcast_to(jnp.where(exists, jnp.int32(0), jnp.int32(absent)), (rows, exists.shape[1]))
+            for absent, exists in enumerate((query_exists, key_exists), start=1)
+        ]
+        return ids[0], ids[1]
+    query_ids, key_ids = query_ids.astype(jnp.int32), key_ids.astype(jnp.int32)
+    if query_exists is None and key_exists is None:
+        return query_ids, key_ids
+    used = jnp.concatenate([query_ids, key_ids], axis=1)
+    rows, count = used.shape
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    # Index count + 2 lies outside and is dropped; a negative index would count from the end.
+    place = jnp.where(used < 0, jnp.int32(count + 2), used)
+    taken = jnp.zeros((rows, count + 2), bool).at[row, place].set(True, mode="drop")
+    first = jnp.argmin(taken, axis=1, keepdims=True).astype(jnp.int32)
+    second = jnp.argmin(taken.at[row, first].set(True), axis=1, keepdims=True).astype(jnp.int32)
+    if query_exists is not None:
+        query_ids = jnp.where(query_exists, query_ids, first)
+    if key_exists is not None:
+        key_ids = jnp.where(key_exists, key_ids, second)
+    return query_ids, key_ids
