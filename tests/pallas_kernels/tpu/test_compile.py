@@ -22,12 +22,8 @@ from brl_jax.attention.local.patterns import (
     SlidingWindow,
     Strided,
 )
-from pallas_kernels.tpu import compress_blocks
-from pallas_kernels.tpu.block import api as block_attention
-from pallas_kernels.tpu.compress import api as compress
+from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
 from pallas_kernels.tpu.core import sizes as block_sizes
-from pallas_kernels.tpu.propagate import api as propagate
-from pallas_kernels.tpu.window import api as window_attention
 
 pytestmark = [
     pytest.mark.skipif(

@@ -16,11 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tpu import compress_blocks
-from pallas_kernels.tpu.block import api as block_attention
-from pallas_kernels.tpu.compress import api as compress
-from pallas_kernels.tpu.propagate import api as propagate
-from pallas_kernels.tpu.window import api as window_attention
+from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays, exact_arrays
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tpu import Granules
-from pallas_kernels.tpu.block import api as block_attention
+from pallas_kernels.tpu import Granules, block_attention
 from pallas_kernels.tpu.core import sizes as block_sizes
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays

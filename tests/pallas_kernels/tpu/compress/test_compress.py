@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tpu import compress_blocks
-from pallas_kernels.tpu.compress import api as compress
+from pallas_kernels.tpu import compress, compress_blocks
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import WindowBlocks
+from pallas_kernels.tpu import WindowBlocks, window_attention
 from pallas_kernels.tpu.core import sizes as block_sizes
-from pallas_kernels.tpu.window import api as window_attention
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
