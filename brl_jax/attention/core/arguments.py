@@ -38,6 +38,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     is_number = isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
     require(is_number, f"scale must be a Python number (multiply the query by a traced one), got {scale!r}")
+    require(math.isfinite(scale), f"scale must be finite, got {scale!r}")
     return float(scale)
 
 

@@ -16,6 +16,10 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
     """Checks (B, T, N, H), (B, S, K, H), (B, S, K, H) with N a multiple of K and nothing empty."""
     for array, name in zip((query, key, value), names):
         require(
+            hasattr(array, "shape") and hasattr(array, "dtype"),
+            f"{name} must be an array, got {type(array).__name__}",
+        )
+        require(
             array.ndim == 4, f"{name} must have shape (batch, length, heads, head_dim), got {array.shape}"
         )
         require(0 not in array.shape, f"{name} must not be empty, got shape {array.shape}")
