@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import numpy as np
@@ -21,6 +21,8 @@ class TLinFormerConfig(Mechanism):
 
     The parameters are those of a decoder with full attention; its layers are taken in blocks of hidden + 2.
     """
+
+    network: ClassVar[str] = "tlinformer"
 
     window: int = 256
     """Tokens that share one state of the history (the paper's W_og): once so many have come, the history takes them

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -90,6 +90,10 @@ class Dimensions:
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
     """Base of the configuration dataclasses; the properties say what a mechanism can do."""
+
+    network: ClassVar[str | None] = None
+    """Name of the network class that must arrange this mechanism's layers, for a mechanism that is more than a layer
+    (TLinFormer). `brl_jax.models` lists those classes by name; None is the ordinary stack of blocks."""
 
     @property
     def causal(self) -> bool:

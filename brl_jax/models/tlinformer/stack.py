@@ -265,6 +265,9 @@ def _remember(cache: Any, x: Array, key: Array, value: Array, places: Array) -> 
 
 
 def make_stack(mechanisms: tuple[Any, ...], *args: Any, **kwargs: Any) -> Stack:
-    """The stack that these mechanisms ask for."""
-    whole = isinstance(mechanisms[0], TLinFormerConfig)
-    return (TLinFormerStack if whole else Stack)(mechanisms, *args, **kwargs)
+    """The network that these mechanisms name (`Mechanism.network`)."""
+    network = mechanisms[0].network
+    return (Stack if network is None else _NETWORKS[network])(mechanisms, *args, **kwargs)
+
+
+_NETWORKS: dict[str, type[Stack]] = {"tlinformer": TLinFormerStack}
