@@ -15,6 +15,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.scores import Score, accumulation_dtype, elementwise_weights
+from brl_jax.attention.core.softmax import (
+    MASKED,
+    SoftmaxSums,
+    block_sums,
+    empty_sums,
+    merge_over_devices,
+    merge_sums,
+    normalise,
+    softmax_gradient,
+)
 from brl_jax.attention.core.varying import vary_like
 
 
@@ -27,14 +37,6 @@ class Operands(NamedTuple):
     bias: Float[Array, "#B #N #M #S"] | None
     mask: Bool[Array, "#B #N #M #S"] | None
     lengths: Int[Array, "B"] | None
-
-
-class _State(NamedTuple):
-    """Of one set of keys: the largest logit so far, the sum of the weights by it and of the values with them."""
-
-    maximum: Float[Array, "B N M"]
-    normaliser: Float[Array, "B N M"]
-    total: Float[Array, "B N M H"]
 
 
 class _Piece(NamedTuple):
@@ -107,71 +109,46 @@ def _logits(query: Array, key: Array, bias: Array | None, scale: float) -> Float
     return logits if bias is None else logits + bias.astype(accumulate)
 
 
-def _add(state: _State, logits: Array, mask: Array, value: Array, score: Score) -> _State:
-    product = functools.partial(
-        jnp.einsum, "bnmp,bnph->bnmh", preferred_element_type=accumulation_dtype(value.dtype)
-    )
-    if score != "softmax":
-        weights = elementwise_weights(logits, mask, score)
-        return state._replace(total=state.total + product(weights.astype(value.dtype), value))
-    logits = jnp.where(mask, logits, -jnp.inf)
-    maximum = jnp.maximum(state.maximum, logits.max(axis=-1))
-    # While no key has been seen the maximum is -inf: 0 stands in, so that -inf - -inf never happens.
-    safe = jnp.where(jnp.isneginf(maximum), jnp.zeros((), logits.dtype), maximum)
-    weights = jnp.exp(logits - safe[..., None])
-    decay = jnp.exp(state.maximum - safe)
-    return _State(
-        maximum,
-        state.normaliser * decay + weights.sum(axis=-1),
-        state.total * decay[..., None] + product(weights.astype(value.dtype), value),
-    )
+def _add(sums: SoftmaxSums, logits: Array, mask: Array, value: Array, score: Score) -> SoftmaxSums:
+    """The sums with those of one piece; a score that is not normalised uses `weighted` alone."""
 
+    def read(weights: Array) -> Array:
+        accumulate = accumulation_dtype(value.dtype)
+        return jnp.einsum(
+            "bnmp,bnph->bnmh", weights.astype(value.dtype), value, preferred_element_type=accumulate
+        )
 
-def _merge(state: _State, axis_name: str, score: Score) -> _State:
-    """The state over the keys of all devices."""
     if score != "softmax":
-        return state._replace(total=lax.psum(state.total, axis_name))
-    maximum = lax.pmax(state.maximum, axis_name)
-    safe = jnp.where(jnp.isneginf(maximum), jnp.zeros((), maximum.dtype), maximum)
-    share = jnp.exp(state.maximum - safe)
-    normaliser = lax.psum(state.normaliser * share, axis_name)
-    return _State(maximum, normaliser, lax.psum(state.total * share[..., None], axis_name))
+        return sums._replace(weighted=sums.weighted + read(elementwise_weights(logits, mask, score)))
+    return merge_sums(sums, block_sums(jnp.where(mask, logits, MASKED), read))
 
 
 def _forward(x: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
-    """The results, and the log-sum-exp of each row, +inf where it sees no key (None where not a softmax)."""
+    """The results, and the log-sum-exp of each row as `normalise` returns it (None where not a softmax)."""
     batch, count, heads, head_dim = x.query.shape
     accumulate = accumulation_dtype(x.query.dtype)
     query = jnp.swapaxes(x.query, 1, 2)
 
-    def step(i, states):
+    def step(i, every):
         part = _cut(x, i, piece)
         return tuple(
-            _add(state, _logits(query, key, part.bias, scale), part.mask, part.value, score)
-            for state, key in zip(states, part.keys)
+            _add(sums, _logits(query, key, part.bias, scale), part.mask, part.value, score)
+            for sums, key in zip(every, part.keys)
         )
 
-    rows = (batch, heads, count)
-    start = _State(
-        jnp.full(rows, -jnp.inf, accumulate),
-        jnp.zeros(rows, accumulate),
-        jnp.zeros((*rows, head_dim), accumulate),
-    )
-    states = lax.fori_loop(
+    start = empty_sums((batch, heads, count), head_dim, accumulate)
+    every = lax.fori_loop(
         jnp.int32(0), jnp.int32(_steps(x, piece)), step, vary_like((start,) * len(x.keys), x)
     )
+    if score != "softmax":
+        totals = (sums.weighted for sums in every)
+        if axis_name is not None:
+            totals = (lax.psum(total, axis_name) for total in totals)
+        return tuple(jnp.swapaxes(total, 1, 2) for total in totals), (None,) * len(every)
     if axis_name is not None:
-        states = tuple(_merge(state, axis_name, score) for state in states)
-    outs, log_sums = [], []
-    for state in states:
-        total, log_sum = state.total, None
-        if score == "softmax":
-            some = state.normaliser > 0
-            total = total / jnp.where(some, state.normaliser, jnp.ones((), accumulate))[..., None]
-            log_sum = jnp.where(some, state.maximum + jnp.log(state.normaliser), jnp.inf)
-        outs.append(jnp.swapaxes(total, 1, 2))
-        log_sums.append(log_sum)
-    return tuple(outs), tuple(log_sums)
+        every = tuple(merge_over_devices(sums, axis_name) for sums in every)
+    outs, log_sums = zip(*(normalise(sums) for sums in every))
+    return tuple(jnp.swapaxes(out, 1, 2) for out in outs), log_sums
 
 
 def _read_fwd(operands, piece, scale, score, axis_name):
@@ -196,8 +173,7 @@ def _read_bwd(
     def logits_gradient(logits, mask, change, log_sum, mean):
         """Weights and the gradient of the logits."""
         if score == "softmax":
-            weights = jnp.where(mask, jnp.exp(logits - log_sum[..., None]), jnp.zeros((), accumulate))
-            return weights, weights * (change - mean[..., None])
+            return softmax_gradient(jnp.where(mask, logits, MASKED), log_sum, change, mean)
         weights, pull = jax.vjp(lambda z: elementwise_weights(z, mask, score), logits)
         return weights, pull(change)[0]
 

@@ -7,23 +7,19 @@ some of B and K, one block of T, and the stretch of S that the block meets.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.products import CACHE_BYTES, Product
+from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, block_sums, softmax_gradient
 from brl_jax.attention.local.parts import Part
 from brl_jax.attention.local.patterns import Pattern
-
-# What a masked score becomes, and the log-sum-exp of a row that sees nothing.
-MASKED = -0.7 * float(np.finfo(np.float32).max)
-# The scores of one step of the CPU loop, in bytes: about what stays in the second-level caches.
-_CACHE_BYTES = 2**21
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,32 +60,6 @@ class Block(NamedTuple):
 def block_positions(spec: Spec, block: Block, key_offset: Array | None) -> tuple[Array, Array]:
     offset: Any = spec.key_offset if key_offset is None else key_offset
     return block.query_index + (spec.query_offset + offset), block.key_index + offset
-
-
-class Product(Protocol):
-    """A product of two arrays whose axes are named as in einsum, summed in float32."""
-
-    def __call__(self, subscripts: str, x: Array, y: Array, /) -> Array: ...
-
-
-def product(subscripts: str, x: Array, y: Array, /) -> Array:
-    """Keeps all axes apart, as they may be sharded."""
-    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
-
-
-def merged_product(subscripts: str, x: Array, y: Array, /) -> Array:
-    """Merges axes b, k to one and g, t to one first.
-
-    XLA's CPU backend hands products with a single batch axis to its library as they are; with more it first
-    writes a transposed copy of the right factor, which takes a quarter of the whole time.
-    """
-    operands, result = subscripts.split("->")
-    left, right = operands.split(",")
-    sizes = dict(zip(left, x.shape)) | dict(zip(right, y.shape))
-    merged = {**sizes, "n": sizes["b"] * sizes["k"], "t": sizes["g"] * sizes["t"]}
-    names = [axes.replace("bk", "n").replace("gt", "t") for axes in (left, right, result)]
-    x, y = (a.reshape([merged[c] for c in axes]) for a, axes in zip((x, y), names))
-    return product(f"{names[0]},{names[1]}->{names[2]}", x, y).reshape([sizes[c] for c in result])
 
 
 def block_scores(
@@ -133,16 +103,11 @@ def call_bias(bias: PositionBias, positions: tuple[Array, Array], shape: tuple[i
     return values.astype(jnp.float32).reshape(1, k, g, t, s)
 
 
-def softmax_block(scores: Array, value: Array, dtype: Any, product: Product) -> tuple[Array, Array]:
-    """The block's output (b, k, G, t, H) and log-sum-exp (b, k, G, t); 0 and MASKED if nothing is seen."""
-    top = lax.max(jnp.max(scores, -1), jnp.float32(MASKED))
-    weights = jnp.exp(scores - top[..., None])
-    total = jnp.sum(weights, -1)
-    sees = top > MASKED / 2
-    out = product("bkgts,bksd->bkgtd", weights.astype(value.dtype), value)
-    total = jnp.where(sees, total, 1.0)
-    out = jnp.where(sees[..., None], out * (1.0 / total)[..., None], 0.0)
-    return out.astype(dtype), jnp.where(sees, top + jnp.log(total), MASKED)
+def softmax_block(scores: Array, value: Array, product: Product) -> SoftmaxSums:
+    """The sums over the block's keys for queries (b, k, G, t)."""
+    return block_sums(
+        scores, lambda weights: product("bkgts,bksd->bkgtd", weights.astype(value.dtype), value)
+    )
 
 
 def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, scale: float, product: Product):
@@ -152,9 +117,8 @@ def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, sc
     which the CPU's matrix product is fastest (it takes twice the time on a transposed left factor).
     """
     dtype = block.key.dtype
-    weights = jnp.exp(scores - lse[..., None])
     d_weights = product("bkgtd,bksd->bkgts", d_out, block.value)
-    d_scores = weights * (d_weights - delta[..., None])
+    weights, d_scores = softmax_gradient(scores, lse, d_weights, delta)
     scaled = (d_scores * scale).astype(dtype)
     d_query = product("bkgts,bksd->bkgtd", scaled, block.key)
     d_key = product("bkdgt,bkgts->bkds", query_t, scaled)
@@ -209,8 +173,8 @@ class Loop:
         b, k, g = query.shape[:3]
         one = 4 * g * part.block * part.length
         fits = lambda n, limit: max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, limit))  # noqa: E731
-        heads = k if all_heads else fits(k, _CACHE_BYTES // one)
-        batch = fits(b, _CACHE_BYTES // (one * k)) if heads == k else 1
+        heads = k if all_heads else fits(k, CACHE_BYTES // one)
+        batch = fits(b, CACHE_BYTES // (one * k)) if heads == k else 1
         return cls(part, batch, heads, b // batch, k // heads)
 
     @property

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.softmax import merge_sums, normalise, sums_of_normalised
 from brl_jax.attention.local.blocks import Inputs, Spec
 from brl_jax.attention.local.parts import Call
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
@@ -312,11 +313,5 @@ def _unfold(y: Array, period: int, x: _Arrays) -> Array:
 
 def _merge(near: _Result, far: Iterable[Array]) -> Float[Array, "B T N H"]:
     """Softmax over the keys of both, from each one's output and log-sum-exp."""
-    results = [near, tuple(far)]
-    tops = lax.stop_gradient(jnp.maximum(*(log_sum for _, log_sum in results)))
-    tops = jnp.where(jnp.isneginf(tops), 0.0, tops)
-    weights = [jnp.exp(log_sum - tops) for _, log_sum in results]
-    total = weights[0] + weights[1]
-    total = jnp.where(total == 0.0, 1.0, total)
-    parts = [(w / total)[..., None] * out.astype(jnp.float32) for w, (out, _) in zip(weights, results)]
-    return (parts[0] + parts[1]).astype(near[0].dtype)
+    out, _ = normalise(merge_sums(sums_of_normalised(*near), sums_of_normalised(*far)))
+    return out.astype(near[0].dtype)

@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
+from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, merge_sums, normalise
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local import xla_cpu as window_tiles
 from brl_jax.attention.local.blocks import (
-    MASKED,
     Arranged,
     Block,
     Inputs,
@@ -34,21 +35,9 @@ from brl_jax.attention.local.blocks import (
     blocks_at_once,
     call_bias,
     gradient_block,
-    merged_product,
-    product,
     softmax_block,
 )
 from brl_jax.attention.local.parts import Call, Part
-
-
-def split_heads(x: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K G T H"]:
-    b, t, n, h = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(b, kv_heads, n // kv_heads, t, h)
-
-
-def merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
-    b, k, g, t, h = x.shape
-    return x.reshape(b, k * g, t, h).transpose(0, 2, 1, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,25 +91,45 @@ def _forward(
     """out (B, T, N, H) and log-sum-exp (B, K, G, T), which is -MASKED for rows that see nothing."""
     num_queries, num_keys, kv_heads = query.shape[1], key.shape[1], key.shape[2]
 
-    def on_part(part: Part, loop: bool, q, k, v, dtype, bias, inputs) -> tuple[Array, Array]:
+    def on_part(part: Part, loop: bool, q, k, v, bias, inputs, finish) -> Any:
+        """finish(sums) of the part's queries (B, K, G, T')."""
         arranged = arrange(part, q, k, v, bias, inputs)
         own_bias = None if arranged.bias is not None else bias
         multiply = merged_product if loop else product
 
-        def one(block: Block) -> tuple[Array, Array]:
+        def one(block: Block) -> Any:
             scores = block_scores(spec, part, num_keys, inputs.key_offset, own_bias, block, multiply)
-            return softmax_block(scores, block.value, dtype, multiply)
+            return finish(softmax_block(scores, block.value, multiply))
 
         if loop:
             walk = Loop.of(part, q, all_heads=own_bias is not None)
-            out, lse = lax.map(lambda step: one(walk.block(arranged, inputs, num_keys, step)), walk.steps)
-            out, lse = walk.join(out), walk.join(lse)
-        else:
-            blocks, axes = blocks_at_once(part, arranged, inputs, num_keys)
-            out, lse = jax.vmap(one, in_axes=(axes,), out_axes=3)(blocks)
-            out = out.reshape(*q.shape[:3], part.queries.size, q.shape[4])
-            lse = lse.reshape(*q.shape[:3], part.queries.size)
-        return part.queries.restore(out, 3, num_queries), part.queries.restore(lse, 3, num_queries, MASKED)
+            results = lax.map(lambda step: one(walk.block(arranged, inputs, num_keys, step)), walk.steps)
+            return jax.tree.map(walk.join, results)
+        blocks, axes = blocks_at_once(part, arranged, inputs, num_keys)
+        results = jax.vmap(one, in_axes=(axes,), out_axes=3)(blocks)
+        return jax.tree.map(lambda x: x.reshape(*q.shape[:3], part.queries.size, *x.shape[5:]), results)
+
+    def on_parts(loop: bool, query, key, value, bias, inputs) -> tuple[Array, Array]:
+        q = split_heads(query, kv_heads)
+        k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
+        parts = _parts(spec, query, key, loop)
+        if len(parts) == 1:
+            rows = parts[0].queries
+
+            def finish(sums: SoftmaxSums) -> tuple[Array, Array]:
+                out, lse = normalise(sums)
+                return out.astype(query.dtype), lse
+
+            out, lse = on_part(parts[0], loop, q, k, v, bias, inputs, finish)
+            return rows.restore(out, 3, num_queries), rows.restore(lse, 3, num_queries, -MASKED)
+        every = []
+        for part in parts:
+            sums = on_part(part, loop, q, k, v, bias, inputs, lambda sums: sums)
+            restored = (
+                part.queries.restore(x, 3, num_queries, fill) for x, fill in zip(sums, (MASKED, 0.0, 0.0))
+            )
+            every.append(SoftmaxSums(*restored))
+        return normalise(merge_sums(*every))
 
     def run(loop: bool, query, key, value, bias, inputs):
         query = zero_padding(query, inputs.query_lengths)
@@ -129,18 +138,12 @@ def _forward(
         if tiling is not None:
             out, lse = window_tiles.forward(tiling, spec, query, key, value, inputs)
         else:
-            q = split_heads(query, kv_heads)
-            k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
-            parts = _parts(spec, query, key, loop)
-            dtype = query.dtype if len(parts) == 1 else jnp.float32
-            out, lse = combine([on_part(part, loop, q, k, v, dtype, bias, inputs) for part in parts])
+            out, lse = on_parts(loop, query, key, value, bias, inputs)
             out = merge_heads(out)
         if inputs.query_lengths is not None:
             inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < inputs.query_lengths[:, None]
             out = jnp.where(inside[:, :, None, None], out, jnp.zeros((), out.dtype))
-            lse = jnp.where(inside[:, None, None], lse, MASKED)
-        # A row that sees nothing gets weights exp(score - huge) = 0 in the backward pass.
-        lse = jnp.where(lse == MASKED, -MASKED, lse)
+            lse = jnp.where(inside[:, None, None], lse, -MASKED)
         return out.astype(query.dtype), lse
 
     return lax.platform_dependent(
@@ -152,20 +155,6 @@ def _forward(
         cpu=functools.partial(run, True),
         default=functools.partial(run, False),
     )
-
-
-def combine(results: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Softmax over the union of parts, from each part's output and log-sum-exp."""
-    if len(results) == 1:
-        return results[0]
-    outs, lses = zip(*results)
-    top = functools.reduce(jnp.maximum, lses)
-    weights = [jnp.where(lse == MASKED, 0.0, jnp.exp(lse - top)) for lse in lses]
-    total = sum(weights[1:], start=weights[0])
-    sees = top > MASKED / 2
-    total = jnp.where(sees, total, 1.0)
-    weighted = [(w / total)[..., None] * out for w, out in zip(weights, outs)]
-    return sum(weighted[1:], start=weighted[0]), jnp.where(sees, top + jnp.log(total), MASKED)
 
 
 def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_out):

@@ -14,6 +14,7 @@ products as small as these; a step therefore computes several blocks as separate
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,14 +23,16 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import starts
+from brl_jax.attention.core.products import CACHE_BYTES
+from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.local.blocks import MASKED, Inputs, Spec
+from brl_jax.attention.local.blocks import Inputs, Spec
 from brl_jax.attention.local.patterns import SlidingWindow
 
 _CHAINS = 8
 _MOST_BEFORE = 8
-# Scores of one chain in bytes: with those of a neighbour they stay in a core's second-level cache.
-_CACHE_BYTES = 2**20
+# The scores of one chain, in bytes: those of two neighbours fit in the cache together.
+_CHAIN_BYTES = CACHE_BYTES // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Tiling:
         heads = max(
             d
             for d in range(1, kv_heads + 1)
-            if kv_heads % d == 0 and (d == 1 or d * one_head <= _CACHE_BYTES)
+            if kv_heads % d == 0 and (d == 1 or d * one_head <= _CHAIN_BYTES)
         )
         groups = -(-blocks // _CHAINS)
         return cls(tile, before, before * tile - width, right, -(-blocks // groups), groups, heads)
@@ -119,7 +122,7 @@ class Chain(NamedTuple):
 
 
 def forward(tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, inputs: Inputs):
-    """out (B, T, N, H) in float32 and log-sum-exp (B, K, G, T), which is MASKED for rows that see nothing."""
+    """out (B, T, N, H) in float32 and log-sum-exp (B, K, G, T), as `normalise` returns it."""
     walk = _Walk.of(tiling, spec, query, key, inputs)
     q, k, v = tiling.pad_queries(query), tiling.pad_keys(key), tiling.pad_keys(value)
 
@@ -143,7 +146,7 @@ def forward(tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, 
 
 
 def backward(tiling: Tiling, spec: Spec, query, key, value, inputs: Inputs, out, lse, d_out):
-    """Gradients of query, key and value, in float32. lse is as `forward` gives it, but -MASKED for blind rows."""
+    """Gradients of query, key and value, in float32. lse is as `forward` gives it."""
     walk = _Walk.of(tiling, spec, query, key, inputs)
     k, v = tiling.pad_keys(key), tiling.pad_keys(value)
     q, o, do = (tiling.pad_queries(x) for x in (query, out, d_out))
@@ -193,19 +196,13 @@ def _pad(x: Array, low: int, high: int, axis: int = 1) -> Array:
 
 
 def _softmax(chain: Chain, values: Sequence[Array]) -> tuple[Array, Array]:
-    """out (k, G, b, H) and log-sum-exp (k, G, b); 0 and MASKED for rows that see nothing."""
+    """out (k, G, b, H) and log-sum-exp (k, G, b), as `normalise` returns them."""
     tops = [jnp.max(s, -1) if a is None else jnp.max(s, -1) + a for s, a in zip(chain.scores, chain.offsets)]
-    top = jnp.float32(MASKED)
-    for t in tops:
-        top = lax.max(t, jnp.broadcast_to(top, t.shape))
-    weights = _weights(chain, top)
-    total = sum((jnp.sum(w, -1) for w in weights[1:]), start=jnp.sum(weights[0], -1))
+    top = functools.reduce(jnp.maximum, tops, jnp.full(tops[0].shape, MASKED, jnp.float32))
+    weights = _weights(chain, finite_maximum(top))
+    total = functools.reduce(jnp.add, (jnp.sum(w, -1) for w in weights))
     parts = [_product("nts,nsd->ntd", w, v) for w, v in zip(_unfold(chain, weights), values)]
-    out = sum(parts[1:], start=parts[0]).reshape(*top.shape, -1)
-    sees = top > MASKED / 2
-    total = jnp.where(sees, total, 1.0)
-    out = jnp.where(sees[..., None], out * (1.0 / total)[..., None], 0.0)
-    return out, jnp.where(sees, top + jnp.log(total), MASKED)
+    return normalise(SoftmaxSums(top, total, functools.reduce(jnp.add, parts).reshape(*top.shape, -1)))
 
 
 def _softmax_gradient(

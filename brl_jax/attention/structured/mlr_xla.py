@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.products import merge_heads, split_heads
+from brl_jax.attention.core.softmax import MASKED
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.local.blocks import MASKED
-from brl_jax.attention.local.xla import combine, merge_heads, split_heads
 from brl_jax.attention.structured.mlr_blocks import Rectangle
 
 # The scores of one step of the CPU's loop, in bytes: about what stays in the second-level caches.
@@ -80,7 +80,7 @@ def _forward(spec: Spec, query, key, value, lengths) -> tuple[Array, Array]:
                 tiling.restore_rows(out, length),
                 tiling.restore_rows(lse[..., None], length, MASKED)[..., 0],
             )
-            total = part if total is None else combine([total, part])
+            total = part if total is None else _combine([total, part])
         assert total is not None
         out, lse = total
         # A row that sees nothing gets weights exp(score - huge) = 0 in the backward pass.
@@ -89,6 +89,20 @@ def _forward(spec: Spec, query, key, value, lengths) -> tuple[Array, Array]:
     return lax.platform_dependent(
         query, key, value, lengths, cpu=functools.partial(run, True), default=functools.partial(run, False)
     )
+
+
+def _combine(results: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Softmax over the union of parts, from each part's output and log-sum-exp."""
+    if len(results) == 1:
+        return results[0]
+    outs, lses = zip(*results)
+    top = functools.reduce(jnp.maximum, lses)
+    weights = [jnp.where(lse == MASKED, 0.0, jnp.exp(lse - top)) for lse in lses]
+    total = sum(weights[1:], start=weights[0])
+    sees = top > MASKED / 2
+    total = jnp.where(sees, total, 1.0)
+    weighted = [(w / total)[..., None] * out for w, out in zip(weights, outs)]
+    return sum(weighted[1:], start=weighted[0]), jnp.where(sees, top + jnp.log(total), MASKED)
 
 
 def _backward(spec: Spec, query, key, value, lengths, out, lse, d_out):

@@ -1,0 +1,129 @@
+"""One softmax over keys that are visited a block at a time: the block, the merge of several and the gradient.
+
+A block yields three sums for each row of scores: the largest score, the sum of the exponentials relative to it, and the
+values weighted by these exponentials. Sums of several blocks merge without loss, whatever the size of the scores,
+because only differences of largest scores are ever exponentiated (the online softmax, Milakov and Gimelshein 2018,
+arXiv:1805.02867). The backward pass needs the output and each row's log-sum-exp alone, from which it computes the
+weights anew (FlashAttention, Dao et al. 2022, arXiv:2205.14135, appendix B).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+#: The score of a key that a query does not see. It is finite, so that the difference of two of them is not NaN.
+MASKED = -0.7 * float(np.finfo(np.float32).max)
+
+
+class SoftmaxSums(NamedTuple):
+    """What is known of each row's softmax after some of its keys.
+
+    Attributes:
+      maximum: the largest score; MASKED while no key has been seen.
+      normaliser: the sum of exp(score - maximum); 0 while no key has been seen.
+      weighted: the sum of exp(score - maximum) * value.
+    """
+
+    maximum: Float[Array, "*rows"]
+    normaliser: Float[Array, "*rows"]
+    weighted: Float[Array, "*rows V"]
+
+
+def empty_sums(rows: tuple[int, ...], value_dim: int, dtype: Any = jnp.float32) -> SoftmaxSums:
+    """The sums of rows that have seen no key."""
+    return SoftmaxSums(
+        jnp.full(rows, MASKED, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, value_dim), dtype)
+    )
+
+
+def finite_maximum(maximum: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """What to subtract from scores before the exponential: 0 for rows without a visible key, whose weights become 0."""
+    return jnp.where(maximum > MASKED / 2, maximum, jnp.zeros((), maximum.dtype))
+
+
+def block_sums(
+    scores: Float[Array, "*rows S"], read: Callable[[Float[Array, "*rows S"]], Float[Array, "*rows V"]]
+) -> SoftmaxSums:
+    """The sums over one block of keys.
+
+    Args:
+      scores: MASKED (or -inf) for keys that a query does not see.
+      read: multiplies weights by the block's values.
+    """
+    maximum = jnp.maximum(jnp.max(scores, -1), MASKED)
+    weights = jnp.exp(scores - finite_maximum(maximum)[..., None])
+    return SoftmaxSums(maximum, jnp.sum(weights, -1), read(weights))
+
+
+def merge_sums(*parts: SoftmaxSums) -> SoftmaxSums:
+    """The sums over the keys of all parts, which share none."""
+    if len(parts) == 1:
+        return parts[0]
+    # Results do not depend on what is subtracted, so neither do gradients.
+    maximum = lax.stop_gradient(functools.reduce(jnp.maximum, (part.maximum for part in parts)))
+    shares = [jnp.exp(part.maximum - maximum) for part in parts]
+    normalisers = [share * part.normaliser for share, part in zip(shares, parts)]
+    weighted = [share[..., None] * part.weighted for share, part in zip(shares, parts)]
+    return SoftmaxSums(maximum, functools.reduce(jnp.add, normalisers), functools.reduce(jnp.add, weighted))
+
+
+def merge_over_devices(sums: SoftmaxSums, axis_name: str) -> SoftmaxSums:
+    """The sums over the keys of all devices along a mesh axis."""
+    maximum = lax.pmax(lax.stop_gradient(sums.maximum), axis_name)
+    share = jnp.exp(sums.maximum - maximum)
+    return SoftmaxSums(
+        maximum,
+        lax.psum(share * sums.normaliser, axis_name),
+        lax.psum(share[..., None] * sums.weighted, axis_name),
+    )
+
+
+def normalise(sums: SoftmaxSums) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    """The softmax's output and the log-sum-exp of each row.
+
+    Rows that see no key have output 0 and log-sum-exp -MASKED, so that exp(score - log_sum_exp) is 0 for any score.
+    """
+    sees = sums.normaliser > 0
+    normaliser = jnp.where(sees, sums.normaliser, jnp.ones((), sums.normaliser.dtype))
+    out = jnp.where(
+        sees[..., None], sums.weighted * (1.0 / normaliser)[..., None], jnp.zeros((), sums.weighted.dtype)
+    )
+    return out, jnp.where(sees, sums.maximum + jnp.log(normaliser), -MASKED)
+
+
+def sums_of_normalised(
+    out: Float[Array, "*rows V"], log_sum_exp: Float[Array, "*rows"], dtype: Any = jnp.float32
+) -> SoftmaxSums:
+    """The sums of a softmax of which only output and log-sum-exp are at hand.
+
+    Rows that see no key have a log-sum-exp of -MASKED, as from `normalise`, or of -inf, as from the kernels.
+    A float32 log-sum-exp is exact to 1e-7 of its size, and so is the share that a merge gives to such a part: keep the
+    sums where scores are large.
+    """
+    sees = jnp.abs(log_sum_exp) < -MASKED
+    return SoftmaxSums(jnp.where(sees, log_sum_exp, MASKED), sees.astype(dtype), out.astype(dtype))
+
+
+def softmax_gradient(
+    scores: Float[Array, "*rows S"],
+    log_sum_exp: Float[Array, "*rows"],
+    d_weights: Float[Array, "*rows S"],
+    delta: Float[Array, "*rows"],
+) -> tuple[Float[Array, "*rows S"], Float[Array, "*rows S"]]:
+    """The weights of one block of keys and the gradient of its scores.
+
+    Args:
+      scores: as given to `block_sums`.
+      log_sum_exp: over all keys, as `normalise` returns it.
+      d_weights: the product of the output's gradient and the block's values.
+      delta: the product of the output's gradient and the output, which is the weighted mean of d_weights over all keys.
+    """
+    weights = jnp.exp(scores - log_sum_exp[..., None])
+    return weights, weights * (d_weights - delta[..., None])
