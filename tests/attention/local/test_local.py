@@ -486,3 +486,18 @@ WINDOW = {"local_window_size": 3}
 def test_bad_input(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         local_attention(*arrays, **options)
+
+
+@pytest.mark.parametrize("name", ["strided", "fixed", "global_window", "big_bird"])
+@BOTH
+def test_parts_merge_exactly_at_large_scores(schedule, name):
+    """Patterns of several parts are as exact as one softmax at scores of 10,000, where a log-sum-exp rounds to 1e-3."""
+    pattern, sees = PATTERNS[name]
+    rng = np.random.default_rng(0)
+    # Products of small integers are exact in float32, so that rounding comes from the softmax alone.
+    query, key = (rng.integers(0, 2, (1, 130, 1, 8)).astype(np.float32) for _ in range(2))
+    query[..., 0], key[..., 0] = 100.0, 100.0
+    value = rng.standard_normal((1, 130, 1, 8)).astype(np.float32)
+    out = xla_attention(query, key, value, pattern=pattern, scale=1.0)
+    expected, _ = oracles.softmax_attention(query, key, value, oracles.pairs(130, 130, sees), scale=1.0)
+    assert oracles.relative_error(out, expected) < 1e-6
