@@ -34,13 +34,17 @@ from brl_jax.attention.local.patterns import (
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
-from brl_jax.attention.recurrent.cosformer import cosformer_attention
-from brl_jax.attention.recurrent.delta import delta_rule
+from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
+from brl_jax.attention.recurrent.delta import delta_rule, init_delta_state
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
-from brl_jax.attention.recurrent.linear import linear_attention
-from brl_jax.attention.recurrent.mixed_chunk import mixed_chunk_attention
+from brl_jax.attention.recurrent.linear import init_linear_state, linear_attention
+from brl_jax.attention.recurrent.mixed_chunk import init_mixed_chunk_state, mixed_chunk_attention
 from brl_jax.attention.recurrent.norm_attention import norm_attention
-from brl_jax.attention.recurrent.performer import performer_attention, performer_projection
+from brl_jax.attention.recurrent.performer import (
+    init_performer_state,
+    performer_attention,
+    performer_projection,
+)
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
@@ -147,9 +151,14 @@ __all__ = [
     "global_window_attention",
     "hopfield_attention",
     "init_bsbr_state",
+    "init_cosformer_state",
+    "init_delta_state",
     "init_diag_state",
     "init_gau_state",
+    "init_linear_state",
+    "init_mixed_chunk_state",
     "init_mlr_state",
+    "init_performer_state",
     "linear_attention",
     "linformer_attention",
     "local_attention",

@@ -97,7 +97,7 @@ def _linear(options: SpeedOptions) -> Callable:
 
 
 def _delta(options: SpeedOptions) -> Callable:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         return delta_rule(query, key, value, jnp.full(key.shape[:3], BETA, key.dtype))
 
     return attend
@@ -106,7 +106,7 @@ def _delta(options: SpeedOptions) -> Callable:
 def _delta_scan(options: SpeedOptions) -> Callable:
     """The delta rule token by token, as the recurrence is written; what its chunked form is compared with."""
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         query, key, value = (x.astype(jnp.float32).swapaxes(0, 1) for x in (query, key, value))
         key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
 

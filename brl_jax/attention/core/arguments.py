@@ -96,3 +96,9 @@ def zero_padding(x: Array, lengths: Array | None) -> Array:
         return x
     inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raises ValueError unless each of the named sizes is an int of at least 1."""
+    for name, size in sizes.items():
+        require(is_int(size) and size >= 1, f"{name} must be an int of at least 1, got {size!r}")

@@ -1,4 +1,4 @@
-"""BSBR: softmax attention inside chunks, and whole chunks retrieved from between them (004, the BSBR article)."""
+"""BSBR: softmax attention inside chunks, and retrieval from whole chunks between them (the BSBR article)."""
 
 from __future__ import annotations
 
@@ -7,43 +7,34 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, zero_padding
+from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.scores import accumulation_dtype, softmax_weights
+from brl_jax.attention.core.scores import softmax_weights
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import BlockDiagonal
-from brl_jax.attention.recurrent.chunks import (
-    Sight,
-    check_chunked_call,
-    check_runs,
-    check_state,
-    group_rows,
-    heads_first,
-    keep,
-    piece_places,
-    scan_chunks,
-    token_runs,
-    ungroup_rows,
-)
+from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
+from brl_jax.attention.recurrent.chunk_pieces import locate_piece
+from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
+from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 
-# Maps (H, H, S) and (S, H, H) between a chunk's key-value product and its S numbers.
-Compression = tuple[Float[Array, "H H S"], Float[Array, "S H H"]]
+#: Arrays (H, H, F) and (F, H, H) that map a chunk's key-value product to F numbers and back.
+Compression = tuple[Float[Array, "H H F"], Float[Array, "F H H"]]
 
 
 class BsbrState(NamedTuple):
-    """What `bsbr_attention` knows of the tokens so far: a summary of each complete chunk, and the current chunk.
+    """What `bsbr_attention` keeps of the tokens so far: a summary of each completed chunk, and the current chunk.
 
     Attributes:
-      summary: key-value products of the complete chunks, or the S numbers that are kept of each.
-      retrieval_key: of those chunks.
+      summary: the key-value products of the completed chunks, F = H^2, or the F numbers to which they are compressed.
+      retrieval_key: the retrieval keys of those chunks.
       retrieved: what the queries of the current chunk read from the chunks before it.
-      key, value: of the current chunk's tokens, in their places.
-      length: how many tokens each row has had.
+      key, value: those of the current chunk's tokens, at their positions in the chunk.
+      length: the number of tokens so far in each row.
     """
 
-    summary: Float[Array, "B M K S"]
+    summary: Float[Array, "B M K F"]
     retrieval_key: Float[Array, "B M K R"]
     retrieved: Float[Array, "B N H H"]
     key: Float[Array, "B C K H"]
@@ -61,23 +52,31 @@ def init_bsbr_state(
     retrieval_dim: int | None = None,
     compressed: int | None = None,
     chunk_size: int = 64,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> BsbrState:
-    """The state of `bsbr_attention` before the first of up to `length` tokens.
+    """The state of `bsbr_attention` before the first token.
 
     Args:
-      retrieval_dim: R; head_dim by default.
-      compressed: S, with `compression`; None without.
-      dtype: of queries, keys and values.
+      length: the largest number of tokens that the state can take.
+      retrieval_dim: R, the features of retrieval queries and keys; head_dim by default.
+      compressed: F, where the calls that use the state have a `compression`; None where they have none.
+      chunk_size: C, as in the calls that use the state.
+      dtype: the dtype of queries, keys and values; summaries are float32.
+
+    Raises:
+      ValueError: a size below 1.
     """
-    chunks = -(-length // chunk_size)
-    wide = accumulation_dtype(dtype)
-    numbers = head_dim**2 if compressed is None else compressed
     retrieval_dim = head_dim if retrieval_dim is None else retrieval_dim
+    check_sizes(
+        batch=batch, length=length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        retrieval_dim=retrieval_dim, compressed=1 if compressed is None else compressed, chunk_size=chunk_size,
+    )  # fmt: skip
+    chunks = -(-length // chunk_size)
+    numbers = head_dim**2 if compressed is None else compressed
     return BsbrState(
-        jnp.zeros((batch, chunks, num_kv_heads, numbers), wide),
+        jnp.zeros((batch, chunks, num_kv_heads, numbers), jnp.float32),
         jnp.zeros((batch, chunks, num_kv_heads, retrieval_dim), dtype),
-        jnp.zeros((batch, num_heads, head_dim, head_dim), wide),
+        jnp.zeros((batch, num_heads, head_dim, head_dim), jnp.float32),
         jnp.zeros((batch, chunk_size, num_kv_heads, head_dim), dtype),
         jnp.zeros((batch, chunk_size, num_kv_heads, head_dim), dtype),
         jnp.zeros((batch,), jnp.int32),
@@ -100,84 +99,87 @@ def bsbr_attention(
     return_state: bool = False,
     chunk_size: int = 64,
     implementation: str | None = None,
-) -> Any:
-    """Chunks of C tokens with softmax attention inside and retrieval between them; O(T C + (T / C)^2) time.
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BsbrState]:
+    """Chunks of C tokens with softmax attention inside and retrieval between them, in O(T C + (T / C)^2) time.
 
-    out_i = softmax(scale q_i K_c^T) V_c + strength scale q_i sum_c' p_cc' F_c', c being the chunk of i (its keys up to
-    i where causal), F_c' = K_c'^T V_c' and p_c = softmax(r_c H^T / sqrt(R)) over the chunks c' < c where causal, over
-    all c' != c where not. r_c is the retrieval query of the chunk's first token, h_c' the retrieval key of its last.
-    The first chunk retrieves 0. This is 004, "Technical Implementation Insights", with the masks that its text asks
-    for: those of its public code let a token see later ones.
+    out_i = softmax(scale q_i K_c^T) V_c + strength scale q_i sum_c' p_cc' F_c', where c is the chunk of i (its keys up
+    to i where causal), F_c' = K_c'^T V_c', and p_c = softmax(r_c h_c'^T / sqrt(R)) over the chunks c' < c where causal
+    and c' != c where not. r_c is the retrieval query of the chunk's first token and h_c' the retrieval key of the
+    last token of chunk c'. The first chunk retrieves 0. This follows the section "Technical Implementation Insights"
+    of the BSBR article, with the masks that its text describes: those of its public code let a token see later ones.
+    `reference.bsbr_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H), of the same dtype; K divides N.
-      retrieval_query, retrieval_key: (B, T, N, R) and (B, T, K, R), of the same dtype. Only those of the chunks' first
-        and last tokens are read.
-      compression: arrays (H, H, S) and (S, H, H) by which F goes to S numbers, which are what is kept of a chunk, and
-        back after retrieval; None keeps F.
-      strength: of what is retrieved, for each head (N,) or for all; F is a sum over C tokens, so 1 / C makes a mean.
+      retrieval_query, retrieval_key: (B, T, N, R) and (B, T, K, R), of the same dtype. Only those of the first and the
+        last token of each chunk are read.
+      compression: arrays (H, H, F) and (F, H, H) that map F_c to F numbers, which are all that is kept of a chunk, and
+        back after retrieval; None keeps F_c.
+      strength: the factor of what is retrieved, for each head, (N,), or for all, (); F_c is a sum over C tokens, so
+        1 / C makes it a mean.
       scale: 1 / sqrt(H) by default.
       is_causal, key_value_seq_lengths, implementation: as for `linear_attention`.
-      state: from `init_bsbr_state` or from the tokens before these (causal only).
-      return_state: return (out, state), with the state after these tokens; needs a state, whose room bounds the
-        sequence.
-      chunk_size: C, counted from the first token of the sequence. It changes the result.
+      state: from `init_bsbr_state` or an earlier call (causal only).
+      return_state: if True, the result is (out, state) with the state after these tokens; requires a state, which
+        determines the largest number of tokens.
+      chunk_size: C; chunks are counted from the first token of the sequence. It changes the result.
 
     Returns:
-      (B, T, N, H) in query's dtype, computed in float32; with return_state, that and a `BsbrState`.
+      (B, T, N, H) in the dtype of the query, computed in float32; with return_state, that and a `BsbrState`.
 
     Raises:
-      ValueError: arrays, lengths, a compression, a state or sizes that don't fit, naming the argument.
+      ValueError: arrays, lengths, a compression, a state or sizes that do not fit, naming the argument.
     """
-    check_chunked_call(
-        query, key, value, is_causal=is_causal, state=state, return_state=return_state, chunk_size=chunk_size,
-        implementation=implementation,
+    prepared = prepare_inputs(
+        query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
+        return_state=return_state, chunk_size=chunk_size, implementation=implementation, same_tokens=True,
     )  # fmt: skip
-    require(
-        query.shape[1] == key.shape[1], f"key must have query's length {query.shape[1]}, got {key.shape[1]}"
-    )
     _check_retrieval(query, key, value, retrieval_query, retrieval_key, compression)
     heads, head_dim = query.shape[2:]
     scale = check_scale(scale, head_dim)
-    strength = jnp.asarray(strength, accumulation_dtype(query.dtype))
+    strength = jnp.asarray(strength, jnp.float32)
     require(
         strength.shape in ((), (heads,)), f"strength must have shape ({heads},) or (), got {strength.shape}"
     )
-    lengths, _ = check_runs(query, key, key_value_seq_lengths, None)
+    lengths = prepared.lengths
     inputs = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "retrieval_query": retrieval_query,
-        "retrieval_key": retrieval_key,
+        "query": prepared.query,
+        "key": prepared.key,
+        "value": prepared.value,
+        "retrieval_query": zero_padding(retrieval_query, lengths),
+        "retrieval_key": zero_padding(retrieval_key, lengths),
     }
-    inputs = {name: zero_padding(x, lengths) for name, x in inputs.items()}
-    retrieve = _Retrieval(compression, strength * scale)
+    retrieval = _Retrieval(compression, strength * scale)
     if state is None and not return_state:
         near = local_attention(
             inputs["query"], inputs["key"], inputs["value"], pattern=BlockDiagonal(chunk_size),
             is_causal=is_causal, scale=scale, key_value_seq_lengths=lengths, implementation=implementation,
         )  # fmt: skip
-        return near + _far(inputs, lengths, retrieve, is_causal, chunk_size).astype(query.dtype)
-    require(state is not None, "state must be given where return_state is: its room bounds the sequence")
+        return near + _between_chunks(inputs, lengths, retrieval, is_causal, chunk_size).astype(query.dtype)
+    require(state is not None, "return_state needs a state, which determines the largest number of tokens")
     _check_bsbr_state(state, inputs, compression, chunk_size)
-    runs = token_runs(query.shape[0], query.shape[1], lengths, None)
 
-    def step(state: BsbrState, piece: Any, sight: Sight) -> tuple[BsbrState, Array]:
-        return _piece(piece, state, sight, retrieve, scale, chunk_size)
+    def step(state: BsbrState, piece: Any, visibility: ChunkVisibility) -> tuple[BsbrState, Array]:
+        return _piece(piece, state, visibility, retrieval, scale, chunk_size)
 
-    state, out = scan_chunks(step, state, inputs, runs, chunk_size=chunk_size)
+    state, out = scan_chunks(step, state, inputs, prepared.segments, chunk_size=chunk_size)
     return (out, state) if return_state else out
 
 
 class _Retrieval(NamedTuple):
-    """From key-value products to what queries read between chunks."""
+    """The way from key-value products of chunks to what queries read from them.
+
+    Attributes:
+      compression: as given to `bsbr_attention`.
+      factor: the strength times the scale of the scores, () or (N,).
+    """
 
     compression: Compression | None
-    factor: Array
+    factor: Float[Array, "*N"]
 
-    def summarize(self, product: Float[Array, "*B K H H"]) -> Float[Array, "*B K S"]:
+    def summarize(self, product: Float[Array, "*B K H H"]) -> Float[Array, "*B K F"]:
+        """The product's numbers, or those to which it is compressed."""
         if self.compression is None:
             return product.reshape(*product.shape[:-2], -1)
         return jnp.einsum("...khv,hvs->...ks", product, self.compression[0].astype(product.dtype))
@@ -186,16 +188,15 @@ class _Retrieval(NamedTuple):
         self,
         query: Float[Array, "B I N R"],
         key: Float[Array, "B M K R"],
-        summary: Float[Array, "B M K S"],
+        summary: Float[Array, "B M K F"],
         seen: Bool[Array, "#B I M"],
         head_dim: int,
     ) -> Float[Array, "B I N H H"]:
-        """The matrix that each head of chunk i reads, for retrieval queries I."""
+        """The matrix that each query head reads, for I retrieval queries over the M chunks that they see."""
         batch, count, heads, size = query.shape
         kv_heads = key.shape[2]
-        dtype = accumulation_dtype(query.dtype)
-        grouped = query.reshape(batch, count, kv_heads, -1, size).astype(dtype)
-        logits = jnp.einsum("bikgr,bmkr->bkgim", grouped, key.astype(dtype)) / math.sqrt(size)
+        grouped = query.reshape(batch, count, kv_heads, -1, size).astype(jnp.float32)
+        logits = jnp.einsum("bikgr,bmkr->bkgim", grouped, key.astype(jnp.float32)) / math.sqrt(size)
         weights = softmax_weights(logits, seen[:, None, None])
         mixed = jnp.einsum("bkgim,bmks->bikgs", weights, summary).reshape(batch, count, heads, -1)
         if self.compression is None:
@@ -205,95 +206,103 @@ class _Retrieval(NamedTuple):
     def read(
         self, query: Float[Array, "B *C N H"], matrix: Float[Array, "B *#C N H H"]
     ) -> Float[Array, "B *C N H"]:
-        """factor q M."""
+        """The query times the matrix times the factor."""
         read = jnp.einsum("...nh,...nhv->...nv", query.astype(matrix.dtype), matrix)
         factor = jnp.broadcast_to(self.factor, query.shape[-2:-1])
         return read * factor.reshape((1,) * (read.ndim - 2) + (-1, 1))
 
 
-def _far(
-    inputs: Any, lengths: Array | None, retrieve: _Retrieval, is_causal: bool, chunk_size: int
+def _between_chunks(
+    inputs: dict[str, Array], lengths: Array | None, retrieval: _Retrieval, is_causal: bool, chunk_size: int
 ) -> Float[Array, "B T N H"]:
-    """What a whole sequence reads between chunks."""
+    """What the queries of a whole sequence read from other chunks."""
     batch, length = inputs["query"].shape[:2]
     chunks = -(-length // chunk_size)
-    dtype = accumulation_dtype(inputs["query"].dtype)
 
-    def cut(x: Array) -> Array:
+    def split(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, chunks * chunk_size - length), (0, 0), (0, 0)])
         return x.reshape(batch, chunks, chunk_size, *x.shape[2:])
 
-    key, value = cut(inputs["key"]).astype(dtype), cut(inputs["value"]).astype(dtype)
-    summary = retrieve.summarize(jnp.einsum("bmckh,bmckv->bmkhv", key, value))
+    key, value = split(inputs["key"]).astype(jnp.float32), split(inputs["value"]).astype(jnp.float32)
+    summary = retrieval.summarize(jnp.einsum("bmckh,bmckv->bmkhv", key, value))
     number = jnp.arange(chunks, dtype=jnp.int32)
-    ends = jnp.full((1,), length) if lengths is None else lengths
-    # A chunk that is not full ends with its last token; one without tokens is seen by none.
+    ends = jnp.full((1,), length) if lengths is None else jnp.minimum(lengths, length)
+    # A chunk that is not full ends with its last token; no query sees a chunk without tokens.
     last = jnp.minimum((number[None] + 1) * chunk_size, ends[:, None]) - 1
     exists = number[None] * chunk_size <= last
     keys = jnp.take_along_axis(inputs["retrieval_key"], jnp.maximum(last, 0)[..., None, None], axis=1)
     earlier, other = number[None] < number[:, None], number[None] != number[:, None]
     seen = (earlier if is_causal else other)[None]
     queries = inputs["retrieval_query"][:, ::chunk_size]
-    matrix = retrieve.mix(queries, keys, summary, seen & exists[:, None], key.shape[-1])
-    far = retrieve.read(cut(inputs["query"]), matrix[:, :, None])
+    matrix = retrieval.mix(queries, keys, summary, seen & exists[:, None], key.shape[-1])
+    far = retrieval.read(split(inputs["query"]), matrix[:, :, None])
     return far.reshape(batch, chunks * chunk_size, *far.shape[3:])[:, :length]
 
 
 def _piece(
-    piece: Any, state: BsbrState, sight: Sight, retrieve: _Retrieval, scale: float, chunk_size: int
-) -> tuple[BsbrState, Array]:
-    """At most chunk_size tokens from anywhere in a chunk on: they lie in that chunk and perhaps the next one."""
+    piece: dict[str, Array],
+    state: BsbrState,
+    visibility: ChunkVisibility,
+    retrieval: _Retrieval,
+    scale: float,
+    chunk_size: int,
+) -> tuple[BsbrState, Float[Array, "B L N H"]]:
+    """At most chunk_size new tokens, which may begin anywhere in a chunk (see `chunk_pieces`)."""
     batch, length, kv_heads, head_dim = piece["key"].shape
     filled, chunk = state.length % chunk_size, state.length // chunk_size
-    places = piece_places(filled, length, sight.enters, chunk_size)
+    positions = locate_piece(filled, length, visibility.enters_state, chunk_size)
     key, value = (heads_first(jnp.concatenate([getattr(state, n), piece[n]], 1)) for n in ("key", "value"))
     rows = group_rows(piece["query"], kv_heads)
     logits = scale * jnp.einsum("bkrh,bksh->bkrs", rows, key).reshape(
         batch, kv_heads, -1, length, key.shape[2]
     )
-    weights = softmax_weights(logits, places.inside(chunk_size)[:, None, None])
+    weights = softmax_weights(logits, positions.visible_in_chunk(chunk_size)[:, None, None])
     near = jnp.einsum("bkrs,bksv->bkrv", weights.reshape(*rows.shape[:3], -1), value)
 
-    done = keep(places.completed(chunk_size)[:, None], key)
-    summary = retrieve.summarize(jnp.einsum("bksh,bksv->bkhv", done, value))
+    completed = zero_unless(positions.in_completed_chunk(chunk_size)[:, None], key)
+    summary = retrieval.summarize(jnp.einsum("bksh,bksv->bkhv", completed, value))
     row, room = jnp.arange(batch), state.summary.shape[1]
-    slot = jnp.where(places.total >= chunk_size, chunk, room)
+    slot = jnp.where(positions.total >= chunk_size, chunk, room)
 
-    def token(x: Array, place: Array) -> Array:
-        index = jnp.clip(place - filled, 0, length - 1)
+    def token_at(x: Array, position: Array) -> Array:
+        index = jnp.clip(position - filled, 0, length - 1)
         return jnp.take_along_axis(x, index[:, None, None, None], axis=1)
 
-    new_key = token(piece["retrieval_key"], jnp.full_like(filled, chunk_size - 1))[:, 0]
+    new_key = token_at(piece["retrieval_key"], jnp.full_like(filled, chunk_size - 1))[:, 0]
     summaries = state.summary.at[row, slot].set(summary, mode="drop")
     retrieval_key = state.retrieval_key.at[row, slot].set(new_key, mode="drop")
 
-    def renew(begins: Array, place: Array, number: Array, keys: Array, chunks: Array, old: Array) -> Array:
-        """What is retrieved with the token at `place` by chunk `number`, in the rows where that `begins`."""
+    def retrieve_anew(
+        begins: Array, position: Array, number: Array, keys: Array, chunks: Array, old: Array
+    ) -> Array:
+        """What chunk `number` retrieves with its first token, at `position`, in the rows in which it begins."""
 
         def new() -> Array:
             seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[:, None, None]
-            query = token(piece["retrieval_query"], place)
-            matrix = retrieve.mix(query, keys, chunks, seen, head_dim)[:, 0]
+            query = token_at(piece["retrieval_query"], position)
+            matrix = retrieval.mix(query, keys, chunks, seen, head_dim)[:, 0]
             return jnp.where(begins[:, None, None, None], matrix, old)
 
-        # All chunks are read at the beginning of one only, not for each of its tokens.
+        # The summaries of all chunks are read once for each chunk, when it begins, and not for each of its tokens.
         return lax.cond(jnp.any(begins), new, lambda: old)
 
-    # The chunks before this one are in the old arrays: read from these, they need not be copied to be written.
-    here = renew(filled == 0, filled, chunk, state.retrieval_key, state.summary, state.retrieved)
-    far = retrieve.read(piece["query"], here[:, None])
-    retrieved = here
+    # The chunks before this one are in the old arrays; reading those avoids a copy when the new ones are written.
+    current = retrieve_anew(filled == 0, filled, chunk, state.retrieval_key, state.summary, state.retrieved)
+    far = retrieval.read(piece["query"], current[:, None])
+    retrieved = current
     if length > 1:
-        follows = places.total > chunk_size
-        second = jnp.full_like(filled, chunk_size)
-        retrieved = renew(follows, second, chunk + 1, retrieval_key, summaries, here)
-        beyond = retrieve.read(piece["query"], retrieved[:, None])
-        far = jnp.where((places.query >= chunk_size)[..., None, None], beyond, far)
+        next_begins = positions.total > chunk_size
+        next_first = jnp.full_like(filled, chunk_size)
+        retrieved = retrieve_anew(next_begins, next_first, chunk + 1, retrieval_key, summaries, current)
+        far_next = retrieval.read(piece["query"], retrieved[:, None])
+        far = jnp.where((positions.query >= chunk_size)[..., None, None], far_next, far)
 
     out = ungroup_rows(near, length) + far
-    current_key, current_value = (places.current(getattr(state, n), piece[n]) for n in ("key", "value"))
+    current_key, current_value = (
+        positions.unfinished_chunk(getattr(state, n), piece[n]) for n in ("key", "value")
+    )
     state = BsbrState(
-        summaries, retrieval_key, retrieved, current_key, current_value, state.length + places.new
+        summaries, retrieval_key, retrieved, current_key, current_value, state.length + positions.new
     )
     return state, out.astype(piece["query"].dtype)
 
@@ -301,6 +310,7 @@ def _piece(
 def _check_retrieval(
     query: Array, key: Array, value: Array, retrieval_query: Array, retrieval_key: Array, compression: Any
 ) -> None:
+    """Raises ValueError unless the arguments of the retrieval fit query, key and value."""
     require(
         value.shape[3] == key.shape[3], f"value must have key's head_dim {key.shape[3]}, got {value.shape[3]}"
     )
@@ -321,12 +331,13 @@ def _check_retrieval(
     sizes = (key.shape[3], key.shape[3])
     require(
         down.ndim == 3 and down.shape[:2] == sizes and up.shape == (down.shape[2], *sizes),
-        f"compression must be arrays of shapes {(*sizes, 'S')} and {('S', *sizes)}, got {down.shape} and {up.shape}",
+        f"compression must be arrays of shapes {(*sizes, 'F')} and {('F', *sizes)}, got {down.shape} and {up.shape}",
     )
 
 
 def _check_bsbr_state(state: Any, inputs: Any, compression: Compression | None, chunk_size: int) -> None:
-    require(isinstance(state, BsbrState), f"state must be a BsbrState, got {type(state).__name__}")
+    """Raises ValueError unless the state fits the inputs."""
+    check_state_type(state, BsbrState, "init_bsbr_state")
     query, key = inputs["query"], inputs["key"]
     length = max(state.summary.shape[1] * chunk_size, query.shape[1])
     fresh = init_bsbr_state(

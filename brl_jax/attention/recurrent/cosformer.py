@@ -1,41 +1,47 @@
-"""cosFormer: linear attention weighted by a cosine of the distance (Qin et al. 2022, arXiv 2202.08791)."""
+"""cosFormer: linear attention weighted by a cosine of the distance (Qin et al. 2022, arXiv:2202.08791)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, is_int
+from brl_jax.attention.core.arguments import check_lengths, check_sizes, is_int
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.scores import accumulation_dtype
-from brl_jax.attention.recurrent.chunks import check_state
+from brl_jax.attention.recurrent.arguments import check_state
 from brl_jax.attention.recurrent.linear import LinearState, feature_sums
 
 
 class CosformerState(NamedTuple):
-    """What `cosformer_attention` knows of the tokens so far.
+    """What `cosformer_attention` keeps of the tokens so far.
 
     Attributes:
-      key_value: sum of phi(k) v^T with phi's cosine and sine half; key: sum of phi(k).
-      length: how many tokens each row has had.
+      key_value: the sum of phi(k) v^T over the tokens, where phi has a cosine half and a sine half.
+      key: the sum of phi(k).
+      length: the number of tokens so far in each row.
     """
 
-    key_value: Float[Array, "B K 2H V"]
-    key: Float[Array, "B K 2H"]
+    key_value: Float[Array, "B K 2*H V"]
+    key: Float[Array, "B K 2*H"]
     length: Int[Array, "B"]
 
 
-def init_cosformer_state(
-    batch: int, num_kv_heads: int, head_dim: int, value_dim: int, *, dtype: Any = jnp.float32
-) -> CosformerState:
-    """The state of `cosformer_attention` before the first token; dtype is float32 for all inputs but float64's."""
+def init_cosformer_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> CosformerState:
+    """The state of `cosformer_attention` before the first token.
+
+    Args:
+      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     return CosformerState(
-        jnp.zeros((batch, num_kv_heads, 2 * head_dim, value_dim), dtype),
-        jnp.zeros((batch, num_kv_heads, 2 * head_dim), dtype),
+        jnp.zeros((batch, num_kv_heads, 2 * head_dim, value_dim), jnp.float32),
+        jnp.zeros((batch, num_kv_heads, 2 * head_dim), jnp.float32),
         jnp.zeros((batch,), jnp.int32),
     )
 
@@ -53,24 +59,25 @@ def cosformer_attention(
     return_state: bool = False,
     chunk_size: int = 64,
     implementation: str | None = None,
-) -> Any:
-    """Attention with the weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 max_length)), normalised, in O(T).
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], CosformerState]:
+    """Attention with the weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 M)), normalised, in O(T) time and memory.
 
-    2202.08791 eqs. 10-12: the cosine of a difference is a sum of products of cosines and sines, so the features are
-    [ReLU(x_i) cos(pi i / 2M), ReLU(x_i) sin(pi i / 2M)]. The sum of weights is at least 1e-6, as published.
+    Qin et al. 2022, arXiv:2202.08791, eqs. 10-12: the cosine of a difference is a sum of products of cosines and
+    sines, so the features are [ReLU(x_i) cos(pi i / 2M), ReLU(x_i) sin(pi i / 2M)]. Sums of weights below 1e-6 are
+    replaced by 1e-6, as in the authors' code. `reference.cosformer_attention` is the plain form.
 
     Args:
       query, key, value: as for `linear_attention`.
-      max_length: M, at least the number of tokens of the whole sequence, pieces before and after these included:
-        farther apart than M, two tokens would have a negative weight.
+      max_length: M, at least the number of tokens of the whole sequence, including earlier and later pieces: two
+        tokens that are more than M apart would have a negative weight.
       is_causal, key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
-      state, return_state: likewise, with a `CosformerState`.
+      state, return_state: as for `linear_attention`, with a `CosformerState`.
 
     Returns:
-      (B, T, N, V) in query's dtype, computed in float32; with return_state, that and a `CosformerState`.
+      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `CosformerState`.
 
     Raises:
-      ValueError: more tokens than max_length; arrays, lengths, segments, a state or sizes that don't fit.
+      ValueError: more tokens than max_length; arrays, lengths, segments, a state or sizes that do not fit.
     """
     check_qkv(query, key, value)
     length = max(query.shape[1], key.shape[1])
@@ -79,10 +86,8 @@ def cosformer_attention(
         f"max_length must be an int of at least the sequence's length {length}, got {max_length!r}",
     )
     batch, _, kv_heads, head_dim = key.shape
-    fresh = init_cosformer_state(
-        batch, kv_heads, head_dim, value.shape[3], dtype=accumulation_dtype(query.dtype)
-    )
-    given = None if state is None else check_state(state, fresh, "cosformer_attention")
+    fresh = init_cosformer_state(batch, kv_heads, head_dim, value.shape[3])
+    given = None if state is None else check_state(state, fresh, "init_cosformer_state")
     index = fresh.length if given is None else given.length
 
     def positions(length: int) -> Array:

@@ -1,6 +1,6 @@
 """Mixed-chunk attention: squared ReLU inside a chunk, linear attention between chunks (FLASH, Hua et al. 2022).
 
-FLASH is the model of arXiv 2202.10447, and has nothing to do with the FlashAttention kernels.
+FLASH is the model of arXiv:2202.10447; it is unrelated to the FlashAttention kernels.
 """
 
 from __future__ import annotations
@@ -8,35 +8,25 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.scores import accumulation_dtype
-from brl_jax.attention.recurrent.chunks import (
-    Sight,
-    check_chunked_call,
-    check_runs,
-    check_state,
-    group_rows,
-    heads_first,
-    keep,
-    piece_places,
-    scan_chunks,
-    token_runs,
-    ungroup_rows,
-)
-from brl_jax.attention.recurrent.gau import call_bias, check_position_bias, squared_relu
+from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.recurrent.chunk_pieces import locate_piece
+from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
+from brl_jax.attention.recurrent.gau import check_position_bias, position_bias, squared_relu
+from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 
 
 class MixedChunkState(NamedTuple):
-    """What `mixed_chunk_attention` knows of the tokens so far.
+    """What `mixed_chunk_attention` keeps of the tokens so far.
 
     Attributes:
-      linear: sum of linear_key value^T / chunk_size over the chunks that are complete.
-      key, linear_key, value: of the current chunk's tokens, in their places.
-      length: how many tokens each row has had.
+      linear: the sum of linear_key value^T / chunk_size over the completed chunks.
+      key, linear_key, value: those of the current chunk's tokens, at their positions in the chunk.
+      length: the number of tokens so far in each row.
     """
 
     linear: Float[Array, "B K H V"]
@@ -53,12 +43,28 @@ def init_mixed_chunk_state(
     value_dim: int,
     *,
     chunk_size: int = 256,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> MixedChunkState:
-    """The state of `mixed_chunk_attention` before the first token; dtype is the keys' and values'."""
+    """The state of `mixed_chunk_attention` before the first token.
+
+    Args:
+      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
+      chunk_size: C, as in the calls that use the state.
+      dtype: the dtype of the keys and values; sums are float32.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    check_sizes(
+        batch=batch,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        chunk_size=chunk_size,
+    )
     keys = jnp.zeros((batch, chunk_size, num_kv_heads, head_dim), dtype)
     return MixedChunkState(
-        jnp.zeros((batch, num_kv_heads, head_dim, value_dim), accumulation_dtype(dtype)),
+        jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32),
         keys,
         keys,
         jnp.zeros((batch, chunk_size, num_kv_heads, value_dim), dtype),
@@ -80,32 +86,32 @@ def mixed_chunk_attention(
     return_state: bool = False,
     chunk_size: int = 256,
     implementation: str | None = None,
-) -> Any:
-    """Chunks of C tokens that attend inside by squared ReLU and to each other linearly; O(T C) time and memory.
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], MixedChunkState]:
+    """Chunks of C tokens with squared-ReLU attention inside and linear attention between them, in O(T C) time.
 
-    out_i = sum_j ReLU(q_i . k_j / C + b_ij)^2 v_j over the keys of i's chunk (up to i where causal)
-    + sum_j (lq_i . lk_j / C) v_j over the keys of strictly earlier chunks where causal, over all where not:
-    2202.10447 section 3.2, eqs. 6-8.
+    out_i is the sum of ReLU(q_i . k_j / C + b_ij)^2 v_j over the keys of i's chunk (up to i where causal) and of
+    (lq_i . lk_j / C) v_j over the keys of strictly earlier chunks where causal, or over all keys where not: Hua et al.
+    2022, arXiv:2202.10447, section 3.2, eqs. 6-8. `reference.mixed_chunk_attention` is the plain form.
 
     Args:
       query, key: (B, T, N, H) and (B, T, K, H), of the part inside chunks; K divides N.
-      linear_query, linear_key: of the same shapes, of the part between chunks.
-      value: (B, T, K, V), of both.
-      bias: a `PositionBias` of relative positions, b.
+      linear_query, linear_key: lq and lk of the same shapes, of the part between chunks.
+      value: (B, T, K, V), of both parts.
+      bias: b, a `PositionBias` that depends on relative positions.
       is_causal: as above.
       key_value_seq_lengths, implementation: as for `linear_attention`.
-      state, return_state: likewise, with a `MixedChunkState`, made for the same chunk_size.
-      chunk_size: C, counted from the first token of the sequence. It changes the result.
+      state, return_state: as for `linear_attention`, with a `MixedChunkState` made for the same chunk_size.
+      chunk_size: C; chunks are counted from the first token of the sequence. It changes the result.
 
     Returns:
-      (B, T, N, V) in query's dtype, computed in float32; with return_state, that and a `MixedChunkState`.
+      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `MixedChunkState`.
 
     Raises:
-      ValueError: arrays, lengths, a bias, a state or sizes that don't fit, naming the argument.
+      ValueError: arrays, lengths, a bias, a state or sizes that do not fit, naming the argument.
     """
-    check_chunked_call(
-        query, key, value, is_causal=is_causal, state=state, return_state=return_state, chunk_size=chunk_size,
-        implementation=implementation,
+    prepared = prepare_inputs(
+        query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
+        return_state=return_state, chunk_size=chunk_size, implementation=implementation, same_tokens=True,
     )  # fmt: skip
     check_qkv(linear_query, linear_key, value, ("linear_query", "linear_key", "value"))
     for name, array, like in (("linear_query", linear_query, query), ("linear_key", linear_key, key)):
@@ -113,84 +119,93 @@ def mixed_chunk_attention(
             array.shape == like.shape and array.dtype == like.dtype,
             f"{name} must be {like.dtype} of shape {like.shape}, got {array.dtype} of shape {array.shape}",
         )
-    require(
-        query.shape[1] == key.shape[1], f"key must have query's length {query.shape[1]}, got {key.shape[1]}"
-    )
     check_position_bias(bias, query.shape[2])
-    lengths, _ = check_runs(query, key, key_value_seq_lengths, None)
-    arrays = (query, key, linear_query, linear_key, value)
-    names = ("query", "key", "linear_query", "linear_key", "value")
-    inputs = {name: zero_padding(x, lengths) for name, x in zip(names, arrays)}
-    runs = token_runs(query.shape[0], query.shape[1], lengths, None)
+    inputs = {
+        "query": prepared.query,
+        "key": prepared.key,
+        "linear_query": zero_padding(linear_query, prepared.lengths),
+        "linear_key": zero_padding(linear_key, prepared.lengths),
+        "value": prepared.value,
+    }
     if state is None and not return_state:
-        return _whole(inputs, runs, bias, is_causal, chunk_size)
+        return _whole_sequence(inputs, prepared.segments, bias, is_causal, chunk_size)
     kv_heads, head_dim = key.shape[2:]
     fresh = init_mixed_chunk_state(
         query.shape[0], kv_heads, head_dim, value.shape[3], chunk_size=chunk_size, dtype=key.dtype
     )
-    state = check_state(state, fresh, "mixed_chunk_attention")
+    state = check_state(state, fresh, "init_mixed_chunk_state")
 
-    def step(state: MixedChunkState, chunk: Any, sight: Sight) -> tuple[MixedChunkState, Array]:
-        return _piece(chunk, state, sight, bias, chunk_size)
+    def step(
+        state: MixedChunkState, chunk: Any, visibility: ChunkVisibility
+    ) -> tuple[MixedChunkState, Array]:
+        return _piece(chunk, state, visibility, bias, chunk_size)
 
-    state, out = scan_chunks(step, state, inputs, runs, chunk_size=chunk_size)
+    state, out = scan_chunks(step, state, inputs, prepared.segments, chunk_size=chunk_size)
     return (out, state) if return_state else out
 
 
-def _whole(inputs: Any, runs: Any, bias: PositionBias | None, is_causal: bool, chunk_size: int) -> Array:
-    """A sequence from its start on: the loop's chunks are the sequence's."""
+def _whole_sequence(
+    inputs: dict[str, Array],
+    segments: Int[Array, "B T"] | None,
+    bias: PositionBias | None,
+    is_causal: bool,
+    chunk_size: int,
+) -> Float[Array, "B T N V"]:
+    """A sequence from its first token on, so that the chunks of the scan are the chunks of the sequence."""
     query, value = inputs["query"], inputs["value"]
     length = min(chunk_size, query.shape[1])
-    places = jnp.arange(length, dtype=jnp.int32)[None]
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
     scale = jnp.full((1, 1, 1), 1 / chunk_size)
-    own_bias = call_bias(bias, places, places, each_row=False)
+    chunk_bias = position_bias(bias, positions, positions, each_row=False)
 
-    def enter(linear: Array, chunk: Any, exists: Array | None) -> Array:
-        key = keep(exists, chunk["linear_key"])
-        return (
-            linear + jnp.einsum("bkcf,bkcv->bkfv", heads_first(key), heads_first(chunk["value"])) / chunk_size
-        )
+    def add_to_state(linear: Array, chunk: Any, exists: Array | None) -> Array:
+        key, value = heads_first(zero_unless(exists, chunk["linear_key"])), heads_first(chunk["value"])
+        return linear + jnp.einsum("bkcf,bkcv->bkfv", key, value) / chunk_size
 
-    def step(linear: Array, chunk: Any, sight: Sight) -> tuple[Array, Array]:
+    def step(linear: Array, chunk: Any, visibility: ChunkVisibility) -> tuple[Array, Array]:
         kv_heads = chunk["key"].shape[2]
         rows = group_rows(chunk["query"], kv_heads)
         scores = jnp.einsum("bkrf,bkcf->bkrc", rows, heads_first(chunk["key"]))
-        seen = sight.pairs
+        seen = visibility.pairs
         if not is_causal:
-            seen = (
-                jnp.ones_like(seen) if sight.enters is None else sight.enters[:, None] & jnp.ones_like(seen)
-            )
-        weights = squared_relu(scores, seen, scale, own_bias)
+            seen = jnp.ones_like(seen)
+            if visibility.enters_state is not None:
+                seen = seen & visibility.enters_state[:, None]
+        weights = squared_relu(scores, seen, scale, chunk_bias)
         out = jnp.einsum("bkrc,bkcv->bkrv", weights, heads_first(chunk["value"]))
         out = out + jnp.einsum("bkrf,bkfv->bkrv", group_rows(chunk["linear_query"], kv_heads), linear)
         if is_causal:
-            linear = enter(linear, chunk, sight.enters)
+            linear = add_to_state(linear, chunk, visibility.enters_state)
         return linear, ungroup_rows(out, length).astype(query.dtype)
 
     kv_heads, head_dim = inputs["key"].shape[2:]
-    linear = jnp.zeros((query.shape[0], kv_heads, head_dim, value.shape[3]), accumulation_dtype(query.dtype))
+    linear = jnp.zeros((query.shape[0], kv_heads, head_dim, value.shape[3]), jnp.float32)
     if not is_causal:
-        linear = enter(linear, inputs, None if runs is None else runs >= 0)
-    return scan_chunks(step, linear, inputs, runs, chunk_size=chunk_size)[1]
+        linear = add_to_state(linear, inputs, None if segments is None else segments >= 0)
+    return scan_chunks(step, linear, inputs, segments, chunk_size=chunk_size)[1]
 
 
 def _piece(
-    piece: Any, state: MixedChunkState, sight: Sight, bias: PositionBias | None, chunk_size: int
-) -> tuple[MixedChunkState, Array]:
-    """At most chunk_size tokens from anywhere in a chunk on: they lie in that chunk and perhaps the next one."""
+    piece: dict[str, Array],
+    state: MixedChunkState,
+    visibility: ChunkVisibility,
+    bias: PositionBias | None,
+    chunk_size: int,
+) -> tuple[MixedChunkState, Float[Array, "B L N V"]]:
+    """At most chunk_size new tokens, which may begin anywhere in a chunk (see `chunk_pieces`)."""
     batch, length, kv_heads = piece["key"].shape[:3]
-    places = piece_places(state.length % chunk_size, length, sight.enters, chunk_size)
+    positions = locate_piece(state.length % chunk_size, length, visibility.enters_state, chunk_size)
     key, linear_key, value = (
         jnp.concatenate([getattr(state, name), piece[name]], axis=1)
         for name in ("key", "linear_key", "value")
     )
-    earlier = places.key[:, None] // chunk_size < places.query[..., None] // chunk_size
-    earlier = places.there[:, None] & earlier
+    earlier = positions.key[:, None] // chunk_size < positions.query[..., None] // chunk_size
+    earlier = positions.key_exists[:, None] & earlier
 
-    own_bias = call_bias(bias, places.query, places.key, each_row=True)
+    piece_bias = position_bias(bias, positions.query, positions.key, each_row=True)
     scores = jnp.einsum("bkrf,bksf->bkrs", group_rows(piece["query"], kv_heads), heads_first(key))
     scale = jnp.full((1, 1, 1), 1 / chunk_size)
-    weights = squared_relu(scores, places.inside(chunk_size), scale, own_bias)
+    weights = squared_relu(scores, positions.visible_in_chunk(chunk_size), scale, piece_bias)
     linear_rows = group_rows(piece["linear_query"], kv_heads)
     linear_keys, values = heads_first(linear_key), heads_first(value)
     between = jnp.einsum("bkrf,bksf->bkrs", linear_rows, linear_keys) / chunk_size
@@ -199,10 +214,13 @@ def _piece(
     out = jnp.einsum("bkrs,bksv->bkrv", weights + between, values)
     out = out + jnp.einsum("bkrf,bkfv->bkrv", linear_rows, state.linear)
 
-    completed = keep(places.completed(chunk_size)[:, None], linear_keys)
+    completed = zero_unless(positions.in_completed_chunk(chunk_size)[:, None], linear_keys)
     linear = state.linear + jnp.einsum("bksf,bksv->bkfv", completed, values) / chunk_size
     current_key, current_linear_key, current_value = (
-        places.current(getattr(state, name), piece[name]) for name in ("key", "linear_key", "value")
+        positions.unfinished_chunk(getattr(state, name), piece[name])
+        for name in ("key", "linear_key", "value")
     )
-    state = MixedChunkState(linear, current_key, current_linear_key, current_value, state.length + places.new)
+    state = MixedChunkState(
+        linear, current_key, current_linear_key, current_value, state.length + positions.new
+    )
     return state, ungroup_rows(out, length).astype(piece["query"].dtype)

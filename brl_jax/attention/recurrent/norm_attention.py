@@ -1,8 +1,8 @@
-"""NormAttention: linear attention whose denominator is replaced by a norm of the outputs (TransNormer)."""
+"""NormAttention: linear attention with a norm of the outputs in place of the denominator (Qin et al. 2022)."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,32 +30,32 @@ def norm_attention(
     return_state: bool = False,
     chunk_size: int = 64,
     implementation: str | None = None,
-) -> Any:
-    """Norm(phi(Q) phi(K)^T V) with the norm over all heads merged, in O(T) time and memory.
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
+    """Norm(phi(Q) (phi(K)^T V)) with the norm over all heads together, in O(T) time and memory.
 
-    001 (TransNormer) eq. 14. There is neither a denominator, whose gradients grow without bound as features shrink,
-    nor a scale of the scores.
+    TransNormer (Qin et al. 2022, arXiv:2210.10340), eq. 14. It has no denominator, whose gradients grow without bound
+    as the features shrink, and no scale of the scores. `reference.norm_attention` is the plain form.
 
     Args:
       query, key, value: as for `linear_attention`.
       is_causal: query i sees the keys up to its own.
-      feature_map: phi; "elu" (001's T1), "elu+1" (its T2) or "relu".
+      feature_map: phi; "elu" (TransNormer T1), "elu+1" (T2) or "relu".
       norm: "rms" or "layer" (which subtracts the mean first).
       norm_scale: (N, V), multiplies the normalised outputs; 1 by default.
-      epsilon: added to the mean square that the norm divides by.
+      epsilon: added to the mean square by whose root the norm divides.
       key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
-      state: as for `linear_attention` with normalize=False, whose state this is.
-      return_state: return (out, state), with the state after these tokens.
+      state: as for `linear_attention`, from `init_linear_state(..., normalize=False)` or an earlier call.
+      return_state: if True, the result is (out, state) with the state after these tokens.
 
     Returns:
-      (B, T, N, V) in query's dtype, computed in float32 up to and including the norm; with return_state, that and a
-      `LinearState` without `key`.
+      (B, T, N, V) in the dtype of the query, computed in float32 up to and including the norm; with return_state, that
+      and a `LinearState` without `key`.
 
     Raises:
-      ValueError: arrays, lengths, segments, a state or sizes that don't fit, naming the argument.
+      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
     """
     check_choice("norm", norm, get_args(Norm))
-    (total, _), state = linear_sums(
+    (total, _), new_state = linear_sums(
         query, key, value, feature_map=feature_map, normalize=False, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state,
         return_state=return_state, chunk_size=chunk_size, implementation=implementation,
@@ -63,7 +63,7 @@ def norm_attention(
     if norm_scale is not None:
         require(
             norm_scale.shape == total.shape[2:],
-            f"norm_scale must have shape {total.shape[2:]} (heads, value dim), got {norm_scale.shape}",
+            f"norm_scale must have shape {total.shape[2:]} (heads, value head_dim), got {norm_scale.shape}",
         )
     if norm == "layer":
         total = total - jnp.mean(total, axis=(2, 3), keepdims=True)
@@ -71,4 +71,4 @@ def norm_attention(
     if norm_scale is not None:
         out = out * norm_scale.astype(out.dtype)[None, None]
     out = out.astype(query.dtype)
-    return (out, state) if return_state else out
+    return (out, new_state) if return_state else out

@@ -1,0 +1,226 @@
+"""The plain meaning of this family's functions: dense (T, S) weights and a recurrence token by token.
+
+These forms are slow and use O(T S) memory, and have neither states nor padding. They show what the chunked functions
+of the same names compute, and the tests compare the two. Everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from brl_jax.attention.core.biases import PositionBias
+
+
+def linear_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    is_causal: bool = False,
+    normalize: bool = True,
+    feature_map: str = "elu+1",
+) -> Float[Array, "B T N V"]:
+    """Weights phi(q_i) . phi(k_j), divided by their sum with `normalize` (arXiv:2006.16236, eqs. 4 and 5)."""
+    query, key, value = _float32_heads(query, key, value)
+    phi = _FEATURE_MAPS[feature_map]
+    weights = jnp.einsum("btnh,bsnh->bnts", phi(query), phi(key))
+    weights = jnp.where(_visible(weights, is_causal), weights, 0.0)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def norm_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    is_causal: bool = False,
+    feature_map: str = "elu+1",
+    norm: str = "rms",
+    norm_scale: Float[Array, "N V"] | None = None,
+    epsilon: float = 1e-5,
+) -> Float[Array, "B T N V"]:
+    """Linear attention without its denominator, then a norm over the merged heads (arXiv:2210.10340, eq. 14)."""
+    sums = linear_attention(query, key, value, is_causal=is_causal, normalize=False, feature_map=feature_map)
+    if norm == "layer":
+        sums = sums - sums.mean((2, 3), keepdims=True)
+    normed = sums / jnp.sqrt(jnp.square(sums).mean((2, 3), keepdims=True) + epsilon)
+    return normed if norm_scale is None else normed * norm_scale.astype(jnp.float32)[None, None]
+
+
+def performer_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    projection: Float[Array, "F H"],
+    is_causal: bool = False,
+) -> Float[Array, "B T N V"]:
+    """Linear attention with the features exp(W x - |x|^2 / 2), x scaled by H^(-1/4) (arXiv:2009.14794, lemma 1).
+
+    Nothing guards against overflow. The function of the same name adds a millionth of its largest feature to each of a
+    query's features, and so does this one.
+    """
+    query, key, value = _float32_heads(query, key, value)
+
+    def phi(x: Array) -> Array:
+        x = x * x.shape[-1] ** -0.25
+        return jnp.exp(x @ projection.T - jnp.square(x).sum(-1, keepdims=True) / 2)
+
+    query_features = phi(query)
+    query_features = query_features + 1e-6 * query_features.max(-1, keepdims=True)
+    weights = jnp.einsum("btnf,bsnf->bnts", query_features, phi(key))
+    weights = jnp.where(_visible(weights, is_causal), weights, 0.0)
+    return jnp.einsum("bnts,bsnv->btnv", weights / weights.sum(-1, keepdims=True), value)
+
+
+def cosformer_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    max_length: int,
+    is_causal: bool = False,
+) -> Float[Array, "B T N V"]:
+    """Weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 max_length)), normalised (arXiv:2202.08791, eq. 10)."""
+    query, key, value = _float32_heads(query, key, value)
+    distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None]
+    cosine = jnp.cos(distance.astype(jnp.float32) * (math.pi / (2 * max_length)))
+    weights = jnp.einsum("btnh,bsnh->bnts", jax.nn.relu(query), jax.nn.relu(key)) * cosine[None, None]
+    weights = jnp.where(_visible(weights, is_causal), weights, 0.0)
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-6)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def delta_rule(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    beta: Float[Array, "B T K"],
+    *,
+    normalize_keys: bool = True,
+) -> Float[Array, "B T N V"]:
+    """S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T and out_t = S_t^T q_t, token by token (arXiv:2406.06484)."""
+    beta = jnp.repeat(beta.astype(jnp.float32), query.shape[2] // beta.shape[2], axis=2)
+    query, key, value = _float32_heads(query, key, value)
+    if normalize_keys:
+        key = key / jnp.sqrt(jnp.square(key).sum(-1, keepdims=True) + 1e-12)
+
+    def token(state: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, b = arrays
+        error = v - jnp.einsum("bnhv,bnh->bnv", state, k)
+        state = state + jnp.einsum("bn,bnh,bnv->bnhv", b, k, error)
+        return state, jnp.einsum("bnhv,bnh->bnv", state, q)
+
+    state = jnp.zeros((query.shape[0], *key.shape[2:], value.shape[3]), jnp.float32)
+    tokens_first = tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value, beta))
+    return jnp.swapaxes(lax.scan(token, state, tokens_first)[1], 0, 1)
+
+
+def gau_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    bias: PositionBias | None = None,
+    is_causal: bool = False,
+) -> Float[Array, "B T N V"]:
+    """Weights ReLU(q_i . k_j / n_i + b_ij)^2, where n_i is the number of visible keys (arXiv:2202.10447, eq. 4)."""
+    query, key, value = _float32_heads(query, key, value)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+    visible = _visible(scores, is_causal)
+    scores = scores / visible.sum(-1, keepdims=True).astype(jnp.float32) + _dense_bias(bias, scores)
+    weights = jnp.where(visible, jnp.square(jax.nn.relu(scores)), 0.0)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def mixed_chunk_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    linear_query: Float[Array, "B T N H"],
+    linear_key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    bias: PositionBias | None = None,
+    is_causal: bool = False,
+    chunk_size: int = 256,
+) -> Float[Array, "B T N V"]:
+    """ReLU(q_i . k_j / C + b_ij)^2 inside chunks plus lq_i . lk_j / C between them (arXiv:2202.10447, eqs. 6-8)."""
+    linear_query, linear_key, _ = _float32_heads(linear_query, linear_key, value)
+    query, key, value = _float32_heads(query, key, value)
+    chunk = jnp.arange(query.shape[1]) // chunk_size
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key)
+    inside = (chunk[:, None] == chunk[None])[None, None] & _visible(scores, is_causal)
+    scores = scores / chunk_size + _dense_bias(bias, scores)
+    weights = jnp.where(inside, jnp.square(jax.nn.relu(scores)), 0.0)
+    linear = jnp.einsum("btnh,bsnh->bnts", linear_query, linear_key) / chunk_size
+    earlier = (chunk[:, None] > chunk[None])[None, None]
+    weights = weights + (jnp.where(earlier, linear, 0.0) if is_causal else linear)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def bsbr_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    retrieval_query: Float[Array, "B T N R"],
+    retrieval_key: Float[Array, "B T K R"],
+    *,
+    compression: tuple[Float[Array, "H H F"], Float[Array, "F H H"]] | None = None,
+    strength: float | Float[Array, "N"] = 1.0,
+    is_causal: bool = False,
+    chunk_size: int = 64,
+) -> Float[Array, "B T N H"]:
+    """Softmax attention inside chunks, plus key-value products of whole chunks retrieved by softmax (BSBR article)."""
+    retrieval_query, retrieval_key, _ = _float32_heads(retrieval_query, retrieval_key, value)
+    query, key, value = _float32_heads(query, key, value)
+    length, head_dim = query.shape[1], query.shape[3]
+    chunk = jnp.arange(length) // chunk_size
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / math.sqrt(head_dim)
+    inside = (chunk[:, None] == chunk[None])[None, None] & _visible(scores, is_causal)
+    near = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, -1, where=inside), value)
+
+    starts = range(0, length, chunk_size)
+    products = [
+        jnp.einsum("bcnh,bcnv->bnhv", key[:, a : a + chunk_size], value[:, a : a + chunk_size])
+        for a in starts
+    ]
+    first = jnp.asarray(starts)
+    last = jnp.minimum(first + chunk_size, length) - 1
+    logits = jnp.einsum("binr,bmnr->bnim", retrieval_query[:, first], retrieval_key[:, last])
+    visible = first[:, None] > first[None] if is_causal else first[:, None] != first[None]
+    weights = jax.nn.softmax(logits / math.sqrt(retrieval_query.shape[3]), -1, where=visible[None, None])
+    retrieved = jnp.einsum("bnim,bmnhv->binhv", weights, jnp.stack(products, 1))
+    if compression is not None:
+        retrieved = jnp.einsum("binhv,hvf,fxy->binxy", retrieved, *compression)
+    far = jnp.einsum("btnh,btnhv->btnv", query, retrieved[:, chunk]) / math.sqrt(head_dim)
+    return near + jnp.broadcast_to(jnp.asarray(strength), query.shape[2:3])[None, None, :, None] * far
+
+
+_FEATURE_MAPS = {"elu+1": lambda x: jax.nn.elu(x) + 1, "elu": jax.nn.elu, "relu": jax.nn.relu}
+
+
+def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """float32 arrays in which each query head has a key head and a value head of its own."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
+    return query.astype(jnp.float32), key, value
+
+
+def _visible(scores: Float[Array, "B N T S"], is_causal: bool) -> Bool[Array, "1 1 T S"]:
+    """Whether query i sees key j."""
+    visible = jnp.ones(scores.shape[2:], bool)
+    return (jnp.tril(visible) if is_causal else visible)[None, None]
+
+
+def _dense_bias(bias: PositionBias | None, scores: Float[Array, "B N T S"]) -> Float[Array, "1 #N #T #S"]:
+    """The bias of all pairs; 0 without a bias."""
+    if bias is None:
+        return jnp.zeros((1, 1, 1, 1), jnp.float32)
+    return bias(*(jnp.arange(n, dtype=jnp.int32) for n in scores.shape[2:]))[None]

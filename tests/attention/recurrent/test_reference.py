@@ -1,0 +1,68 @@
+"""Each function with a recurrent state against its plain form in `reference.py`, at lengths that no chunk divides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import brl_jax
+from brl_jax import RotaryBias
+from brl_jax.attention.recurrent import reference
+from tests.attention.recurrent.test_state_functions import close, inputs
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32)
+
+
+def with_causality(options):
+    return [options | {"is_causal": True}, options | {"is_causal": False}]
+
+
+BIAS = RotaryBias(normal(HEADS, SIZE) / 4, normal(HEADS, SIZE) / 3)
+PROJECTION = brl_jax.performer_projection(jax.random.key(0), 12, SIZE)
+NUMBERS = 5
+COMPRESSION = normal(SIZE, SIZE, NUMBERS) / 8, normal(NUMBERS, SIZE, SIZE)
+# The name of the function, the extra arrays it takes after query, key and value, and its options.
+CASES = [
+    *(("linear_attention", (), options) for options in with_causality({})),
+    *(("linear_attention", (), o) for o in with_causality({"normalize": False, "feature_map": "elu"})),
+    *(("norm_attention", (), options) for options in with_causality({"norm": "layer"})),
+    *(("norm_attention", (), o) for o in with_causality({"norm_scale": normal(HEADS, SIZE)})),
+    *(("performer_attention", (), options) for options in with_causality({"projection": PROJECTION})),
+    *(("cosformer_attention", (), options) for options in with_causality({"max_length": 211})),
+    ("delta_rule", ("beta",), {}),
+    *(("gau_attention", (), options) for options in with_causality({"bias": BIAS})),
+    *(("mixed_chunk_attention", ("linear",), o) for o in with_causality({"bias": BIAS, "chunk_size": 24})),
+    *(("bsbr_attention", ("retrieval",), options) for options in with_causality({"chunk_size": 24})),
+    (
+        "bsbr_attention",
+        ("retrieval",),
+        {"chunk_size": 24, "is_causal": True, "compression": COMPRESSION, "strength": normal(HEADS)},
+    ),
+]
+
+
+def arguments(kind, length):
+    query, key, value = inputs(length, heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE)
+    match kind:
+        case ("beta",):
+            return query, key, value, jax.nn.sigmoid(normal(2, length, KV_HEADS))
+        case ("linear",):
+            return query, key, query[:, ::-1] + 1, -2 * key, value
+        case ("retrieval",):
+            return query, key, value, query[..., ::-1], -2 * key
+    return query, key, value
+
+
+@pytest.mark.parametrize("length", [1, 67, 130])
+@pytest.mark.parametrize(("name", "kind", "options"), CASES)
+def test_equals_its_plain_form(name, kind, options, length):
+    arrays = arguments(kind, length)
+    function, plain = (getattr(module, name) for module in (brl_jax, reference))
+    got, expected = jax.jit(lambda *arrays: (function(*arrays, **options), plain(*arrays, **options)))(
+        *arrays
+    )
+    close(got, expected, 1e-4)
