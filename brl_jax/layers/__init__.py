@@ -6,7 +6,7 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.dense.full import FullConfig
 from brl_jax.layers.dense.hopfield import HopfieldConfig
-from brl_jax.layers.local.local import LocalConfig
+from brl_jax.layers.local.local_attention import LocalConfig
 from brl_jax.layers.low_rank.linformer import LinformerConfig
 from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.layers.compressed.brl import BRLConfig
-from brl_jax.layers.core.modules import FeedForwardKind, NormKind
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.core.side_by_side import ParallelConfig
+from brl_jax.layers.core.protocol import Dimensions, FeedForwardKind, Mechanism, NormKind
+from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models.stack import Remat
 
 Schedule = Literal["split", "alternate", "parallel"]
@@ -144,7 +143,7 @@ class StackConfig:
             first, second = second, first
         early = self.early_layers
         if self.schedule == "parallel":
-            return (ParallelConfig(first, second),) * self.num_layers
+            return (SideBySideConfig(first, second),) * self.num_layers
         if self.schedule == "alternate":
             run = 1 if early is None else early
             return tuple(second if i % (run + 1) == run else first for i in range(self.num_layers))

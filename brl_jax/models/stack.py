@@ -184,10 +184,14 @@ class Stack(nn.Module):
         cache = self.init_cache(batch, length)
         if memory is None:
             return cache
-        carriers = {key: {**c, **(memory["carriers"].get(key) or {})} for key, c in cache["carriers"].items()}
+        parts = self._modules()
+        carriers = {
+            key: module.resume(cache["carriers"][key], memory["carriers"][key])
+            for key, module in parts["carriers"].items()
+        }
         layers = [
-            tuple({**c, **(m or {})} for c, m in zip(caches, memories))
-            for caches, memories in zip(cache["layers"], memory["layers"])
+            tuple(module.resume(c, m) for module, c, m in zip(modules, caches, memories))
+            for (modules, _), caches, memories in zip(parts["layers"], cache["layers"], memory["layers"])
         ]
         return {**cache, "carriers": carriers, "layers": layers}
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
 from brl_jax.attention.core.checks import check_choice
-from brl_jax.layers.core.modules import NormKind
+from brl_jax.layers.core.protocol import NormKind
 from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.models.config import StackConfig

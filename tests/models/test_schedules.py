@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax.layers import BRLConfig, DiagConfig, FullConfig, LocalConfig
-from brl_jax.layers.core.side_by_side import ParallelConfig
+from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
@@ -22,7 +22,7 @@ def layers(num_layers, **options):
     """The kinds of the layers, a for A and b for B."""
     mechanisms = StackConfig(num_layers=num_layers, **options).mechanisms
     return "".join(
-        {A: "a", B: "b", ParallelConfig(A, B): "p", ParallelConfig(B, A): "q"}[m] for m in mechanisms
+        {A: "a", B: "b", SideBySideConfig(A, B): "p", SideBySideConfig(B, A): "q"}[m] for m in mechanisms
     )
 
 
@@ -112,7 +112,7 @@ def test_generation_is_training(name):
 def test_parallel_is_one_projection_of_both():
     """Heads of both side by side, times one matrix of twice the height, whose halves the two layers hold."""
     d = dimensions(True)
-    layer = ParallelConfig(A, B).layer(d)
+    layer = SideBySideConfig(A, B).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 9, 16))
     params = nn.unbox(layer.init(jax.random.key(1), x))["params"]
     heads = []
@@ -128,6 +128,6 @@ def test_parallel_is_one_projection_of_both():
 def test_parallel_starts_as_one_projection_would():
     """The joint output matrix has the variance of its doubled fan-in."""
     d = dataclasses.replace(dimensions(True), d_model=128, num_heads=4, num_kv_heads=4, head_dim=32)
-    kernel = nn.unbox(ParallelConfig(A, B).layer(d).init(jax.random.key(0), jnp.ones((1, 2, 128))))
+    kernel = nn.unbox(SideBySideConfig(A, B).layer(d).init(jax.random.key(0), jnp.ones((1, 2, 128))))
     deviation = float(jnp.std(kernel["params"]["first"]["out"]["kernel"]))
     assert deviation == pytest.approx((1 / 256) ** 0.5, rel=0.05)

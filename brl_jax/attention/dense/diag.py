@@ -75,34 +75,38 @@ def diag_attention(
     return zero_padding(out.reshape(batch, -1, *query.shape[2:])[:, :length], query_lengths)
 
 
+class DiagState(NamedTuple):
+    """The state of `diag_attention_step`.
+
+    Attributes:
+      key, value: (B, block_size, K, H), those of the current block's tokens so far, then zeros.
+      tokens: () int32, how many tokens there have been in all.
+    """
+
+    key: Float[Array, "B block K H"]
+    value: Float[Array, "B block K H"]
+    tokens: Int[Array, ""]
+
+
 def init_diag_state(
     batch: int, num_kv_heads: int, head_dim: int, *, block_size: int = 64, dtype: Any = jnp.float32
-) -> dict[str, Array]:
-    """The state of `diag_attention_step` before the first token.
-
-    Returns:
-      {"key", "value": (batch, block_size, num_kv_heads, head_dim), the tokens of the current block so far and zeros,
-      "index": () int32, how many tokens there were in all}.
-    """
+) -> DiagState:
+    """The state of `diag_attention_step` before the first token."""
     shape = (batch, block_size, num_kv_heads, head_dim)
-    return {
-        "key": jnp.zeros(shape, dtype),
-        "value": jnp.zeros(shape, dtype),
-        "index": jnp.zeros((), jnp.int32),
-    }
+    return DiagState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
 
 def diag_attention_step(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
-    state: dict[str, Array],
+    state: DiagState,
     *,
     score: DiagScore = "softmax",
     scale: float | None = None,
     count: Int[Array, ""] | int | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T N H"], dict[str, Array]]:
+) -> tuple[Float[Array, "B T N H"], DiagState]:
     """Causal `diag_attention` of the next T tokens, from the block that earlier ones began; T is any number.
 
     Args:
@@ -118,31 +122,29 @@ def diag_attention_step(
       ValueError: as `diag_attention`, and a state of other sizes or of another mechanism.
     """
     require(
-        isinstance(state, dict) and set(state) == {"key", "value", "index"},
-        "state must be a dictionary made by init_diag_state (key, value, index), got "
-        + (f"one of {', '.join(map(str, state))}" if isinstance(state, dict) else type(state).__name__),
+        isinstance(state, DiagState),
+        f"state must be a DiagState, made by init_diag_state, got {type(state).__name__}",
     )
-    block = state["key"].shape[1]
+    block = state.key.shape[1]
     _check(query, key, value, block, score, implementation)
     expected = (key.shape[0], block, *key.shape[2:])
-    for name in ("key", "value"):
+    for name, old in (("key", state.key), ("value", state.value)):
         require(
-            state[name].shape == expected and state[name].dtype == key.dtype,
-            f"state[{name!r}] must be {key.dtype} of shape {expected}, got {state[name].dtype} of shape "
-            f"{state[name].shape}",
+            old.shape == expected and old.dtype == key.dtype,
+            f"state.{name} must be {key.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
         )
     length = query.shape[1]
-    place = state["index"] % block
+    place = state.tokens % block
     end = place + (length if count is None else count)
     # Whole blocks, which hold the new tokens wherever in the first one they begin.
     size = -(-(block - 1 + length) // block) * block
 
-    def extend(name: str, new: Array) -> Array:
-        old = jnp.pad(state[name], ((0, 0), (0, size - block), (0, 0), (0, 0)))
+    def extend(old: Array, new: Array) -> Array:
+        old = jnp.pad(old, ((0, 0), (0, size - block), (0, 0), (0, 0)))
         extended = lax.dynamic_update_slice_in_dim(old, new, place, axis=1)
         return zero_padding(extended, jnp.broadcast_to(end, (key.shape[0],)))
 
-    keys, values = extend("key", key), extend("value", value)
+    keys, values = extend(state.key, key), extend(state.value, value)
     if length == 1:
         rule = _Rule(score, check_scale(scale, query.shape[3]), is_causal=False)
         seen = (jnp.arange(block) <= place)[None, None]
@@ -157,13 +159,9 @@ def diag_attention_step(
         return lax.dynamic_slice_in_dim(extended, end // block * block, block, axis=1)
 
     left = jnp.broadcast_to(end % block, (key.shape[0],))
-    state = {
-        # Where the tokens end with the last block, the slice holds that one: it is over, and zeros are left of it.
-        "key": zero_padding(current(keys), left),
-        "value": zero_padding(current(values), left),
-        "index": state["index"] + (end - place),
-    }
-    return out, state
+    # Where the tokens complete the last block, the slice is that block, all of which is set to zero.
+    tokens = state.tokens + (end - place)
+    return out, DiagState(zero_padding(current(keys), left), zero_padding(current(values), left), tokens)
 
 
 class _Rule(NamedTuple):

@@ -22,6 +22,8 @@ class TLinFormerConfig(Mechanism):
     The parameters are those of a decoder with full attention; its layers are taken in blocks of hidden + 2.
     """
 
+    bidirectional: ClassVar[bool] = False
+
     network: ClassVar[str] = "tlinformer"
 
     window: int = 256
@@ -38,10 +40,6 @@ class TLinFormerConfig(Mechanism):
         if self.context != "auto" and (isinstance(self.context, str) or self.context < 1):
             raise ValueError(f'context must be at least 1, or "auto", got {self.context!r}')
         check_at_least(self, "hidden", least=0)
-
-    @property
-    def bidirectional(self) -> bool:
-        return False
 
     @property
     def segment(self) -> int | None:

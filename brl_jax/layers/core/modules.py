@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.implied_weights import implied_weights
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.layers.core.protocol import Dimensions, NormKind
 from brl_jax.sharding import constrain
-
-NormKind = Literal["layer", "rms"]
-FeedForwardKind = Literal["glu_relu", "swiglu", "relu"]
 
 
 class _Dense(nn.DenseGeneral):
@@ -133,7 +129,6 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         d = self.dimensions
-        check_choice("ffn", d.ffn, get_args(FeedForwardKind))
         width = x.shape[-1]
         hidden = dense(d, d.d_ff, ("embed", "mlp"), name="up", use_bias=d.ffn_bias)(x)
         if d.ffn == "relu":

@@ -1,50 +1,91 @@
-"""What every attention mechanism offers to the networks above it, which never ask which one it is.
+"""The protocol between attention mechanisms and the networks above them, which never ask which mechanism they run.
 
-A mechanism is a configuration dataclass, derived from `Mechanism`, and the Linen module that its `layer` method
-builds. The module maps (B, T, d) to (B, T, d):
+A mechanism is two classes: a frozen configuration dataclass derived from `Mechanism`, and the Linen module that its
+`layer` method builds, derived from `MechanismLayer`. The module mixes the tokens of x (B, T, D):
 
-    y, carry, cache = layer(x, carry=carry, cache=cache, positions=..., lengths=..., segment_ids=...,
-                            count=..., deterministic=...)
+    y, carry, cache = layer(x, carry=carry, cache=cache, positions=..., lengths=..., segment_ids=..., count=...,
+                            deterministic=...)
 
-carry   passes from layer to layer in one call of the network (BRL's compressed tokens); None for most mechanisms. A
-        mechanism with a carry also has a `carrier`, a module that opens it before the first layer and closes it
-        after the last.
-cache   is None, or a pytree made by `layer.init_cache(batch, length)` for generation (it takes any number of new
-        tokens at a time: prefill and step are the same call), or one made by `layer.init_memory(batch)` for
-        training on streams, where it carries the past from one batch to the next without gradient. The layer returns
-        the updated pytree of the same structure. `layer.memory_from_cache(cache)` gives the memory at the point
-        where a decoding cache has arrived, and a new cache updated with a memory's entries goes on from there.
-count   with a decoding cache: how many of the T new tokens exist, the first ones (traced; None: all). What the rest
-        give is undefined, and they leave no trace in the cache.
+A complete mechanism, in which each token sees the mean of the values up to and including its own:
 
-For looking inside, a layer may sow into the collection "maps" (`apply(..., mutable="maps")`): as "weights" the matrix
-(B, N, T, T) by which each head maps the tokens' values to its outputs (`common.sow_weights`; given without a cache
-only), and whatever else it has under other names.
+    class MeanCache(NamedTuple):
+        total: jax.Array  # (B, 1, N, H), the sum of the values so far
+        num_tokens: jax.Array  # (), how many they are
+
+    @dataclasses.dataclass(frozen=True)
+    class MeanConfig(Mechanism):
+        bidirectional: ClassVar[bool] = False
+        linear_cost: ClassVar[bool] = True
+
+        def layer(self, dimensions, **kwargs):
+            return MeanLayer(self, dimensions, **kwargs)
+
+    class MeanLayer(MechanismLayer):
+        def init_cache(self, batch, length):
+            d = self.dimensions
+            return MeanCache(jnp.zeros((batch, 1, d.num_heads, d.head_dim), d.dtype), jnp.zeros((), jnp.int32))
+
+        def mix(self, x, call):
+            d, length = self.dimensions, x.shape[1]
+            value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
+            total = jnp.cumsum(value, axis=1) + (0.0 if call.cache is None else call.cache.total)
+            y = merge_heads(d, total / (call.start + 1 + jnp.arange(length))[None, :, None, None])
+            if call.cache is None:
+                return y, None
+            new = call.num_new(length)
+            return y, MeanCache(jax.lax.dynamic_slice_in_dim(total, new - 1, 1, axis=1), call.start + new)
+
+To list it, add the configuration to `MECHANISMS` (`brl_jax.layers.registry`), a small instance to
+`tests/laws/cases.py`, and a NumPy oracle to tests/laws. The suite of laws reads the capability flags and tests the
+rest.
+
+The arguments of the call:
+
+carry   passes from layer to layer within one call of the network (BRL's compressed tokens); None for most mechanisms.
+        A mechanism with a carry also has a `carrier`, a module that makes the carry before the first layer and uses it
+        up after the last.
+cache   is None in training; or a decoding cache from `layer.init_cache(batch, length)`, which takes any number of new
+        tokens at a time, so that prefill and decoding are the same call; or a training memory from
+        `layer.init_memory(batch)`, which passes from one batch of a stream to the next without gradient. Decoding
+        caches and memories are NamedTuples of different types. The layer returns the updated value, of the same type.
+        `layer.memory_from_cache(cache)` is the memory after the tokens in a decoding cache, and
+        `layer.resume(cache, memory)` a new decoding cache that continues after a memory.
+count   with a decoding cache: how many of the T new tokens exist (traced; None for all of them). They are the first
+        ones. The outputs of the others are undefined, and they leave no trace in the cache.
+
+A layer may also sow what is worth looking at into the collection "maps" (`apply(..., mutable="maps")`): as "weights"
+the matrix (B, N, T, T) that maps the values of the tokens to each head's outputs (`modules.sow_weights`; only without a
+cache), and anything else under other names.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.sharding import constrain
+
+NormKind = Literal["layer", "rms"]
+FeedForwardKind = Literal["glu_relu", "swiglu", "relu"]
+Residual = Literal["pre", "ffn", "post", "mixer"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
-    """What a network tells each of its layers.
+    """Sizes and options that a network gives to each of its layers.
 
     Attributes:
       d_model, d_ff: model width and feed-forward width.
       ffn: kind of the feed-forward network (see `FeedForward`).
       num_heads, num_kv_heads: query heads and key/value heads; the first is a multiple of the second.
       head_dim: size of a head.
-      is_causal: whether outputs may depend on later tokens.
+      is_causal: True in a decoder, where no output may depend on a later token.
       rope_theta: base of the rotary frequencies; None for no rotary embedding.
       norm: "layer" or "rms".
       use_bias: biases in projections and norms.
@@ -55,6 +96,9 @@ class Dimensions:
       implementation: passed to the attention functions.
       base_width, base_head_dim: model width and head size of the network whose scores muP keeps (Yang et al. 2022,
         arXiv:2203.03466); None without muP.
+
+    Raises:
+      ValueError: an unknown `ffn` or `norm`.
     """
 
     d_model: int
@@ -63,9 +107,9 @@ class Dimensions:
     head_dim: int
     d_ff: int
     is_causal: bool
-    ffn: str = "glu_relu"
+    ffn: FeedForwardKind = "glu_relu"
     rope_theta: float | None = 10000.0
-    norm: str = "layer"
+    norm: NormKind = "layer"
     use_bias: bool = False
     ffn_bias: bool = False
     dropout: float = 0.0
@@ -76,24 +120,32 @@ class Dimensions:
     base_width: int | None = None
     base_head_dim: int | None = None
 
+    def __post_init__(self):
+        check_choice("ffn", self.ffn, get_args(FeedForwardKind))
+        check_choice("norm", self.norm, get_args(NormKind))
+
     @property
     def head_score_factor(self) -> float:
-        """What turns scores of products over sqrt(head_dim) into muP's, over head_dim: 1 at the base size."""
+        """Factor that turns scores of products over sqrt(head_dim) into muP's, over head_dim: 1 at the base size."""
         return 1.0 if self.base_head_dim is None else math.sqrt(self.base_head_dim / self.head_dim)
 
     @property
     def width_score_factor(self) -> float:
-        """The same for products over the model's width."""
+        """The same factor for products over the model's width."""
         return 1.0 if self.base_width is None else math.sqrt(self.base_width / self.d_model)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
-    """Base of the configuration dataclasses; the properties say what a mechanism can do."""
+    """Base of the configuration dataclasses.
 
-    network: ClassVar[str | None] = None
-    """Name of the network class that must arrange this mechanism's layers, for a mechanism that is more than a layer
-    (TLinFormer). `brl_jax.models` lists those classes by name; None is the ordinary stack of blocks."""
+    The first group of members are capability flags, by which networks, scripts and the suite of laws know what to
+    expect. A subclass overrides a flag by a class variable (`linear_cost: ClassVar[bool] = True`), or by a property
+    where it depends on the fields; read flags from instances. The second group every mechanism has. The rest are
+    optional hooks, with defaults that mean "nothing special".
+    """
+
+    # --- Capability flags ---
 
     @property
     def causal(self) -> bool:
@@ -120,8 +172,29 @@ class Mechanism:
         """Generates token by token from a cache."""
         return self.causal
 
+    # --- What every mechanism has ---
+
+    def check(self, dimensions: Dimensions) -> None:
+        """Raises ValueError if this mechanism cannot serve a network of these dimensions."""
+        if dimensions.is_causal and not self.causal:
+            raise ValueError(f"mechanism {type(self).__name__} has no causal form; use it in an encoder")
+        if not dimensions.is_causal and not self.bidirectional:
+            raise ValueError(
+                f"mechanism {type(self).__name__} has no bidirectional form; use it in a decoder"
+            )
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        """The Linen module of one layer; `kwargs` are `name` and `parent`."""
+        raise NotImplementedError
+
+    # --- Optional hooks ---
+
+    network: ClassVar[str | None] = None
+    """Name of the network class that must arrange this mechanism's layers, for a mechanism that is more than a layer
+    (TLinFormer). `brl_jax.models` lists those classes by name; None is the ordinary stack of blocks."""
+
     @property
-    def residual(self) -> str:
+    def residual(self) -> Residual:
         """Where a block normalises around this mechanism, one of
 
         "pre":  h = x + mix(norm(x));  out = h + ffn(norm(h))
@@ -133,36 +206,23 @@ class Mechanism:
 
     @property
     def segment(self) -> int | None:
-        """Not None: a call may span at most this many tokens, counted from multiples of it, because later tokens
-        need what the whole network made of earlier ones. The network cuts longer sequences itself."""
+        """Longest piece of a sequence that one call may span, counted from multiples of it, because later tokens need
+        the network's outputs for earlier ones; the network cuts longer sequences itself. None for no limit."""
         return None
 
     @property
     def group(self) -> int:
-        """Layers that belong together: a network's number of them must be a multiple of it."""
+        """Number of layers that belong together: the layers of a network must be a multiple of it."""
         return 1
 
-    def check(self, dimensions: Dimensions) -> None:
-        """Raises ValueError if this mechanism cannot serve a network of these dimensions."""
-        if dimensions.is_causal and not self.causal:
-            raise ValueError(f"mechanism {type(self).__name__} has no causal form; use it in an encoder")
-        if not dimensions.is_causal and not self.bidirectional:
-            raise ValueError(
-                f"mechanism {type(self).__name__} has no bidirectional form; use it in a decoder"
-            )
-
     def check_stretches(self, length: int, devices: int) -> None:
-        """Raises ValueError if so many devices cannot share rows of `length` tokens, a multiple of their number."""
-
-    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        """The Linen module of one layer."""
-        raise NotImplementedError
+        """Raises ValueError if `devices` cannot share rows of `length` tokens, a multiple of their number."""
 
     def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module | None:
-        """The module that opens and closes this mechanism's carry, or None.
+        """The module that makes this mechanism's carry, or None if there is no carry.
 
         `carry = carrier(x, cache)` before the first layer and `cache = carrier.close(y, cache, count)` after the
-        last, with y what the network puts out; `cache` as for layers, by `init_cache` and `init_memory`.
+        last, where y is the network's output; `cache` as for layers, with the methods of `CacheOwner`.
         """
         return None
 
@@ -173,13 +233,21 @@ def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What a layer is told besides its input; see the module's text.
+class LayerCall:
+    """The arguments of one call of a layer, besides its input x (B, T, D).
 
     Attributes:
-      start: how many tokens the cache holds, 0 without one; positions: of the new ones, counted from there by default.
+      carry: from the layer below; see the module's docstring.
+      cache: a decoding cache, a training memory, or None.
+      start: number of tokens in the decoding cache, 0 without one.
+      positions: (1, T) or (B, T) ints; by default they count on from `start`.
+      lengths: (B,) ints, the lengths of an encoder's sequences, or None.
+      segment_ids: (B, T) ints, equal for the tokens of one sequence, or None.
+      count: how many of the new tokens exist, or None for all.
+      deterministic: whether dropout is off.
     """
 
+    carry: Any
     cache: Any
     start: Any
     positions: Any
@@ -188,33 +256,49 @@ class Call:
     count: Any
     deterministic: bool
 
-    def new(self, length: int) -> Any:
+    def num_new(self, length: int) -> Any:
         """How many of `length` new tokens exist."""
         return length if self.count is None else self.count
 
 
-class MemorylessLayer(nn.Module):
-    """A layer that has no part in a carry, and passes nothing from one training batch to the next.
-
-    A mechanism gives `mix`, and `tokens_in` where its cache has no "index".
-    """
+class CacheOwner(nn.Module):
+    """A module with a decoding cache and perhaps a training memory; by default it has no memory."""
 
     mechanism: Any
     dimensions: Any
 
-    def init_memory(self, batch: int) -> None:
+    def init_cache(self, batch: int, length: int) -> Any:
+        """An empty decoding cache for `batch` sequences of up to `length` tokens."""
+        raise NotImplementedError
+
+    def init_memory(self, batch: int) -> Any:
+        """The training memory at the start of `batch` streams; None if nothing passes between batches."""
         return None
 
-    def memory_from_cache(self, cache: Any) -> None:
+    def memory_from_cache(self, cache: Any) -> Any:
+        """The training memory after the tokens in a decoding cache."""
         return None
 
-    def tokens_in(self, cache: Any) -> Any:
-        """How many tokens a decoding cache holds."""
-        return cache["index"]
+    def resume(self, cache: Any, memory: Any) -> Any:
+        """The empty decoding cache `cache`, changed so that it continues after a training memory."""
+        return cache
 
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+
+class MechanismLayer(CacheOwner):
+    """Base of the layers: checks the arguments and completes them. A mechanism gives `mix` and `init_cache`."""
+
+    def num_tokens(self, cache: Any) -> Any:
+        """How many tokens a decoding cache holds; 0 for a training memory, whose tokens have no positions."""
+        return cache.num_tokens
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         """The layer's output (B, T, D) and its new cache."""
         raise NotImplementedError
+
+    def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any, Any]:
+        """The output, the new carry and the new cache; a mechanism with a carry gives this in place of `mix`."""
+        y, cache = self.mix(x, call)
+        return y, call.carry, cache
 
     @nn.compact
     def __call__(
@@ -229,20 +313,19 @@ class MemorylessLayer(nn.Module):
         count: Any = None,
         deterministic: bool = True,
     ):
-        check_call(self.mechanism, segment_ids)
-        start = 0 if cache is None else self.tokens_in(cache)
+        """The output (B, T, D), the new carry and the new cache; see the module's docstring.
+
+        Raises:
+          ValueError: segment_ids for a mechanism that does not pack.
+        """
+        if segment_ids is not None and not self.mechanism.packs:
+            raise ValueError(
+                f"segment_ids: mechanism {type(self.mechanism).__name__} cannot keep packed sequences apart; "
+                "give each sequence its own row"
+            )
+        start = 0 if cache is None else self.num_tokens(cache)
         positions = token_positions(x.shape[1], start) if positions is None else positions
         # Every device makes the angles of its own tokens.
         positions = constrain(positions, ("batch" if positions.shape[0] > 1 else None, "length"))
-        call = Call(cache, start, positions, lengths, segment_ids, count, deterministic)
-        y, cache = self.mix(x, call)
-        return y, carry, cache
-
-
-def check_call(mechanism: Mechanism, segment_ids: Any) -> None:
-    """Raises ValueError when a layer of `mechanism` is given what it cannot serve."""
-    if segment_ids is not None and not mechanism.packs:
-        raise ValueError(
-            f"segment_ids: mechanism {type(mechanism).__name__} cannot keep packed sequences apart; "
-            "give each sequence its own row"
-        )
+        call = LayerCall(carry, cache, start, positions, lengths, segment_ids, count, deterministic)
+        return self.mix_with_carry(x, call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 from jaxtyping import Array, Float
@@ -12,11 +12,12 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelConfig(Mechanism):
-    """Two mechanisms on one input, their outputs concatenated before one projection (TransNormer, table 12).
+class SideBySideConfig(Mechanism):
+    """Two mechanisms on one input, their outputs concatenated before one projection (TransNormer, arXiv:2210.10340,
+    table 12).
 
-    [a; b] (W_a; W_b) = a W_a + b W_b: each keeps its own output projection and the results are added. It can do what
-    both can. Not listed: networks get it by `schedule="parallel"`.
+    [a; b] (W_a; W_b) = a W_a + b W_b: each keeps its own output projection, and the results are added. Its capabilities
+    are those that both have. It is not in `MECHANISMS`: networks get it by `schedule="parallel"`.
     """
 
     first: Mechanism
@@ -58,13 +59,20 @@ class ParallelConfig(Mechanism):
                 )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        return Parallel(self, dimensions, **kwargs)
+        return SideBySide(self, dimensions, **kwargs)
 
 
-class Parallel(nn.Module):
+class BothCaches(NamedTuple):
+    """Decoding caches or training memories of the two layers."""
+
+    first: Any
+    second: Any
+
+
+class SideBySide(nn.Module):
     """See `brl_jax.layers.core.protocol` for the call."""
 
-    mechanism: ParallelConfig
+    mechanism: SideBySideConfig
     dimensions: Dimensions
 
     def _layer(self, which: str, **kwargs: Any) -> nn.Module:
@@ -72,28 +80,24 @@ class Parallel(nn.Module):
         halved = dataclasses.replace(self.dimensions, residual_scale=self.dimensions.residual_scale / 2)
         return self.mechanism.both[which].layer(halved, **kwargs)
 
-    def _each(self, method: str, *arguments: Any) -> dict[str, Any]:
-        return {
-            name: getattr(self._layer(name, parent=None), method)(*arguments) for name in self.mechanism.both
-        }
+    def _unbound(self) -> tuple[Any, Any]:
+        return self._layer("first", parent=None), self._layer("second", parent=None)
 
-    def init_cache(self, batch: int, length: int) -> dict[str, Any]:
-        return self._each("init_cache", batch, length)
+    def init_cache(self, batch: int, length: int) -> BothCaches:
+        return BothCaches(*(layer.init_cache(batch, length) for layer in self._unbound()))
 
-    def init_memory(self, batch: int) -> dict[str, Any]:
-        return self._each("init_memory", batch)
+    def init_memory(self, batch: int) -> BothCaches:
+        return BothCaches(*(layer.init_memory(batch) for layer in self._unbound()))
 
-    def memory_from_cache(self, cache: Any) -> dict[str, Any]:
-        return {
-            name: self._layer(name, parent=None).memory_from_cache(cache[name])
-            for name in self.mechanism.both
-        }
+    def memory_from_cache(self, cache: BothCaches) -> BothCaches:
+        return BothCaches(*(layer.memory_from_cache(own) for layer, own in zip(self._unbound(), cache)))
+
+    def resume(self, cache: BothCaches, memory: BothCaches) -> BothCaches:
+        return BothCaches(*(layer.resume(*own) for layer, *own in zip(self._unbound(), cache, memory)))
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], *, carry: Any = None, cache: Any = None, **call: Any):
-        outputs, new = [], {}
-        for name in self.mechanism.both:
-            own = None if cache is None else cache[name]
-            y, _, new[name] = self._layer(name, name=name)(x, cache=own, **call)
-            outputs.append(y)
-        return outputs[0] + outputs[1], carry, None if cache is None else new
+        first, second = (None, None) if cache is None else cache
+        y_first, _, first = self._layer("first", name="first")(x, cache=first, **call)
+        y_second, _, second = self._layer("second", name="second")(x, cache=second, **call)
+        return y_first + y_second, carry, None if cache is None else BothCaches(first, second)

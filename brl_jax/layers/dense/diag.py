@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import flax.linen as nn
-import jax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
-from brl_jax.attention.dense.diag import DiagScore, diag_attention, diag_attention_step, init_diag_state
-from brl_jax.layers.core.modules import (
-    NormKind,
-    merge_heads,
-    merged_norm,
-    project_qkv,
-    sow_weights,
+from brl_jax.attention.dense.diag import (
+    DiagScore,
+    DiagState,
+    diag_attention,
+    diag_attention_step,
+    init_diag_state,
 )
-from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.layers.core.modules import merge_heads, merged_norm, project_qkv, sow_weights
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer, NormKind
 
 
 @dataclasses.dataclass(frozen=True)
 class DiagConfig(Mechanism):
     """Attention inside blocks of the sequence that do not see each other (TransNormer, section 4.3)."""
+
+    linear_cost: ClassVar[bool] = True
 
     block_size: int = 64
     """Tokens of a block."""
@@ -38,27 +39,26 @@ class DiagConfig(Mechanism):
         check_choice("score", self.score, get_args(DiagScore))
         check_choice("norm", self.norm, get_args(NormKind))
 
-    @property
-    def linear_cost(self) -> bool:
-        return True
-
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return DiagAttention(self, dimensions, **kwargs)
 
 
-class DiagAttention(MemorylessLayer):
+class DiagAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `diag_attention` for the mathematics."""
 
     mechanism: DiagConfig
     dimensions: Dimensions
 
-    def init_cache(self, batch: int, length: int) -> dict[str, jax.Array]:
+    def init_cache(self, batch: int, length: int) -> DiagState:
         """Room for the keys and values of one block."""
         d = self.dimensions
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)
 
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+    def num_tokens(self, cache: DiagState) -> Any:
+        return cache.tokens
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, mechanism, cache = self.dimensions, self.mechanism, call.cache
         query, key, value = project_qkv(d, x, call.positions)
         if cache is None:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.dense.full import full_attention
+from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class FullConfig(Mechanism):
     """Softmax attention over all tokens (all earlier ones in a decoder), quadratic in the length."""
 
-    @property
-    def packs(self) -> bool:
-        return True
+    packs: ClassVar[bool] = True
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return FullAttention(self, dimensions, **kwargs)
 
 
-class FullAttention(MemorylessLayer):
+class FullAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `full_attention` for the mathematics."""
 
     mechanism: Mechanism
@@ -38,21 +36,16 @@ class FullAttention(MemorylessLayer):
         """The attention function itself, for mechanisms that differ in nothing else."""
         return full_attention(query, key, value, **kwargs)
 
-    def init_cache(self, batch: int, length: int) -> dict[str, jax.Array]:
+    def init_cache(self, batch: int, length: int) -> KeyValueCache:
         """Room for the keys and values of `length` tokens."""
         d = self.dimensions
         shape = (batch, length, d.num_kv_heads, d.head_dim)
-        return {
-            "key": jnp.zeros(shape, d.dtype),
-            "value": jnp.zeros(shape, d.dtype),
-            "index": jnp.zeros((), jnp.int32),
-        }
+        return KeyValueCache.empty(shape, shape, d.dtype)
 
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d = self.dimensions
-        cache, start, length = call.cache, call.start, x.shape[1]
         query, key, value = project_qkv(d, x, call.positions)
-        if cache is None:
+        if call.cache is None:
             attend = functools.partial(
                 self.attend,
                 query,
@@ -64,21 +57,13 @@ class FullAttention(MemorylessLayer):
             )
             sow_weights(self, attend, value)
             return merge_heads(d, attend(value)), None
-        # New tokens that don't exist are written nowhere: their slots lie past the end and are dropped.
-        slots = start + jnp.arange(length, dtype=jnp.int32)
-        if call.count is not None:
-            slots = jnp.where(jnp.arange(length) < call.count, slots, cache["key"].shape[1])
-        cache = {
-            "key": cache["key"].at[:, slots].set(key, mode="drop"),
-            "value": cache["value"].at[:, slots].set(value, mode="drop"),
-            "index": start + call.new(length),
-        }
+        cache = call.cache.append(key, value, call.count)
         attended = self.attend(
             query,
-            cache["key"],
-            cache["value"],
+            cache.key,
+            cache.value,
             is_causal=True,
-            query_offset=start,
+            query_offset=call.start,
             implementation=d.implementation,
         )
         return merge_heads(d, attended), cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -20,6 +20,8 @@ from brl_jax.layers.dense.full import FullAttention
 class HopfieldConfig(Mechanism):
     """Retrieval from a modern Hopfield network whose patterns are the keys, quadratic in the length."""
 
+    packs: ClassVar[bool] = True
+
     steps: int = 2
     """Softmaxes: all but the last draw the queries towards the keys, the last reads the values. One is full
     attention."""
@@ -30,10 +32,6 @@ class HopfieldConfig(Mechanism):
         check_at_least(self, "steps")
         if self.beta is not None and not 0 < self.beta < math.inf:
             raise ValueError(f"beta must be above 0 or None, got {self.beta}")
-
-    @property
-    def packs(self) -> bool:
-        return True
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return HopfieldAttention(self, dimensions, **kwargs)

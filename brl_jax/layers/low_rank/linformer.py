@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import flax.linen as nn
 from jaxtyping import Array, Float
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
 Sharing = Literal["none", "heads", "key_value"]
 
@@ -20,6 +20,9 @@ Sharing = Literal["none", "heads", "key_value"]
 @dataclasses.dataclass(frozen=True)
 class LinformerConfig(Mechanism):
     """Softmax attention on keys and values projected along the length (Linformer, eq. 7)."""
+
+    causal: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
 
     num_projected: int = 256
     """Rows that keys and values are projected to [k]."""
@@ -33,25 +36,17 @@ class LinformerConfig(Mechanism):
         check_at_least(self, "num_projected", "max_length")
         check_choice("sharing", self.sharing, get_args(Sharing))
 
-    @property
-    def causal(self) -> bool:
-        return False
-
-    @property
-    def linear_cost(self) -> bool:
-        return True
-
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LinformerAttention(self, dimensions, **kwargs)
 
 
-class LinformerAttention(MemorylessLayer):
+class LinformerAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `linformer_attention` for the mathematics."""
 
     mechanism: LinformerConfig
     dimensions: Dimensions
 
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, mechanism = self.dimensions, self.mechanism
         mechanism.check(d)
         length = x.shape[1]
@@ -74,7 +69,7 @@ class LinformerAttention(MemorylessLayer):
             implementation=d.implementation,
         )
         sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), call.cache
+        return merge_heads(d, attend(value)), None
 
     def _projection(self, name: str) -> Float[Array, "..."]:
         d, mechanism = self.dimensions, self.mechanism

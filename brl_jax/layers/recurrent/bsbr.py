@@ -7,11 +7,13 @@ import functools
 from typing import Any
 
 import flax.linen as nn
+from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.bsbr import BsbrState, bsbr_attention, init_bsbr_state
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, project_qkv, scale_scores
+from brl_jax.layers.core.modules import dense, parameter, project_qkv, scale_scores
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,7 @@ class BSBRConfig(Mechanism):
     """Numbers that are kept of each chunk and head; None for all head_dim^2 of its key-value product."""
 
     def __post_init__(self):
-        check_chunk_size(self.chunk_size)
+        check_at_least(self, "chunk_size")
         if self.compressed is not None and self.compressed < 1:
             raise ValueError(f"compressed must be at least 1 or None, got {self.compressed}")
 
@@ -46,7 +48,7 @@ class BSBRAttention(StateLayer):
             chunk_size=m.chunk_size, dtype=d.dtype,
         )  # fmt: skip
 
-    def run(self, x, positions, call):
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         m, d = self.mechanism, self.dimensions
         query, key, value = project_qkv(d, x, positions)
         function = functools.partial(
@@ -68,9 +70,7 @@ class BSBRAttention(StateLayer):
             ),
             chunk_size=m.chunk_size,
         )
-        call = {name: argument for name, argument in call.items() if name != "segment_ids"}
-        attended, state = self.attend(function, value, call)
-        return merge_heads(d, attended), state
+        return StateAttention(function, value)
 
     def compression(self, numbers: int) -> tuple[Any, Any]:
         """Maps of a key-value product to `numbers` and back, shared by the heads."""

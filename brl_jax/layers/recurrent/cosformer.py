@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
+from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
-from brl_jax.layers.core.modules import merge_heads, project_qkv
+from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class CosformerConfig(Mechanism):
     """cosFormer (Qin et al. 2022, arXiv 2202.08791)."""
+
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
 
     max_length: int = 2048
     """Tokens of the longest sequence: the distance at which a weight has fallen to 0."""
@@ -25,16 +29,7 @@ class CosformerConfig(Mechanism):
     """Tokens of a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
-        check_at_least(self, "max_length")
-        check_chunk_size(self.chunk_size)
-
-    @property
-    def linear_cost(self) -> bool:
-        return True
-
-    @property
-    def packs(self) -> bool:
-        return True
+        check_at_least(self, "max_length", "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return CosformerAttention(self, dimensions, **kwargs)
@@ -52,12 +47,11 @@ class CosformerAttention(StateLayer):
             )
         return init_cosformer_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
 
-    def run(self, x, positions, call):
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         m = self.mechanism
         unrotated = dataclasses.replace(self.dimensions, rope_theta=None)
         query, key, value = project_qkv(unrotated, x, positions, root_scores=False)
         function = functools.partial(
             cosformer_attention, query, key, max_length=m.max_length, chunk_size=m.chunk_size
         )
-        attended, state = self.attend(function, value, call)
-        return merge_heads(self.dimensions, attended), state
+        return StateAttention(function, value)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.biases import RotaryBias
 from brl_jax.attention.core.checks import check_at_least
@@ -20,8 +20,8 @@ from brl_jax.attention.recurrent.mixed_chunk import (
     mixed_chunk_attention,
 )
 from brl_jax.layers.core.modules import dense, parameter
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,9 @@ class GauConfig(Mechanism):
     nothing to it.
     """
 
+    packs: ClassVar[bool] = True
+    residual: ClassVar[Residual] = "mixer"
+
     expansion: int = 2
     """Width of values and gates, in widths of the model."""
     key_dim: int = 128
@@ -40,18 +43,9 @@ class GauConfig(Mechanism):
     """Queries computed at once; changes time and memory, not results."""
 
     def __post_init__(self):
-        check_at_least(self, "expansion", "key_dim")
+        check_at_least(self, "expansion", "key_dim", "chunk_size")
         if self.key_dim % 2:
             raise ValueError(f"key_dim must be even, for its pairs are rotated, got {self.key_dim}")
-        check_chunk_size(self.chunk_size)
-
-    @property
-    def packs(self) -> bool:
-        return True
-
-    @property
-    def residual(self) -> str:
-        return "mixer"
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return GatedAttention(self, dimensions, **kwargs)
@@ -61,17 +55,12 @@ class GauConfig(Mechanism):
 class FlashConfig(GauConfig):
     """FLASH: gated attention unit whose attention is quadratic in chunks, linear between them (section 3.2)."""
 
+    linear_cost: ClassVar[bool] = True
+    # Chunks would cut a packed sequence at other places than the same sequence alone.
+    packs: ClassVar[bool] = False
+
     chunk_size: int = 256
     """Tokens of a chunk; changes results."""
-
-    @property
-    def linear_cost(self) -> bool:
-        return True
-
-    @property
-    def packs(self) -> bool:
-        # Chunks would cut a packed sequence at other places than the same sequence alone.
-        return False
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return FlashAttention(self, dimensions, **kwargs)
@@ -89,9 +78,8 @@ class GatedAttention(StateLayer):
         m, d = self.mechanism, self.dimensions
         return init_gau_state(batch, length, 1, m.key_dim, m.expansion * d.d_model, dtype=d.dtype)
 
-    def run(self, x, positions, call):
-        query, key = self.affine_maps(x, positions, 2)
-        return self.gate(x, gau_attention, (query, key), call)
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+        return self.around(gau_attention, x, self.affine_maps(x, positions, 2))
 
     def affine_maps(self, x: Float[Array, "B T D"], positions: Any, count: int) -> list[Array]:
         """`count` maps of Z, each (B, T, 1, key_dim)."""
@@ -103,22 +91,27 @@ class GatedAttention(StateLayer):
         maps = [(z * scale[i][None, None] + offset[i][None, None])[:, :, None] for i in range(count)]
         return maps if d.rope_theta is None else [rotate(y, positions, d.rope_theta) for y in maps]
 
-    def gate(self, x: Float[Array, "B T D"], function: Any, maps: Any, call: dict[str, Any]):
-        """The layer's output around `function` of the maps and the values, and the new state."""
-        d, m = self.dimensions, self.mechanism
-        width = m.expansion * d.d_model
-        gate = jax.nn.silu(dense(d, width, ("embed", "mlp"), name="gate")(x))
-        value = jax.nn.silu(dense(d, width, ("embed", "mlp"), name="value")(x))[:, :, None]
+    def around(self, function: Any, x: Float[Array, "B T D"], maps: list[Array]) -> StateAttention:
+        """`function` of the maps, with this layer's bias and values."""
+        m = self.mechanism
+        value = self.widened(x, "value")[:, :, None]
         half = nn.initializers.constant((2 * m.key_dim) ** -0.5)
         left, right = (
             parameter(self, f"bias_{side}", half, (1, m.key_dim), (None, "head_dim"))
             for side in ("left", "right")
         )
         bias = RotaryBias(left, right)
-        function = functools.partial(function, *maps, bias=bias, chunk_size=m.chunk_size)
-        attended, state = self.attend(function, value, call)
+        return StateAttention(functools.partial(function, *maps, bias=bias, chunk_size=m.chunk_size), value)
+
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T 1 V"]) -> Float[Array, "B T D"]:
+        d = self.dimensions
         out = dense(d, d.d_model, ("mlp", "embed"), name="out", scale=d.residual_scale)
-        return out(gate * attended[:, :, 0]), state
+        return out(self.widened(x, "gate") * attended[:, :, 0])
+
+    def widened(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T V"]:
+        """U or V of the formula above."""
+        d = self.dimensions
+        return jax.nn.silu(dense(d, self.mechanism.expansion * d.d_model, ("embed", "mlp"), name=name)(x))
 
 
 class FlashAttention(GatedAttention):
@@ -130,6 +123,5 @@ class FlashAttention(GatedAttention):
             batch, 1, m.key_dim, m.expansion * d.d_model, chunk_size=m.chunk_size, dtype=d.dtype
         )
 
-    def run(self, x, positions, call):
-        call = {name: argument for name, argument in call.items() if name != "segment_ids"}
-        return self.gate(x, mixed_chunk_attention, self.affine_maps(x, positions, 4), call)
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+        return self.around(mixed_chunk_attention, x, self.affine_maps(x, positions, 4))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import flax.linen as nn
+from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
-from brl_jax.layers.core.modules import merge_heads, project_qkv
+from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearConfig(Mechanism):
     """Linear attention (Katharopoulos et al. 2020), with or without its denominator."""
+
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
 
     normalize: bool = True
     """Divide by the sum of the weights."""
@@ -28,15 +32,7 @@ class LinearConfig(Mechanism):
 
     def __post_init__(self):
         check_choice("feature_map", self.feature_map, get_args(FeatureMap))
-        check_chunk_size(self.chunk_size)
-
-    @property
-    def linear_cost(self) -> bool:
-        return True
-
-    @property
-    def packs(self) -> bool:
-        return True
+        check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return LinearAttention(self, dimensions, **kwargs)
@@ -51,7 +47,7 @@ class LinearAttention(StateLayer):
             batch, d.num_kv_heads, d.head_dim, d.head_dim, normalize=self.mechanism.normalize
         )
 
-    def run(self, x, positions, call):
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         m = self.mechanism
         query, key, value = project_qkv(self.dimensions, x, positions, root_scores=False)
         function = functools.partial(
@@ -62,5 +58,4 @@ class LinearAttention(StateLayer):
             feature_map=m.feature_map,
             chunk_size=m.chunk_size,
         )
-        attended, state = self.attend(function, value, call)
-        return merge_heads(self.dimensions, attended), state
+        return StateAttention(function, value)

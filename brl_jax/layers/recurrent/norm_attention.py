@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import flax.linen as nn
+from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.norm_attention import Norm, norm_attention
-from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv
+from brl_jax.layers.core.modules import parameter, project_qkv
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig(Mechanism):
     """Linear attention with a norm over the merged heads in place of the denominator (TransNormer, eq. 14)."""
+
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
 
     feature_map: FeatureMap = "elu+1"
     """phi of the queries and keys: "elu" (T1), "elu+1" (T2) or "relu"."""
@@ -30,15 +34,7 @@ class NormConfig(Mechanism):
     def __post_init__(self):
         check_choice("feature_map", self.feature_map, get_args(FeatureMap))
         check_choice("norm", self.norm, get_args(Norm))
-        check_chunk_size(self.chunk_size)
-
-    @property
-    def linear_cost(self) -> bool:
-        return True
-
-    @property
-    def packs(self) -> bool:
-        return True
+        check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return NormAttention(self, dimensions, **kwargs)
@@ -51,17 +47,15 @@ class NormAttention(StateLayer):
         d = self.dimensions
         return init_linear_state(batch, d.num_kv_heads, d.head_dim, d.head_dim, normalize=False)
 
-    def run(self, x, positions, call):
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism
         query, key, value = project_qkv(d, x, positions, root_scores=False)
         scale = parameter(
             self, "norm_scale", nn.initializers.ones_init(), (d.num_heads, d.head_dim), ("heads", "head_dim")
         )
         options = {"feature_map": m.feature_map, "chunk_size": m.chunk_size}
-        attended, state = self.attend(
+        return StateAttention(
             functools.partial(norm_attention, query, key, norm=m.norm, norm_scale=scale, **options),
             value,
-            call,
-            weigh=functools.partial(linear_attention, query, key, normalize=False, **options),
+            linear_part=functools.partial(linear_attention, query, key, normalize=False, **options),
         )
-        return merge_heads(d, attended), state

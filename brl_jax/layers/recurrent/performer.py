@@ -5,25 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
+from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.performer import (
     PerformerState,
     init_performer_state,
     performer_attention,
     performer_projection,
 )
-from brl_jax.layers.core.modules import merge_heads, project_qkv
+from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateLayer, check_chunk_size
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class PerformerConfig(Mechanism):
     """FAVOR+ (Choromanski et al. 2020, arXiv 2009.14794)."""
+
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
 
     num_features: int | None = None
     """Random features of a head; None for head_dim ln(head_dim), rounded."""
@@ -36,15 +41,7 @@ class PerformerConfig(Mechanism):
     def __post_init__(self):
         if self.num_features is not None and self.num_features < 1:
             raise ValueError(f"num_features must be at least 1, got {self.num_features}")
-        check_chunk_size(self.chunk_size)
-
-    @property
-    def linear_cost(self) -> bool:
-        return True
-
-    @property
-    def packs(self) -> bool:
-        return True
+        check_at_least(self, "chunk_size")
 
     def features(self, head_dim: int) -> int:
         """Random features of a head of this size."""
@@ -63,7 +60,7 @@ class PerformerAttention(StateLayer):
         d = self.dimensions
         return init_performer_state(batch, d.num_kv_heads, self.mechanism.features(d.head_dim), d.head_dim)
 
-    def run(self, x, positions, call):
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism
         query, key, value = project_qkv(d, x, positions)
         num_features = m.features(d.head_dim)
@@ -76,5 +73,4 @@ class PerformerAttention(StateLayer):
         function = functools.partial(
             performer_attention, query, key, projection=projection, chunk_size=m.chunk_size
         )
-        attended, state = self.attend(function, value, call)
-        return merge_heads(d, attended), state
+        return StateAttention(function, value)

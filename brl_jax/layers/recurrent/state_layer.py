@@ -1,75 +1,70 @@
-"""What the layers around attention with a state of fixed size share: their call and their decoding cache."""
+"""The common part of the layers around recurrent attention functions: their call and their decoding cache."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from brl_jax.layers.core.modules import sow_weights
-from brl_jax.layers.core.protocol import Call, MemorylessLayer
+from brl_jax.layers.core.caches import StateCache
+from brl_jax.layers.core.modules import merge_heads, sow_weights
+from brl_jax.layers.core.protocol import LayerCall, MechanismLayer
 
 
-class StateLayer(MemorylessLayer):
+class StateAttention(NamedTuple):
+    """An attention function whose queries and keys are given.
+
+    Attributes:
+      function: function(value, **options) is the attention, where the options are those that `StateLayer.mix` gives.
+      value: (B, T, K, V).
+      linear_part: a function like it that is linear in the values, from which the attention matrix is computed; None
+        if `function` itself is.
+    """
+
+    function: Callable[..., Any]
+    value: Float[Array, "B T K V"]
+    linear_part: Callable[..., Any] | None = None
+
+
+class StateLayer(MechanismLayer):
     """A layer whose cache is the state of its attention function; see `brl_jax.layers.core.protocol` for the call.
 
-    A mechanism gives `init_state` and `run`.
+    A mechanism gives `init_state` and `attention`, and `output` if heads are not just merged. Both methods run inside a
+    compact call, so they may create parameters.
     """
 
     def init_state(self, batch: int, length: int) -> Any:
         """The attention function's state before the first of up to `length` tokens."""
         raise NotImplementedError
 
-    def run(self, x: Float[Array, "B T D"], positions: Any, call: dict[str, Any]) -> tuple[Array, Any]:
-        """The layer's output and, where call["return_state"], the new state.
-
-        `call` is passed to the attention function: is_causal, key_value_seq_lengths, segment_ids, state, return_state
-        and implementation.
-        """
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+        """The attention function and its values for these tokens."""
         raise NotImplementedError
 
-    def attend(
-        self,
-        function: Callable[..., Any],
-        value: Array,
-        call: dict[str, Any],
-        weigh: Callable[..., Any] | None = None,
-    ) -> tuple[Array, Any]:
-        """function(value, **call) and its new state, None where call["return_state"] is False.
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        """The layer's output."""
+        return merge_heads(self.dimensions, attended)
 
-        Sows the matrix of `weigh`, or of `function` itself, which must be linear in the values; a state has no part
-        in it.
-        """
-        if call["state"] is None and not call["return_state"]:
-            sow_weights(self, functools.partial(weigh or function, **call), value)
-        result = function(value, **call)
-        return result if call["return_state"] else (result, None)
+    def init_cache(self, batch: int, length: int) -> StateCache:
+        return StateCache(self.init_state(batch, length), jnp.zeros((), jnp.int32))
 
-    def init_cache(self, batch: int, length: int) -> dict[str, Any]:
-        """The state and the number of tokens in it."""
-        return {"state": self.init_state(batch, length), "index": jnp.zeros((), jnp.int32)}
-
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
-        d, cache, batch = self.dimensions, call.cache, x.shape[0]
-        told = {"is_causal": d.is_causal, "segment_ids": call.segment_ids, "implementation": d.implementation}
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, cache = self.dimensions, call.cache
+        function, value, linear_part = self.attention(x, call.positions)
+        options: dict[str, Any] = {"implementation": d.implementation}
+        if self.mechanism.bidirectional:
+            options["is_causal"] = d.is_causal
+        if self.mechanism.packs:
+            options["segment_ids"] = call.segment_ids
         if cache is None:
-            told |= {
-                "key_value_seq_lengths": None if d.is_causal else call.lengths,
-                "state": None,
-                "return_state": False,
-            }
-            return self.run(x, call.positions, told)[0], None
-        # Tokens that don't exist are padding, which leaves no trace in a state.
-        count = call.count
-        exist = None if count is None else jnp.broadcast_to(jnp.asarray(count, jnp.int32), (batch,))
-        told |= {"key_value_seq_lengths": exist, "state": cache["state"], "return_state": True}
-        y, state = self.run(x, call.positions, told)
-        return y, {"state": state, "index": cache["index"] + call.new(x.shape[1])}
-
-
-def check_chunk_size(chunk_size: int) -> None:
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+            options["key_value_seq_lengths"] = None if d.is_causal else call.lengths
+            sow_weights(self, functools.partial(linear_part or function, **options), value)
+            return self.output(x, function(value, **options)), None
+        # New tokens that do not exist are padding, which leaves no trace in a state.
+        if call.count is not None:
+            options["key_value_seq_lengths"] = jnp.full((x.shape[0],), call.count, jnp.int32)
+        attended, state = function(value, state=cache.state, return_state=True, **options)
+        return self.output(x, attended), StateCache(state, call.start + call.num_new(x.shape[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from brl_jax.attention.structured.bilinear import (
     btt_factors,
 )
 from brl_jax.attention.structured.feature_attention import feature_attention
+from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, sow_weights
-from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 from brl_jax.structured import limit_rms, rms_limit
 
 
@@ -30,6 +31,8 @@ from brl_jax.structured import limit_rms, rms_limit
 class BilinearMLRConfig(Mechanism):
     """Softmax attention with a multi-level low-rank matrix of high rank between tokens (002, eq. 6), quadratic in the
     length; memory is linear."""
+
+    packs: ClassVar[bool] = True
 
     ranks: tuple[int, ...] | None = None
     """Rank of each level; level l cuts the channels into 2^(l-1) blocks. They sum to the head_dim. None for equal
@@ -40,10 +43,6 @@ class BilinearMLRConfig(Mechanism):
     """Holds the RMS of each weight to what it is drawn with (002, E.1)."""
     score_scale: float = 1.0
     """Scores of a level are its products times this over the root of its features."""
-
-    @property
-    def packs(self) -> bool:
-        return True
 
     def level_ranks(self, dimensions: Dimensions) -> tuple[int, ...]:
         if self.ranks is not None:
@@ -78,6 +77,8 @@ class BilinearBTTConfig(Mechanism):
     """Softmax attention with a block tensor-train matrix of full rank between tokens (002, eq. 7), quadratic in the
     length; memory is linear."""
 
+    packs: ClassVar[bool] = True
+
     rank: int = 1
     """The rank t of the block tensor train; the paper has 1 and 2."""
     normalize: bool = True
@@ -89,10 +90,6 @@ class BilinearBTTConfig(Mechanism):
 
     def __post_init__(self):
         check_at_least(self, "rank")
-
-    @property
-    def packs(self) -> bool:
-        return True
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)
@@ -107,7 +104,7 @@ class BilinearBTTConfig(Mechanism):
         return BilinearBTTAttention(self, dimensions, **kwargs)
 
 
-class BilinearLayer(MemorylessLayer):
+class BilinearLayer(MechanismLayer):
     """`feature_attention` on the features that a mechanism makes of its tokens; see `brl_jax.layers.core.protocol`."""
 
     def key_shape(self) -> tuple[int, int]:
@@ -128,24 +125,20 @@ class BilinearLayer(MemorylessLayer):
         kernel = parameter(self, name, nn.initializers.normal(rms_limit(*fan)), shape, tuple(axes))
         return limit_rms(kernel, *fan) if self.mechanism.limit_weights else kernel
 
-    def init_cache(self, batch: int, length: int) -> dict[str, Array]:
+    def init_cache(self, batch: int, length: int) -> KeyValueCache:
         """Room for the key features and values of `length` tokens."""
         d = self.dimensions
-        return {
-            "key": jnp.zeros((batch, length, *self.key_shape()), d.dtype),
-            "value": jnp.zeros((batch, length, d.num_kv_heads, d.head_dim), d.dtype),
-            "index": jnp.zeros((), jnp.int32),
-        }
+        value_shape = (batch, length, d.num_kv_heads, d.head_dim)
+        return KeyValueCache.empty((batch, length, *self.key_shape()), value_shape, d.dtype)
 
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d = self.dimensions
-        cache, start, length = call.cache, call.start, x.shape[1]
         axes = ("embed", "kv_heads", "head_dim")
         value = dense(d, (d.num_kv_heads, d.head_dim), axes, name="value")(x)
         query, key = self.features(x.astype(d.dtype))
         if d.rope_theta is not None:
             query, key = (_rotate_pairs(features, call.positions, d.rope_theta) for features in (query, key))
-        if cache is None:
+        if call.cache is None:
             attend = functools.partial(
                 feature_attention,
                 query,
@@ -157,21 +150,13 @@ class BilinearLayer(MemorylessLayer):
             )
             sow_weights(self, attend, value)
             return merge_heads(d, attend(value)), None
-        # New tokens that don't exist are written nowhere: their slots lie past the end and are dropped.
-        slots = start + jnp.arange(length, dtype=jnp.int32)
-        if call.count is not None:
-            slots = jnp.where(jnp.arange(length) < call.count, slots, cache["key"].shape[1])
-        cache = {
-            "key": cache["key"].at[:, slots].set(key, mode="drop"),
-            "value": cache["value"].at[:, slots].set(value, mode="drop"),
-            "index": start + call.new(length),
-        }
+        cache = call.cache.append(key, value, call.count)
         attended = feature_attention(
             query,
-            cache["key"],
-            cache["value"],
+            cache.key,
+            cache.value,
             is_causal=True,
-            query_offset=start,
+            query_offset=call.start,
             implementation=d.implementation,
         )
         return merge_heads(d, attended), cache

@@ -17,7 +17,7 @@ from brl_jax.attention.structured.mlr import (
 )
 from brl_jax.attention.structured.mlr_step import MlrState, init_mlr_state, mlr_attention_step
 from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MLRConfig(Mechanism):
         return (head_dim - head_dim // 2, head_dim // 2) if head_dim > 1 else (1,)
 
     def levels(self, head_dim: int, length: int) -> dict[str, Any]:
-        """What `mlr_attention` is told of the levels, for sequences of `length` tokens."""
+        """Arguments of `mlr_attention` that describe the levels, for sequences of `length` tokens."""
         ranks = self.level_ranks(head_dim)
         sizes = self.block_sizes
         if sizes is None:
@@ -72,34 +72,31 @@ class MLRConfig(Mechanism):
         return MLRAttention(self, dimensions, **kwargs)
 
 
-class MLRAttention(MemorylessLayer):
+class MLRAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `mlr_attention` for the mathematics."""
 
     mechanism: MLRConfig
     dimensions: Dimensions
 
-    def init_cache(self, batch: int, length: int) -> dict[str, MlrState]:
+    def init_cache(self, batch: int, length: int) -> MlrState:
         """Room for the values of `length` tokens, and for the keys of a block of each level."""
         d = self.dimensions
         levels = self.mechanism.levels(d.head_dim, length)
-        state = init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)
-        return {"state": state}
+        return init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)
 
-    def tokens_in(self, cache: Any) -> Any:
-        return cache["state"].tokens
+    def num_tokens(self, cache: MlrState) -> Any:
+        return cache.tokens
 
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
         cache = call.cache
         query, key, value = project_qkv(d, x, call.positions, qk_norm=m.qk_norm, root_scores=False)
-        levels = m.levels(d.head_dim, x.shape[1] if cache is None else cache["state"].value.shape[1])
+        levels = m.levels(d.head_dim, x.shape[1] if cache is None else cache.value.shape[1])
         scale = tuple(m.score_scale / rank for rank in levels["ranks"])
         options: dict[str, Any] = {**levels, "scale": scale, "divide_by_levels": m.divide_by_levels}
         if cache is not None:
-            attended, state = mlr_attention_step(
-                query, key, value, cache["state"], **options, count=call.count
-            )
-            return merge_heads(d, attended), {"state": state}
+            attended, cache = mlr_attention_step(query, key, value, cache, **options, count=call.count)
+            return merge_heads(d, attended), cache
         attend = functools.partial(
             functools.partial(mlr_attention, **options),
             query,

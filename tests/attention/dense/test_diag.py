@@ -103,16 +103,16 @@ def test_pieces_of_any_size(score):
         out, state = step(*pieces, state, count=jnp.int32(size))
         outputs.append(out[:, :size])
         start += size
-        assert int(state["index"]) == start
+        assert int(state.tokens) == start
         # Nothing but the current block's own tokens is kept.
-        np.testing.assert_array_equal(state["key"][:, : start % 64], key[:, start - start % 64 : start])
-        assert not np.asarray(state["value"])[:, start % 64 :].any()
+        np.testing.assert_array_equal(state.key[:, : start % 64], key[:, start - start % 64 : start])
+        assert not np.asarray(state.value)[:, start % 64 :].any()
     assert start == 2000
     assert_close([jnp.concatenate(outputs, axis=1)], [expected], 1e-5)
 
 
 def _state(**changes):
-    return init_diag_state(2, 2, 8, block_size=4) | changes
+    return init_diag_state(2, 2, 8, block_size=4)._replace(**changes)
 
 
 @pytest.mark.parametrize(
@@ -125,15 +125,15 @@ def _state(**changes):
             "implementation must be None or 'xla', got 'cudnn'",
         ),
         (lambda q, k, v: diag_attention(q, k[:, 1:], v[:, 1:]), "key must have query's length 6, got 5"),
-        (lambda q, k, v: diag_attention_step(q, k, v, {"sum": k}), "state must be .* got one of sum"),
-        (lambda q, k, v: diag_attention_step(q, k, v, None), "state must be .* got NoneType"),
+        (lambda q, k, v: diag_attention_step(q, k, v, {"sum": k}), "state must be a DiagState, .* got dict"),
+        (lambda q, k, v: diag_attention_step(q, k, v, None), "state must be a DiagState, .* got NoneType"),
         (
             lambda q, k, v: diag_attention_step(q, k, v, init_diag_state(2, 1, 8)),
-            r"state\['key'\] must be float32 of shape \(2, 64, 2, 8\), got float32 of shape \(2, 64, 1, 8\)",
+            r"state\.key must be float32 of shape \(2, 64, 2, 8\), got float32 of shape \(2, 64, 1, 8\)",
         ),
         (
             lambda q, k, v: diag_attention_step(q, k, v, _state(value=jnp.zeros((2, 4, 2, 8), jnp.bfloat16))),
-            r"state\['value'\] must be float32",
+            r"state\.value must be float32",
         ),
     ],
 )  # fmt: skip

@@ -37,11 +37,11 @@ def test_default_ranks():
 def test_mlr_cache_is_as_large_as_the_formula_says():
     """sum_l r_l T / 2^(l-1) numbers for each key head, beside the values (002, section 3.4)."""
     layer = MLRConfig(context=256).layer(dimensions(256, 4, 2))
-    state = layer.init_cache(3, 256)["state"]
+    state = layer.init_cache(3, 256)
     ranks = (32, 8, 8, 8, 4, 4)
     assert sum(keys.size for keys in state.keys) == 3 * 2 * sum(r * 256 // 2**i for i, r in enumerate(ranks))
     # Longer sequences add to the coarsest level only.
-    longer = layer.init_cache(3, 1024)["state"]
+    longer = layer.init_cache(3, 1024)
     assert [k.shape[1] for k in longer.keys] == [1024, *(k.shape[1] for k in state.keys[1:])]
 
 
@@ -54,7 +54,7 @@ def test_sizes_that_grow_with_the_sequence():
     expected, _, _ = jax.jit(layer.apply)(variables, x)
     step = jax.jit(lambda v, x, cache: layer.apply(v, x, cache=cache))
     cache, outputs = layer.init_cache(2, 12), []
-    assert [keys.shape[1] for keys in cache["state"].keys] == [12, 6, 3]
+    assert [keys.shape[1] for keys in cache.keys] == [12, 6, 3]
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
         y, _, cache = step(variables, x[:, start:stop], cache)
         outputs.append(y)
@@ -66,12 +66,11 @@ def test_sizes_that_grow_with_the_sequence():
 def test_other_caches():
     d = dimensions()
     split = GlobalWindowConfig(window=5, ranks=(6, 10)).layer(d).init_cache(3, 40)
-    assert [split[name].shape for name in ("key", "window_key", "value")] == [
-        (3, 40, 2, 6), (3, 5, 2, 10), (3, 40, 2, 16)
-    ]  # fmt: skip
-    assert BilinearBTTConfig().layer(d).init_cache(3, 40)["key"].shape == (3, 40, 4, 64)
+    shapes = [array.shape for array in (split.past.key, split.window_key, split.past.value)]
+    assert shapes == [(3, 40, 2, 6), (3, 5, 2, 10), (3, 40, 2, 16)]
+    assert BilinearBTTConfig().layer(d).init_cache(3, 40).key.shape == (3, 40, 4, 64)
     ranks = BilinearMLRConfig(ranks=(8, 8))
-    assert ranks.layer(d).init_cache(3, 40)["key"].shape == (3, 40, 2, 8 + 16)
+    assert ranks.layer(d).init_cache(3, 40).key.shape == (3, 40, 2, 8 + 16)
 
 
 def test_weights_start_at_their_limit():

@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.local import patterns
 from brl_jax.attention.local import sharded as sequence_parallel
 from brl_jax.attention.local.api import local_attention
+from brl_jax.layers.core.caches import WindowCache, slide, window_segments
 from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Call, Dimensions, Mechanism, MemorylessLayer
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 from brl_jax.sharding import sequence_axis, shard_call
 
 _BIDIRECTIONAL_ONLY = ("global", "bigbird")
@@ -81,25 +81,20 @@ class LocalConfig(Mechanism):
         return LocalAttention(self, dimensions, **kwargs)
 
 
-class LocalAttention(MemorylessLayer):
+class LocalAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `local_attention` for the mathematics."""
 
     mechanism: LocalConfig
     dimensions: Dimensions
 
-    def init_cache(self, batch: int, length: int) -> dict[str, jax.Array]:
-        """The last keys and values that the pattern can reach, newest last; never more than `length`."""
+    def init_cache(self, batch: int, length: int) -> WindowCache:
+        """Room for the last keys and values that the pattern can reach; never for more than `length`."""
         d = self.dimensions
         reach = self.mechanism.make_pattern(True).lookback
         reach = length if reach is None else min(reach, length)
-        shape = (batch, reach, d.num_kv_heads, d.head_dim)
-        return {
-            "key": jnp.zeros(shape, d.dtype),
-            "value": jnp.zeros(shape, d.dtype),
-            "index": jnp.zeros((), jnp.int32),
-        }
+        return WindowCache.empty((batch, reach, d.num_kv_heads, d.head_dim), d.dtype)
 
-    def mix(self, x: Float[Array, "B T D"], call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d = self.dimensions
         batch, length, _ = x.shape
         pattern = self.mechanism.make_pattern(d.is_causal)
@@ -119,32 +114,21 @@ class LocalAttention(MemorylessLayer):
             sow_weights(self, attend, value)
             return merge_heads(d, attend(value)), None
 
-        reach = cache["key"].shape[1]
-        key = jnp.concatenate([cache["key"], key], axis=1)
-        value = jnp.concatenate([cache["value"], value], axis=1)
-        # Slots of the cache that no token has filled yet are a segment of their own.
-        filled = jnp.arange(reach + length) >= reach - start
+        reach, count = cache.key.shape[1], call.num_new(length)
+        key, last_keys = slide(cache.key, key, count)
+        value, last_values = slide(cache.value, value, count)
         attended = _attend(
             query,
             key,
             value,
             pattern=pattern,
             is_causal=True,
-            segment_ids=(
-                jnp.ones((batch, length), jnp.int32),
-                jnp.broadcast_to(filled.astype(jnp.int32), (batch, reach + length)),
-            ),
+            segment_ids=window_segments(batch, length, reach, start),
             query_offset=reach,
             key_offset=start - reach,
             implementation=d.implementation,
         )
-        count = call.new(length)
-        cache = {
-            "key": jax.lax.dynamic_slice_in_dim(key, count, reach, axis=1),
-            "value": jax.lax.dynamic_slice_in_dim(value, count, reach, axis=1),
-            "index": start + count,
-        }
-        return merge_heads(d, attended), cache
+        return merge_heads(d, attended), WindowCache(last_keys, last_values, start + count)
 
 
 def _attend(

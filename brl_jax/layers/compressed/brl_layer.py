@@ -1,0 +1,290 @@
+"""The layer of BRL attention, and the module that carries its compressed tokens from layer to layer."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float
+
+from brl_jax.attention.compressed.propagate import propagate, propagate_weights
+from brl_jax.layers.compressed.brl_memory import BRLCache, BRLCarrierCache, BRLCarry, BRLMemory, BRLPast
+from brl_jax.layers.compressed.compressed_tokens import (
+    COMPRESSED,
+    CompressedStream,
+    each_shard,
+    merge_blocks,
+    named,
+    position_bias,
+    spread,
+)
+from brl_jax.layers.core.modules import dense, maps_wanted, norm, parameter, scale_scores
+from brl_jax.layers.core.protocol import CacheOwner, LayerCall, MechanismLayer
+from brl_jax.sharding import constrain, sequence_axis
+
+if TYPE_CHECKING:
+    from brl_jax.layers.compressed.brl import BRLConfig
+
+# exp(10) = 22026: large enough for any spike, small enough for sums of products in bfloat16.
+_SPIKE_LIMIT = 10.0
+
+
+def _num_blocks(mechanism: BRLConfig, length: int, decoding: bool) -> int:
+    """The largest number of blocks that `length` tokens touch; when decoding they may start anywhere in a block."""
+    if mechanism.segment is not None:
+        return 1
+    if decoding:
+        return (length + mechanism.block_size - 2) // mechanism.block_size + 1
+    return -(-length // mechanism.block_size)
+
+
+def _empty_memory(module: CacheOwner, batch: int) -> BRLMemory:
+    d = module.dimensions
+    return BRLMemory.empty(batch, module.mechanism.history, d.d_model, d.dtype)
+
+
+def _empty_past(module: CacheOwner, batch: int) -> BRLPast:
+    m, d = module.mechanism, module.dimensions
+    return BRLPast.empty(batch, m.history, m.block_size, d.d_model, d.dtype)
+
+
+def _resume(cache: Any, memory: BRLMemory | None) -> Any:
+    return cache if memory is None else cache._replace(past=cache.past._replace(before=memory))
+
+
+class BRLCarrier(CacheOwner):
+    """Owns the compressed tokens' learned start and, for memory "output", the queue of the network's outputs.
+
+    See `Mechanism.carrier` for the calls.
+    """
+
+    def init_memory(self, batch: int) -> BRLMemory | None:
+        return None if self.mechanism.memory == "layer" else _empty_memory(self, batch)
+
+    def init_cache(self, batch: int, length: int) -> BRLCarrierCache:
+        past = None if self.mechanism.memory == "layer" else _empty_past(self, batch)
+        return BRLCarrierCache(jnp.zeros((), jnp.int32), past)
+
+    def memory_from_cache(self, cache: BRLCarrierCache) -> BRLMemory | None:
+        return None if cache.past is None else cache.past.memory(cache.num_tokens)
+
+    def resume(self, cache: BRLCarrierCache, memory: BRLMemory | None) -> BRLCarrierCache:
+        return _resume(cache, memory)
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], cache: BRLCarrierCache | BRLMemory | None) -> BRLCarry:
+        mechanism, d = self.mechanism, self.dimensions
+        decoding = isinstance(cache, BRLCarrierCache)
+        shape = (mechanism.num_compressed, mechanism.width(d))
+        init = nn.initializers.normal(1.0)
+        table = parameter(self, "tokens", init, shape, ("compressed", "compressed_embed"))
+        blocks = _num_blocks(mechanism, x.shape[1], decoding) if d.is_causal else 1
+        tokens = jnp.broadcast_to(table.astype(d.dtype)[None, None], (x.shape[0], blocks, *table.shape))
+        tokens = constrain(tokens, COMPRESSED)
+        if mechanism.memory == "layer":
+            return BRLCarry(tokens)
+        if not d.is_causal:
+            return BRLCarry(tokens, norm(d, name="history_norm")(x))
+        if cache is None:
+            return BRLCarry(tokens)
+        if isinstance(cache, BRLMemory):
+            return BRLCarry(tokens, *cache)
+        assert cache.past is not None
+        if mechanism.generation == "all" and x.shape[1] == 1:
+            return BRLCarry(tokens, *cache.past.recent(cache.num_tokens))
+        return BRLCarry(tokens, *cache.past.before)
+
+    def close(self, y: Float[Array, "B T D"], cache: BRLCarrierCache | BRLMemory | None, count: Any) -> Any:
+        if cache is None:
+            return None
+        if isinstance(cache, BRLMemory):
+            return cache.append(y)
+        count = y.shape[1] if count is None else count
+        past = None if cache.past is None else cache.past.advance(cache.num_tokens, y, count)
+        return BRLCarrierCache(cache.num_tokens + count, past)
+
+
+class BRLAttention(MechanismLayer):
+    """F_BRL of algorithm 1: local attention of the tokens plus what they read from the compressed tokens.
+
+    See `brl_jax.layers.core.protocol` for the call, whose carry is a `BRLCarry` from `BRLCarrier`.
+    """
+
+    def init_memory(self, batch: int) -> BRLMemory | None:
+        return None if self.mechanism.memory == "output" else _empty_memory(self, batch)
+
+    def init_cache(self, batch: int, length: int) -> BRLCache:
+        mechanism, d = self.mechanism, self.dimensions
+        window = mechanism.local.layer(d, parent=None).init_cache(batch, length)
+        offered = jnp.zeros((batch, mechanism.num_compressed, d.num_heads, d.d_model // d.num_heads), d.dtype)
+        past = None if mechanism.memory == "output" else _empty_past(self, batch)
+        return BRLCache(window, offered, offered, jnp.zeros((), jnp.int32), past)
+
+    def memory_from_cache(self, cache: BRLCache) -> BRLMemory | None:
+        return None if cache.past is None else cache.past.memory(cache.num_tokens)
+
+    def resume(self, cache: BRLCache, memory: BRLMemory | None) -> BRLCache:
+        return _resume(cache, memory)
+
+    def num_tokens(self, cache: BRLCache | BRLMemory) -> Any:
+        return 0 if isinstance(cache, BRLMemory) else cache.num_tokens
+
+    def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, BRLCarry, Any]:
+        mechanism, d = self.mechanism, self.dimensions
+        cache, carry, lengths = call.cache, call.carry, call.lengths
+        decoding = isinstance(cache, BRLCache)
+        out, _, window = mechanism.local.layer(d, name="local")(
+            x,
+            cache=cache.window if decoding else None,
+            positions=call.positions,
+            lengths=lengths,
+            count=call.count,
+            deterministic=call.deterministic,
+        )
+        stream = CompressedStream(mechanism, d, name="compressed")
+        if not d.is_causal:
+            source = x if carry.source is None else carry.source
+            tokens, key, value = stream(carry.tokens, source, source_lengths=lengths)
+        elif decoding and x.shape[1] == 1:
+            tokens, key, value = self._step(stream, x, carry, cache)
+        else:
+            tokens, key, value = self._blocks(stream, x, carry, cache)
+        offset = cache.num_tokens % mechanism.block_size if decoding else 0
+        out = out + self._propagate(x, key, value, offset, lengths)
+        carry = carry._replace(tokens=tokens)
+        if cache is None:
+            return out, carry, None
+        if isinstance(cache, BRLMemory):
+            return out, carry, cache.append(x)
+        count = call.num_new(x.shape[1])
+        # The block of the last new token. If that token completes it, the entries kept here are never read.
+        last = (offset + count - 1) // mechanism.block_size
+        cache = BRLCache(
+            window,
+            jax.lax.dynamic_index_in_dim(key, last, axis=1, keepdims=False),
+            jax.lax.dynamic_index_in_dim(value, last, axis=1, keepdims=False),
+            cache.num_tokens + count,
+            None if cache.past is None else cache.past.advance(cache.num_tokens, x, count),
+        )
+        return out, carry, cache
+
+    def _blocks(self, stream, x, carry: BRLCarry, cache: BRLCache | BRLMemory | None):
+        """Compressed tokens, keys and values of all blocks that the tokens x touch."""
+        mechanism = self.mechanism
+        blocks = carry.tokens.shape[1]
+        before_last = (blocks - 1) * mechanism.block_size
+        start = jnp.arange(blocks, dtype=jnp.int32) * mechanism.block_size
+        source: Any
+        earlier: Any
+        filled: Any
+        if mechanism.memory == "layer" and not isinstance(cache, BRLCache):
+            axis = sequence_axis(x.shape[1], mechanism.block_size)
+            if axis is not None:
+                earlier, filled = (None, 0) if cache is None else cache
+                lengths = jnp.minimum(filled + start, mechanism.history)
+                return stream(carry.tokens, x, earlier=earlier, history_lengths=lengths, axis_name=axis)
+        if mechanism.memory == "output":
+            source, filled = carry.source, carry.filled
+        elif cache is None:
+            source, filled = (x[:, :before_last] if blocks > 1 else None), 0
+        elif isinstance(cache, BRLMemory):
+            source, filled = jnp.concatenate([cache.history, x[:, :before_last]], axis=1), cache.filled
+        else:
+            assert cache.past is not None
+            source = cache.past.extend(cache.num_tokens, x)[:, : mechanism.history + before_last]
+            filled = cache.past.before.filled
+        if source is None:
+            return stream(carry.tokens, None)
+        lengths = jnp.minimum(filled + start, mechanism.history)
+        return stream(carry.tokens, source, history_lengths=lengths)
+
+    def _step(self, stream, x, carry: BRLCarry, cache: BRLCache):
+        """The same for one new token: its block's compressed tokens stay as they are until the block ends."""
+        mechanism = self.mechanism
+        history: Any = carry.source
+        filled = carry.filled
+        if cache.past is not None:
+            everything = mechanism.generation == "all"
+            history, filled = cache.past.recent(cache.num_tokens) if everything else cache.past.before
+
+        def evolve(stream, tokens):
+            return stream(tokens, history, history_lengths=filled[None])
+
+        def keep(stream, tokens):
+            return tokens, cache.key[:, None], cache.value[:, None]
+
+        if mechanism.generation == "all":
+            return evolve(stream, carry.tokens)
+        first = cache.num_tokens % mechanism.block_size == 0
+        return nn.cond(first, evolve, keep, stream, carry.tokens)
+
+    def _propagate(self, x, key, value, offset, lengths):
+        """F_prop (eqs. 8, 9), in formulation "algorithm" normalised and rectified: (B, T, D).
+
+        `offset`: place of the first token in its block.
+        """
+        mechanism, d = self.mechanism, self.dimensions
+        length = x.shape[1]
+        blocks, count, heads, head_dim = key.shape[1:]
+        axes = ("embed", "heads", "head_dim")
+        use_bias = mechanism.phi == "spiky" or d.use_bias
+        query = dense(d, (heads, head_dim), axes, name="propagate_query", use_bias=use_bias)(x)
+        if mechanism.phi == "spiky":
+            query = jnp.exp(jnp.minimum(query, _SPIKE_LIMIT))
+        query = scale_scores(query, d.head_score_factor)
+        init = nn.initializers.constant(mechanism.lambda_init)
+        strength = parameter(self, "lambda", init, (heads,), ("heads",))
+        bias: Any = position_bias(self, "propagate_bias")
+        aligned, moved = blocks > 1, isinstance(offset, jax.Array)
+        size = mechanism.block_size if aligned else length
+        if aligned:
+            # Each token goes to its place in the grid of blocks; those of one block read its compressed tokens.
+            query = jnp.pad(query, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0)))
+            query = jnp.roll(query, offset, axis=1) if moved else query
+        if bias is not None:
+            inside = jnp.arange(size) + (0 if aligned else offset)
+            places = jnp.full((1, count), -1) if d.is_causal else spread(count, length, lengths)
+            bias = jax.vmap(lambda places: bias(inside, places))(places)
+        if maps_wanted(self):
+            merged, offered = merge_blocks(query, key)
+            weights = propagate_weights(merged, offered, strength=strength, score=mechanism.score, bias=bias)
+            self.sow("maps", "propagate", weights)
+
+        def read(query, key, value, strength, bias):
+            merged, value = merge_blocks(query, value)
+            out = propagate(
+                merged,
+                merge_blocks(query, key)[1],
+                value,
+                strength=strength,
+                bias=bias,
+                score=mechanism.score,
+                implementation=d.implementation,
+            )
+            return out.reshape(query.shape)
+
+        tokens = None if sequence_axis(query.shape[1], size if aligned else 1) is None else "length"
+        queries = ("batch", tokens, "heads", None)
+        offers = ("batch", "blocks" if aligned and tokens else None, None, "heads", None)
+        rows = None if bias is None or bias.shape[0] == 1 else "batch"
+        out = each_shard(
+            read,
+            queries,
+            query=(query, queries),
+            **named(offers, {"key": key, "value": value}),
+            strength=(strength, ("heads",)),
+            bias=(bias, (rows, "heads", None if aligned else tokens, None)),
+        )
+        if aligned:
+            out = jax.lax.dynamic_slice_in_dim(out, offset, length, axis=1) if moved else out[:, :length]
+        out = constrain(rearrange(out, "b t n h -> b t (n h)"), ("batch", "length", "embed"))
+        if mechanism.formulation == "algorithm":
+            # It writes into the residual stream without a projection, so its norm starts at the scale of those. The
+            # norm divides by the size of all heads together: only the ratios between the heads' strengths act.
+            first = math.sqrt(d.residual_scale)
+            out = jax.nn.relu(norm(d, name="propagate_norm", scale=first)(out))
+        return out

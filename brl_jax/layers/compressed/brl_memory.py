@@ -1,0 +1,130 @@
+"""The past that BRL's compressed tokens read: the training memory and the decoding caches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.layers.core.caches import WindowCache
+
+
+class BRLMemory(NamedTuple):
+    """The last tokens' rows of D features, as a training memory: without gradient.
+
+    Attributes:
+      history: (B, P, D), newest last; P is `BRLConfig.history`.
+      filled: () int32, how many of them exist, the last ones.
+    """
+
+    history: Float[Array, "B P D"]
+    filled: Int[Array, ""]
+
+    @classmethod
+    def empty(cls, batch: int, size: int, width: int, dtype: Any) -> BRLMemory:
+        return cls(jnp.zeros((batch, size, width), dtype), jnp.zeros((), jnp.int32))
+
+    def append(self, new: Float[Array, "B T D"]) -> BRLMemory:
+        """The memory after these tokens."""
+        size, length = self.history.shape[1], new.shape[1]
+        new = new[:, max(length - size, 0) :].astype(self.history.dtype)
+        history = jnp.concatenate([self.history[:, length:], new], axis=1) if length < size else new
+        return BRLMemory(jax.lax.stop_gradient(history), jnp.minimum(self.filled + length, size))
+
+
+class BRLPast(NamedTuple):
+    """The same in generation, where the current block may be incomplete. `num_tokens` below is the number of tokens so
+    far, from which the place in the current block follows.
+
+    Attributes:
+      before: what precedes the current block.
+      current: (B, block_size, D), the current block's tokens, with room for the rest of it.
+    """
+
+    before: BRLMemory
+    current: Float[Array, "B block D"]
+
+    @classmethod
+    def empty(cls, batch: int, size: int, block_size: int, width: int, dtype: Any) -> BRLPast:
+        current = jnp.zeros((batch, block_size, width), dtype)
+        return cls(BRLMemory.empty(batch, size, width, dtype), current)
+
+    def recent(self, num_tokens: Int[Array, ""]) -> BRLMemory:
+        """What precedes the next token: the last tokens of [before | current]."""
+        size, block = self.before.history.shape[1], self.current.shape[1]
+        both = jnp.concatenate([self.before.history, self.current], axis=1)
+        offset = num_tokens % block
+        history = jax.lax.dynamic_slice_in_dim(both, offset, size, axis=1)
+        return BRLMemory(history, jnp.minimum(self.before.filled + offset, size))
+
+    def memory(self, num_tokens: Int[Array, ""]) -> BRLMemory:
+        """The training memory after these tokens."""
+        history, filled = self.recent(num_tokens)
+        return BRLMemory(jax.lax.stop_gradient(history), filled)
+
+    def extend(self, num_tokens: Int[Array, ""], new: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
+        """[before | current block | room], with the new tokens at their places."""
+        block = self.current.shape[1]
+        # Room for tokens that start anywhere in the current block, and for the block after the last of them.
+        blocks = (new.shape[1] + block - 2) // block + 1
+        room = jnp.pad(self.current, ((0, 0), (0, blocks * block), (0, 0)))
+        room = jax.lax.dynamic_update_slice_in_dim(room, new.astype(room.dtype), num_tokens % block, axis=1)
+        return jnp.concatenate([self.before.history, room], axis=1)
+
+    def advance(self, num_tokens: Int[Array, ""], new: Float[Array, "B T D"], count: Any) -> BRLPast:
+        """The past after the first `count` of the new tokens."""
+        size, block = self.before.history.shape[1], self.current.shape[1]
+        both = self.extend(num_tokens, new)
+        # Tokens by which the start of the current block moves on.
+        shift = (num_tokens % block + count) // block * block
+        history = jax.lax.stop_gradient(jax.lax.dynamic_slice_in_dim(both, shift, size, axis=1))
+        return BRLPast(
+            BRLMemory(history, jnp.minimum(self.before.filled + shift, size)),
+            jax.lax.dynamic_slice_in_dim(both, size + shift, block, axis=1),
+        )
+
+
+class BRLCache(NamedTuple):
+    """Decoding cache of a layer.
+
+    Attributes:
+      window: of the local attention.
+      key, value: (B, M, N, H), which the compressed tokens of the current block offer.
+      num_tokens: () int32, how many tokens there are so far.
+      past: the layer's inputs, for memory "layer"; None for memory "output".
+    """
+
+    window: WindowCache
+    key: Float[Array, "B M N H"]
+    value: Float[Array, "B M N H"]
+    num_tokens: Int[Array, ""]
+    past: BRLPast | None
+
+
+class BRLCarrierCache(NamedTuple):
+    """Decoding cache of a carrier.
+
+    Attributes:
+      num_tokens: () int32, how many tokens there are so far.
+      past: the network's outputs, for memory "output"; None for memory "layer".
+    """
+
+    num_tokens: Int[Array, ""]
+    past: BRLPast | None
+
+
+class BRLCarry(NamedTuple):
+    """What passes from layer to layer.
+
+    Attributes:
+      tokens: (B, C, M, E), the compressed tokens of each block.
+      source: what they read in every layer, for memory "output": in a decoder the last network outputs (B, P, D), in an
+        encoder the network's input (B, T, D). None for memory "layer", where each layer has its own.
+      filled: () int32, how many rows of a decoder's source exist, the last ones.
+    """
+
+    tokens: Float[Array, "B C M E"]
+    source: Float[Array, "B P D"] | None = None
+    filled: Any = None
