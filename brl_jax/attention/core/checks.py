@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 
 
@@ -47,6 +48,13 @@ def check_at_least(owner: object, *names: str, least: int = 1) -> None:
     for name in names:
         value = getattr(owner, name)
         require(value >= least, f"{name} must be at least {least}, got {value}")
+
+
+def check_finite(owner: object, *names: str) -> None:
+    """Raises ValueError unless each of these attributes of a configuration is a finite number or None."""
+    for name in names:
+        value = getattr(owner, name)
+        require(value is None or math.isfinite(value), f"{name} must be finite, got {value}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

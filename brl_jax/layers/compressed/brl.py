@@ -8,12 +8,11 @@ by the block's tokens. In an encoder there is one block, the sequence itself, an
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar, Literal, get_args
 
 import flax.linen as nn
 
-from brl_jax.attention.core.checks import check_at_least, check_choice, require
+from brl_jax.attention.core.checks import check_at_least, check_choice, check_finite
 from brl_jax.attention.core.scores import Score
 from brl_jax.layers.compressed.brl_layer import BRLAttention, BRLCarrier
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
@@ -98,13 +97,13 @@ class BRLConfig(Mechanism):
             check_choice(name, getattr(self, name), get_args(kind))
         if not 0 <= self.num_compressed <= 256:
             raise ValueError(f"num_compressed must be 0 to 256, got {self.num_compressed}")
-        if self.history_size is not None and self.history_size < 1:
-            raise ValueError(f"history_size must be at least 1 or None, got {self.history_size}")
+        for name in ("compressed_dim", "history_size"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {size}")
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta must be 0 to 1, got {self.beta}")
-        if self.gamma is not None:
-            require(math.isfinite(self.gamma), f"gamma must be finite or None, got {self.gamma}")
-        require(math.isfinite(self.lambda_init), f"lambda_init must be finite, got {self.lambda_init}")
+        check_finite(self, "gamma", "lambda_init")
 
     @property
     def residual(self) -> Residual:

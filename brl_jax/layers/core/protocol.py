@@ -29,7 +29,8 @@ A complete mechanism, in which each token sees the mean of the values up to and 
             d, length = self.dimensions, x.shape[1]
             value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
             total = jnp.cumsum(value, axis=1) + (0.0 if call.cache is None else call.cache.total)
-            y = merge_heads(d, total / (call.start + 1 + jnp.arange(length))[None, :, None, None])
+            number = (call.start + 1 + jnp.arange(length)).astype(d.dtype)
+            y = merge_heads(d, total / number[None, :, None, None])
             if call.cache is None:
                 return y, None
             new = call.num_new(length)

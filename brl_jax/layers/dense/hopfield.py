@@ -31,7 +31,7 @@ class HopfieldConfig(Mechanism):
     def __post_init__(self):
         check_at_least(self, "steps")
         if self.beta is not None and not 0 < self.beta < math.inf:
-            raise ValueError(f"beta must be above 0 or None, got {self.beta}")
+            raise ValueError(f"beta must be finite and above 0, or None, got {self.beta}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return HopfieldAttention(self, dimensions, **kwargs)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.local import patterns
 from brl_jax.attention.local import sharded as sequence_parallel
 from brl_jax.attention.local.api import local_attention
@@ -19,6 +19,7 @@ from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 from brl_jax.sharding import sequence_axis, shard_call
 
+LocalPattern = Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"]
 _BIDIRECTIONAL_ONLY = ("global", "bigbird")
 _NOT_LINEAR = ("strided", "fixed")
 
@@ -30,9 +31,7 @@ class LocalConfig(Mechanism):
     window: int = 128
     """Width w: a decoder's token sees itself and the w - 1 before it; an encoder's w // 2 on both sides. Also the
     block of "block", the bucket of "bucketed", the stride of "strided" and "fixed", the block of "bigbird"."""
-    pattern: Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"] = (
-        "sliding"
-    )
+    pattern: LocalPattern = "sliding"
     """Which keys a token sees; "global" and "bigbird" have no causal form."""
     dilation: int = 2
     """Step between the keys of "dilated"."""
@@ -41,6 +40,7 @@ class LocalConfig(Mechanism):
 
     def __post_init__(self):
         check_at_least(self, "window", "dilation", "num_global")
+        check_choice("pattern", self.pattern, get_args(LocalPattern))
 
     @property
     def causal(self) -> bool:

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least, check_finite
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.structured.bilinear import (
     bilinear_btt_keys,
@@ -43,6 +43,9 @@ class BilinearMLRConfig(Mechanism):
     """Holds the RMS of each weight to what it is drawn with (002, E.1)."""
     score_scale: float = 1.0
     """Scores of a level are its products times this over the root of its features."""
+
+    def __post_init__(self):
+        check_finite(self, "score_scale")
 
     def level_ranks(self, dimensions: Dimensions) -> tuple[int, ...]:
         if self.ranks is not None:
@@ -90,6 +93,7 @@ class BilinearBTTConfig(Mechanism):
 
     def __post_init__(self):
         check_at_least(self, "rank")
+        check_finite(self, "score_scale")
 
     def check(self, dimensions: Dimensions) -> None:
         super().check(dimensions)

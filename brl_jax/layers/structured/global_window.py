@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least, check_finite
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.attention.structured.global_window import (
     check_split,
@@ -39,6 +39,7 @@ class GlobalWindowConfig(Mechanism):
 
     def __post_init__(self):
         check_at_least(self, "window")
+        check_finite(self, "score_scale")
 
     def parts(self, head_dim: int) -> tuple[int, int]:
         return (head_dim - head_dim // 2, head_dim // 2) if self.ranks is None else self.ranks

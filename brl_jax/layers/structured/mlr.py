@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.checks import check_finite
 from brl_jax.attention.structured.mlr import (
     check_block_sizes,
     check_ranks,
@@ -40,6 +41,7 @@ class MLRConfig(Mechanism):
     """Scores of a level are its products times this over its rank; 8 is muP's for heads of 64 (002, E.2)."""
 
     def __post_init__(self):
+        check_finite(self, "score_scale")
         if self.ranks is not None:
             check_ranks(self.ranks, sum(self.ranks))
         if self.context is not None and self.context < 1:

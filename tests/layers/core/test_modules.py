@@ -2,7 +2,6 @@
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,4 +28,4 @@ def test_feed_forward(kind):
 
 def test_an_unknown_kind():
     with pytest.raises(ValueError, match=r"ffn must be one of .* got 'glu'"):
-        FeedForward(dimensions(True, ffn="glu")).init(jax.random.key(0), jnp.ones((1, 1, 16)))
+        dimensions(True, ffn="glu")

@@ -1,0 +1,73 @@
+"""The protocol's text: its example is a mechanism that works."""
+
+import dataclasses
+import textwrap
+from typing import ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers.core import protocol
+from brl_jax.layers.core.modules import dense, merge_heads
+from brl_jax.models import Stack
+from tests.laws.cases import dimensions
+
+
+@pytest.fixture(scope="module")
+def mean_config():
+    """The configuration of the docstring's example."""
+    text = protocol.__doc__
+    start, end = text.index("    class MeanCache"), text.index("To list it")
+    names = {
+        **{name: getattr(protocol, name) for name in ("Mechanism", "MechanismLayer")},
+        **{
+            "dataclasses": dataclasses,
+            "ClassVar": ClassVar,
+            "NamedTuple": NamedTuple,
+            "jax": jax,
+            "jnp": jnp,
+        },
+        **{"dense": dense, "merge_heads": merge_heads, "__name__": __name__},
+    }
+    exec(compile(textwrap.dedent(text[start:end]), "the protocol's example", "exec"), names)
+    return names["MeanConfig"]()
+
+
+def test_the_example_works_in_a_network(mean_config):
+    """It is causal, and generation of pieces, some with tokens that do not exist, gives the outputs of training."""
+    stack = Stack((mean_config,) * 2, dimensions(True))
+    x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x))
+    expected, _ = jax.jit(stack.apply)(variables, x)
+    changed, _ = jax.jit(stack.apply)(variables, x.at[:, 5].set(3.0))
+    np.testing.assert_array_equal(changed[:, :5], expected[:, :5])
+    assert np.abs(changed[:, 5:] - expected[:, 5:]).max(axis=(0, 2)).min() > 1e-4
+    step = jax.jit(lambda v, x, cache: stack.apply(v, x, cache=cache))
+    cache, outputs, start = stack.init_cache(2, 9), [], 0
+    for size in (3, 1, 1, 3, 1):
+        y, cache = step(variables, x[:, start : start + size], cache)
+        outputs.append(y)
+        start += size
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_example_ignores_tokens_that_do_not_exist(mean_config):
+    layer = mean_config.layer(dimensions(True))
+    x = jax.random.normal(jax.random.key(0), (2, 6, 16))
+    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    expected, _, _ = layer.apply(variables, x)
+    _, _, cache = layer.apply(variables, x.at[:, 3:].set(7.0), cache=layer.init_cache(2, 6), count=3)
+    y, _, cache = layer.apply(variables, x[:, 3:], cache=cache)
+    np.testing.assert_allclose(y, expected[:, 3:], rtol=1e-4, atol=1e-5)
+    assert int(cache.num_tokens) == 6
+
+
+def test_flags_that_cannot_be_served_are_refused(mean_config):
+    with pytest.raises(ValueError, match="MeanConfig has no bidirectional form"):
+        mean_config.check(dimensions(False))
+    layer = mean_config.layer(dimensions(True))
+    with pytest.raises(ValueError, match="MeanConfig cannot keep packed sequences apart"):
+        layer.init(jax.random.key(0), jnp.ones((1, 2, 16)), segment_ids=jnp.zeros((1, 2), jnp.int32))
