@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 
 from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.core.protocol import Dimensions, FeedForwardKind, Mechanism, NormKind
 from brl_jax.layers.core.side_by_side import SideBySideConfig
@@ -58,7 +59,7 @@ class StackConfig:
     """What a layer's backward pass computes again: nothing, all but matrix products, or all ("full")."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation; parameters are float32."""
-    implementation: Literal["xla", "pallas", "cudnn"] | None = None
+    implementation: Implementation | None = None
     """Of the attention functions; None picks by platform."""
     mup_base_width: int | None = None
     """The width at which the learning rate was found: weights, their rates and scores are muP's, so that it holds at

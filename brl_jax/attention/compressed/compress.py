@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.compressed import xla as compress_pieces
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.core.dispatch import Backend, Implementation, bias_obstacle, dispatch, traced_obstacle
 from brl_jax.attention.core.scores import (
     Score,
     accumulation_dtype,
@@ -38,7 +38,7 @@ def compress(
     mask: Bool[Array, "#B #N #M #S"] | None = None,
     key_value_seq_lengths: Int[Array, "B"] | None = None,
     axis_name: str | None = None,
-    implementation: Literal["xla", "pallas"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B M N H"]:
     """Reads S tokens into M with the difference of two attentions (BRL-Attention, eq. 12).
 
@@ -61,14 +61,16 @@ def compress(
         equal parts: S are this device's keys, query is the same on all devices, and so is the result. The devices'
         softmaxes are merged by their log-sum-exp (one pmax and two psums). Lengths are those of whole histories, a
         `PositionBias` is called with places in them; an array bias or mask is of this device's keys.
-      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel.
+      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
+        "pallas_interpret" interprets it on any platform.
 
     Returns:
       (B, M, N, H) in the dtype of query. Rows that see no key give 0. Sums are kept in float32.
 
     Raises:
       ValueError: on shapes that don't fit, an unknown score, or gamma given without contrast_key (or the reverse).
-      NotImplementedError: if `implementation="pallas"` cannot serve the request.
+      NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
+        another platform than a TPU.
     """
     check_qkv(query, key, value)
     check_score(score)
@@ -128,10 +130,15 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
             query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, interpret=interpret, **static
         )
 
-    obstacle = bias_obstacle(bias) if mask is None else "mask must be None, got an array"
-    xla = functools.partial(_compress, **static)
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
-    return dispatch("compress", implementation, obstacle, kernel, xla, *operands)
+
+    def obstacle() -> str | None:
+        if mask is not None:
+            return "mask must be None, got an array"
+        return bias_obstacle(bias) or traced_obstacle(kernel, *operands)
+
+    backends = {"tpu": Backend("pallas", kernel, obstacle)}
+    return dispatch("compress", implementation, backends, functools.partial(_compress, **static), *operands)
 
 
 def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.compressed.compress import compress, per_head
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.core.dispatch import Backend, Implementation, bias_obstacle, dispatch, traced_obstacle
 from brl_jax.attention.core.scores import Score
 
 
@@ -30,7 +29,7 @@ def compress_blocks(
     scale: float | None = None,
     score: Score = "softmax",
     bias: Float[Array, "N M R"] | PositionBias | None = None,
-    implementation: Literal["xla", "pallas"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B C M N H"]:
     """`compress` for C consecutive blocks at once, each reading the history before it (memory per layer of BRL).
 
@@ -93,9 +92,14 @@ def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, imp
             **static,
         )
 
-    xla = functools.partial(_compress_windows, **static)
     operands = (query, key, contrast_key, value, gamma, bias, lengths)
-    return dispatch("compress_blocks", implementation, bias_obstacle(bias), kernel, xla, *operands)
+
+    def obstacle() -> str | None:
+        return bias_obstacle(bias) or traced_obstacle(kernel, *operands)
+
+    xla = functools.partial(_compress_windows, **static)
+    backends = {"tpu": Backend("pallas", kernel, obstacle)}
+    return dispatch("compress_blocks", implementation, backends, xla, *operands)
 
 
 def _compress_windows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.core.dispatch import Backend, Implementation, bias_obstacle, dispatch, traced_obstacle
 from brl_jax.attention.core.scores import Score, accumulation_dtype, attention_weights, check_score
 
 # On a CPU, queries are taken this many at a time, so that their weights stay in cache.
@@ -28,7 +27,7 @@ def propagate(
     scale: float | None = None,
     score: Score = "softmax",
     bias: Float[Array, "#B #N #T #M"] | PositionBias | None = None,
-    implementation: Literal["xla", "pallas"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Lets T tokens read M compressed ones: out = lambda sigma(c z_Q z_K^T + b) z_V (BRL-Attention, eq. 9).
 
@@ -42,14 +41,16 @@ def propagate(
       score: "softmax", "relu2" or "laplace".
       bias: added to the logits; an array broadcastable to (B, N, T, M), or a `PositionBias` called with 0..T-1 and
         the compressed tokens' indices 0..M-1.
-      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel.
+      implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
+        "pallas_interpret" interprets it on any platform.
 
     Returns:
       (B, T, N, H) in the dtype of query.
 
     Raises:
       ValueError: on shapes that don't fit or an unknown score.
-      NotImplementedError: if `implementation="pallas"` cannot serve the request.
+      NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
+        another platform than a TPU.
     """
     check_qkv(query, key, value)
     check_score(score)
@@ -96,9 +97,12 @@ def _choose(query, key, value, strength, bias, *, scale, score, implementation):
             query, key, value, strength=strength, scale=scale, score=score, interpret=interpret
         )
 
-    return dispatch(
-        "propagate", implementation, bias_obstacle(bias), kernel, xla, query, key, value, strength, bias
-    )
+    operands = (query, key, value, strength, bias)
+
+    def obstacle() -> str | None:
+        return bias_obstacle(bias) or traced_obstacle(kernel, *operands)
+
+    return dispatch("propagate", implementation, {"tpu": Backend("pallas", kernel, obstacle)}, xla, *operands)
 
 
 def propagate_weights(

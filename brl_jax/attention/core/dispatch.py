@@ -1,64 +1,118 @@
-"""How a call reaches the TPU kernels: which calls they serve, and the choice between them and XLA."""
+"""The choice of a backend: a table from platform to function, consulted when a call is lowered.
+
+Nothing here asks which devices this process has: a program that is compiled ahead of time on a CPU host for a TPU gets
+the TPU's functions.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
 
+#: The backends that a caller can ask for by name. A function accepts those that it has, and None for its own choice.
+Implementation = Literal["xla", "pallas", "pallas_interpret", "cudnn"]
+
 _LOG = logging.getLogger("brl_jax")
+
+
+class Backend(NamedTuple):
+    """The function that serves calls lowered for one platform.
+
+    Attributes:
+      implementation: the name that asks for it; the same name followed by "_interpret" asks for its interpretation.
+      run: `run(*operands, interpret=...)`.
+      obstacle: returns why `run` cannot serve this call, None if it can. It must not trace `run`.
+      unsuited: whether XLA serves this call better, so that only an explicit request takes `run`.
+    """
+
+    implementation: str
+    run: Callable[..., Any]
+    obstacle: Callable[[], str | None]
+    unsuited: bool = False
 
 
 def dispatch(
     name: str,
-    implementation: str | None,
-    obstacle: str | None,
-    kernel: Callable[..., Any],
+    implementation: Implementation | None,
+    backends: Mapping[str, Backend],
     xla: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """Runs one call of the function `name` on its TPU kernel or through XLA.
+    """Runs one call of the function `name` on the backend of the platform it is lowered for, or through XLA.
 
     Args:
-      name: of the function, for messages.
-      implementation: None takes the kernel when lowered for a TPU, if it serves the call, and XLA elsewhere; "pallas"
-        the kernel everywhere, interpreted where there is no TPU; "xla" never.
-      obstacle: why the kernel cannot serve this call; None if nothing is known to stand in the way.
-      kernel: `kernel(*operands, interpret=...)`; may raise ValueError or NotImplementedError for what only it knows
-        (sizes that don't fit in the chip's memory).
+      name: the function's name, for messages.
+      implementation: None takes, when the call is lowered, the backend of the platform if it serves the call, and XLA
+        otherwise. A call that could not use the backend of a platform it is lowered for logs a warning, once. "xla"
+        takes XLA on every platform. A backend's name takes that backend, and refuses to be lowered for another
+        platform; the name followed by "_interpret" interprets it on every platform.
+      backends: the table from platform, as `jax.lax.platform_dependent` names them, to backend.
       xla: `xla(*operands)`.
+      operands: pytrees of arrays.
 
     Raises:
-      ValueError: on another implementation.
-      NotImplementedError: if "pallas" was asked for and cannot be.
+      ValueError: for a name that this function does not have.
+      NotImplementedError: if the backend that is asked for cannot serve the call, or, at lowering time, if the call is
+        lowered for a platform on which that backend does not run.
     """
-    require(
-        implementation in (None, "xla", "pallas"),
-        f"implementation must be None, 'xla' or 'pallas', got {implementation!r}",
-    )
+    names = [None, "xla"]
+    for backend in backends.values():
+        names += [backend.implementation, f"{backend.implementation}_interpret"]
+    check_implementation(implementation, *names)
     if implementation == "xla":
         return xla(*operands)
-    run = functools.partial(kernel, interpret=False)
-    if implementation == "pallas":
-        if obstacle is not None:
-            raise NotImplementedError(f"{name} with implementation='pallas': {obstacle}")
-        return lax.platform_dependent(*operands, tpu=run, default=functools.partial(kernel, interpret=True))
-    if obstacle is None:
-        try:
-            jax.eval_shape(run, *operands)
-        except (ValueError, NotImplementedError) as error:
-            obstacle = str(error)
-    if obstacle is not None:
-        _say_once(f"{name} runs through XLA, at linear cost, on a TPU too: {obstacle}")
-        return xla(*operands)
-    return lax.platform_dependent(*operands, tpu=run, default=xla)
+
+    rows = {}
+    for platform, backend in backends.items():
+        interpreted = f"{backend.implementation}_interpret"
+        if implementation in (backend.implementation, interpreted):
+            obstacle = backend.obstacle()
+            if obstacle is not None:
+                raise NotImplementedError(f"{name} with implementation={implementation!r}: {obstacle}")
+            if implementation == interpreted:
+                return backend.run(*operands, interpret=True)
+            message = (
+                f"{name} with implementation={implementation!r} runs on the platform {platform!r} alone, and this call "
+                f"is lowered for {{platform}}; ask for {interpreted!r} to interpret the kernel, for 'xla', or for None"
+            )
+            return backend.run(*_mark(operands, _native, platform, message), interpret=False)
+        if backend.unsuited:
+            continue
+        obstacle = backend.obstacle()
+        if obstacle is None:
+            rows[platform] = functools.partial(backend.run, interpret=False)
+        else:
+            message = f"{name} runs through XLA on the platform {platform!r}, at linear cost: {obstacle}"
+            operands = _mark(operands, _fallback, platform, message)
+    return lax.platform_dependent(*operands, **rows, default=xla) if rows else xla(*operands)
+
+
+def traced_obstacle(run: Callable[..., Any], *operands: Any) -> str | None:
+    """The error that tracing a kernel raises for what only it knows."""
+    try:
+        jax.eval_shape(functools.partial(run, interpret=False), *operands)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return None
+
+
+def check_implementation(implementation: Any, *names: str | None) -> None:
+    """Raises ValueError unless the implementation is one of the names."""
+    *others, last = map(repr, names)
+    require(
+        implementation in names,
+        f"implementation must be {', '.join(others)} or {last}, got {implementation!r}",
+    )
 
 
 def bias_obstacle(bias: Any) -> str | None:
@@ -68,6 +122,49 @@ def bias_obstacle(bias: Any) -> str | None:
     return f"bias must be None, got {type(bias).__name__ if isinstance(bias, PositionBias) else 'an array'}"
 
 
+def _identity(name: str) -> Primitive:
+    """An identity, so that its lowering rules can look at the platform that a call is lowered for."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    ad.deflinear2(primitive, lambda cotangent, x, **_: [cotangent])
+    batching.defvectorized(primitive)
+    return primitive
+
+
+_native = _identity("runs_natively")
+_fallback = _identity("falls_back_to_xla")
+
+
+def _mark(operands: tuple[Any, ...], primitive: Primitive, platform: str, message: str) -> tuple[Any, ...]:
+    """The operands, the first array of which passes through the primitive."""
+    leaves, structure = jax.tree.flatten(operands)
+    leaves[0] = primitive.bind(leaves[0], platform=platform, message=message)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _lower_native(context: mlir.LoweringRuleContext, x: Any, *, platform: str, message: str) -> list[Any]:
+    others = [p for p in _platforms(context) if p != platform]
+    if others:
+        raise NotImplementedError(message.format(platform=" and ".join(map(repr, others))))
+    return [x]
+
+
+def _lower_fallback(context: mlir.LoweringRuleContext, x: Any, *, platform: str, message: str) -> list[Any]:
+    if platform in _platforms(context):
+        _warn_once(message)
+    return [x]
+
+
+def _platforms(context: mlir.LoweringRuleContext) -> tuple[str, ...]:
+    """The platforms that the rule's operation is lowered for."""
+    return tuple(context.platforms or context.module_context.platforms)
+
+
+mlir.register_lowering(_native, _lower_native)
+mlir.register_lowering(_fallback, _lower_fallback)
+
+
 @functools.cache
-def _say_once(message: str) -> None:
-    _LOG.info(message)
+def _warn_once(message: str) -> None:
+    _LOG.warning(message)

@@ -23,7 +23,14 @@ from brl_jax.attention.core.arguments import (
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.dispatch import bias_obstacle, dispatch
+from brl_jax.attention.core.dispatch import (
+    Backend,
+    Implementation,
+    bias_obstacle,
+    check_implementation,
+    dispatch,
+    traced_obstacle,
+)
 from brl_jax.attention.local.blocks import Inputs, Spec
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 from brl_jax.attention.local.xla import attend
@@ -47,7 +54,7 @@ def local_attention(
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int = 0,
     key_offset: int | Int[Array, ""] = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
 
@@ -80,18 +87,19 @@ def local_attention(
         boundaries and position biases look at it. When traced, such a pattern visits every block within its
         reach (all keys, where it has no bound).
       implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
-        sliding window with nothing to its right and half precision; "pallas" is the TPU kernels (interpreted
-        elsewhere), which take every pattern and offset, without a bias. A call of fewer than 128 queries on more
-        keys, such as a decoding step, goes to the kernels only when they are asked for. With None, a call that
-        they do not serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the same O(n w), and the log
-        says so and why, once.
+        sliding window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every
+        pattern and offset, without a bias; "pallas_interpret" interprets these kernels on any platform. A call of
+        fewer than 128 queries on more keys, such as a decoding step, goes to the kernels only when they are asked
+        for. With None, a call that they do not serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the
+        same O(n w), and lowering it for a TPU logs a warning that says why, once.
 
     Returns:
       (B, T, N, H) in query's dtype. The softmax is computed in float32.
 
     Raises:
       ValueError: shapes, dtypes, windows, patterns or implementations that don't fit, naming the argument.
-      NotImplementedError: implementation="pallas" where the kernel cannot serve the call.
+      NotImplementedError: implementation="pallas" where the kernel cannot serve the call, or where the call is
+        lowered for another platform than a TPU.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -109,10 +117,7 @@ def local_attention(
             query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths,
             segment_ids is not None, query_offset,
         )  # fmt: skip
-    require(
-        implementation in (None, "xla", "pallas"),
-        f"implementation must be None, 'xla', 'cudnn' or 'pallas', got {implementation!r}",
-    )
+    check_implementation(implementation, None, "xla", "cudnn", "pallas", "pallas_interpret")
     spec = Spec(pattern, bool(is_causal), scale, int(query_offset), static_key_offset)
     inputs = Inputs(key_lengths, query_lengths, query_segments, key_segments, traced_key_offset)
 
@@ -121,7 +126,7 @@ def local_attention(
 
 # Compiled by itself, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _choose(spec: Spec, implementation: str | None, query, key, value, bias, inputs: Inputs):
+def _choose(spec: Spec, implementation: Implementation | None, query, key, value, bias, inputs: Inputs):
     def kernel(query, key, value, bias, inputs, *, interpret):
         from brl_jax.attention.local import (
             tpu as local_kernels,  # imported where needed: Pallas costs import time
@@ -129,15 +134,19 @@ def _choose(spec: Spec, implementation: str | None, query, key, value, bias, inp
 
         return local_kernels.attend(spec, query, key, value, inputs, interpret=interpret)
 
-    obstacle = _kernel_obstacle(spec, implementation, query, key, bias)
-    xla = functools.partial(attend, spec)
-    return dispatch("local_attention", implementation, obstacle, kernel, xla, query, key, value, bias, inputs)
+    operands = (query, key, value, bias, inputs)
+
+    def obstacle() -> str | None:
+        return _kernel_obstacle(spec, bias) or traced_obstacle(kernel, *operands)
+
+    # The kernels compute scores for whole tiles of queries, most of which would be empty in a decoding step.
+    few = query.shape[1] < min(_TILE, key.shape[1])
+    backends = {"tpu": Backend("pallas", kernel, obstacle, unsuited=few)}
+    return dispatch("local_attention", implementation, backends, functools.partial(attend, spec), *operands)
 
 
-def _kernel_obstacle(
-    spec: Spec, implementation: str | None, query: Array, key: Array, bias: Any
-) -> str | None:
-    """Why the TPU kernels cannot, or without being asked should not, serve a call; None if they do."""
+def _kernel_obstacle(spec: Spec, bias: Any) -> str | None:
+    """Why the TPU kernels cannot serve a call; None if they do."""
     granule = spec.pattern.granule
     if bias is not None:
         return bias_obstacle(bias)
@@ -146,11 +155,6 @@ def _kernel_obstacle(
         return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {granule}"
     if granule is not None and spec.key_offset is None:
         return f"key_offset must be a static int with {type(spec.pattern).__name__}, got it traced"
-    if implementation is None and query.shape[1] < min(_TILE, key.shape[1]):
-        # A decoding step: the kernels compute scores for whole tiles of queries, of which most would be empty.
-        return (
-            f"{query.shape[1]} queries on {key.shape[1]} keys leave most of a tile of {_TILE} queries empty"
-        )
     return None
 
 

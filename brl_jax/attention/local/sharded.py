@@ -16,18 +16,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed import compress_blocks as one_device
 from brl_jax.attention.core.arguments import check_lengths, check_segments
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.local.api import local_attention as local_attention_of_one
 from brl_jax.attention.local.patterns import Dilated, Pattern, SlidingWindow
-
-# Ids of tokens that are not there: no segment of the caller's, and not each other.
-_NO_QUERY, _NO_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
+from pallas_kernels.absent import mark_absent
 
 
 def tokens_before(x: Float[Array, "B T ..."], count: int, axis_name: str) -> Float[Array, "B count ..."]:
@@ -68,7 +66,7 @@ def local_attention(
     scale: float | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """`brl_jax.local_attention` of sequences that are cut over `axis_name`, T tokens a device.
 
@@ -104,28 +102,27 @@ def local_attention(
     before, after = (min(reach, (shards - 1) * size) for reach in (before, after))
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query_ids, key_ids = check_segments(segment_ids, query.shape, key.shape)
-    if key_ids is None:
-        query_ids = key_ids = jnp.zeros((1, size), jnp.int32)
 
     first = index * size
     stop = jnp.full((1,), shards * size, jnp.int32) if lengths is None else lengths
     if lengths is not None:
         inside = (first + jnp.arange(size, dtype=jnp.int32))[None] < stop[:, None]
         key, value = (jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (key, value))
-    key, value, key_ids = (_surrounded(x, before, after, axis_name) for x in (key, value, key_ids))
+    key, value = (_surrounded(x, before, after, axis_name) for x in (key, value))
+    key_ids = None if key_ids is None else _surrounded(key_ids, before, after, axis_name)
     places = first - before + jnp.arange(before + size + after, dtype=jnp.int32)
-    there = (places >= 0)[None] & (places[None] < stop[:, None])
-    key_ids = jnp.where(there, key_ids, jnp.int32(_NO_KEY))
+    key_exists = (places >= 0)[None] & (places[None] < stop[:, None])
 
-    query_offset = before
-    # Kernels for windows want as many queries as keys. Where the halo is short, empty queries before and after cost
+    query_offset, query_exists = before, jnp.ones((1, size), bool)
+    # Kernels for windows want as many queries as keys. Where the halo is short, absent queries before and after cost
     # less than the kernels for any pattern do.
     padded = before + after <= size
     if padded:
         query_offset = 0
         query = jnp.pad(query, ((0, 0), (before, after), (0, 0), (0, 0)))
-        query_ids = jnp.pad(query_ids, ((0, 0), (before, after)), constant_values=_NO_QUERY)
-    query_ids, key_ids = (jnp.broadcast_to(ids, (batch, ids.shape[1])) for ids in (query_ids, key_ids))
+        query_exists = jnp.pad(query_exists, ((0, 0), (before, after)))
+        query_ids = None if query_ids is None else jnp.pad(query_ids, ((0, 0), (before, after)))
+    query_ids, key_ids = mark_absent(query_ids, key_ids, query_exists, key_exists, batch)
     # Only boundaries at absolute places ask where the keys stand.
     moves = isinstance(pattern, (SlidingWindow, Dilated))
     out = local_attention_of_one(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.softmax import merge_sums, normalise, sums_of_normalised
@@ -24,12 +24,11 @@ from brl_jax.attention.local.blocks import Inputs, Spec
 from brl_jax.attention.local.parts import Call
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
 from pallas_kernels import tpu
+from pallas_kernels.absent import mark_absent
 from pallas_kernels.positions import floor_divide
 
 #: Queries whose scores the kernels compute together; key blocks are no smaller.
 _TILE = 128
-# Ids of tokens that are not there: they equal no segment and not each other.
-_NO_QUERY, _NO_KEY = -2, -1
 
 
 class _Arrays(NamedTuple):
@@ -219,19 +218,19 @@ def _far_columns(kernels: _Kernels, folded: _Arrays) -> _Result:
 
 def _far_summaries(kernels: _Kernels, x: _Arrays, stride: int, summary: int, key_offset: int) -> _Result:
     """Fixed's last positions of every block but the query's own."""
-    marked = _marked(x, key_offset % stride, stride)
+    front = key_offset % stride
+    padded = _with_absent(x, (0, 0), (front, -(front + x.key.shape[1]) % stride))
     first_block = key_offset // stride
 
-    def summaries(y, fill=0):
-        y = _padded(y, key_offset % stride, stride, fill)
+    def summaries(y):
         y = y.reshape(y.shape[0], -1, stride, *y.shape[2:])[:, :, stride - summary :]
         return y.reshape(y.shape[0], -1, *y.shape[3:])
 
-    query_ids, key_ids = marked.segments
-    far = marked._replace(
-        key=summaries(marked.key),
-        value=summaries(marked.value),
-        segments=(query_ids, None if key_ids is None else summaries(key_ids, _NO_KEY)),
+    query_ids, key_ids = padded.segments
+    far = padded._replace(
+        key=summaries(padded.key),
+        value=summaries(padded.value),
+        segments=(query_ids, None if key_ids is None else summaries(key_ids)),
     )
     first = x.query_offset + key_offset
     num_queries, num_keys = far.query.shape[1], far.key.shape[1]
@@ -248,59 +247,61 @@ def _far_summaries(kernels: _Kernels, x: _Arrays, stride: int, summary: int, key
     return kernels.blocks(far, lists, size, mask=rule, query_position=first)
 
 
-def _padded(x: Array, front: int, period: int, fill: float = 0) -> Array:
-    """x with `front` tokens before it and as many after it as make a multiple of the period."""
-    pad = [(0, 0, 0)] * x.ndim
-    pad[1] = (front, -(front + x.shape[1]) % period, 0)
-    return lax.pad(x, jnp.asarray(fill, x.dtype), pad)
+def _pad(x: Array, pad: tuple[int, int]) -> Array:
+    """Zeros before and after the tokens of x (B, T, ...)."""
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (*pad, 0), *[(0, 0, 0)] * (x.ndim - 2)])
 
 
-def _marked(x: _Arrays, key_front: int, period: int) -> _Arrays:
-    """The call with its lengths turned into segment ids, where there are any or tokens will be added."""
-    length, num_keys = x.query.shape[1], x.key.shape[1]
-    added = key_front > 0 or num_keys % period > 0
-    if not added and all(y is None for y in (*x.segments, *x.lengths)):
-        return x
+def _exists(x: Array, lengths: Array | None) -> Bool[Array, "#B T"]:
+    """Which tokens of x (B, T, ...) exist."""
+    if lengths is None:
+        return jnp.ones((1, x.shape[1]), bool)
+    return jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
 
-    def ids(segments, lengths, count, absent):
-        if segments is None:
-            segments = jnp.zeros((x.query.shape[0], count), jnp.int32)
-        if lengths is None:
-            return segments
-        there = jnp.arange(count, dtype=jnp.int32)[None, :] < lengths[:, None]
-        return jnp.where(there, segments, jnp.int32(absent))
 
-    return x._replace(
-        query=zero_padding(x.query, x.lengths[0]),
-        key=zero_padding(x.key, x.lengths[1]),
-        value=zero_padding(x.value, x.lengths[1]),
-        lengths=(None, None),
-        segments=(
-            ids(x.segments[0], x.lengths[0], length, _NO_QUERY),
-            ids(x.segments[1], x.lengths[1], num_keys, _NO_KEY),
-        ),
+def _with_absent(x: _Arrays, query_pad: tuple[int, int], key_pad: tuple[int, int]) -> _Arrays:
+    """The call with absent tokens before and after its own, and with lengths expressed as segment ids."""
+    batch = x.query.shape[0]
+    query, key, value = (
+        _pad(zero_padding(y, lengths), pad)
+        for y, lengths, pad in (
+            (x.query, x.lengths[0], query_pad),
+            (x.key, x.lengths[1], key_pad),
+            (x.value, x.lengths[1], key_pad),
+        )
     )
+    query_ids, key_ids = (
+        None if ids is None else _pad(ids, pad) for ids, pad in zip(x.segments, (query_pad, key_pad))
+    )
+    # An absent query needs no mark: its result is dropped.
+    if any(key_pad) or any(y is not None for y in (*x.segments, *x.lengths)):
+        query_ids, key_ids = mark_absent(
+            query_ids,
+            key_ids,
+            _pad(_exists(x.query, x.lengths[0]), query_pad),
+            _pad(_exists(x.key, x.lengths[1]), key_pad),
+            batch,
+        )
+    return _Arrays(query, key, value, x.query_offset, (None, None), (query_ids, key_ids))
 
 
 def _fold(x: _Arrays, period: int) -> _Arrays:
     """The tokens a multiple of the period apart as sequences of their own, beside each other in the batch."""
 
-    def fold(y, front=0, fill=0):
-        y = _padded(y, front, period, fill)
+    def fold(y):
         y = jnp.moveaxis(y.reshape(y.shape[0], -1, period, *y.shape[2:]), 2, 1)
         return y.reshape(-1, *y.shape[2:])
 
     front = x.query_offset % period
-    x = _marked(x, 0, period)
-    query_ids, key_ids = x.segments
-    return x._replace(
-        query=fold(x.query, front),
-        key=fold(x.key),
-        value=fold(x.value),
+    query_pad, key_pad = (front, -(front + x.query.shape[1]) % period), (0, -x.key.shape[1] % period)
+    padded = _with_absent(x, query_pad, key_pad)
+    query_ids, key_ids = padded.segments
+    return padded._replace(
+        query=fold(padded.query),
+        key=fold(padded.key),
+        value=fold(padded.value),
         query_offset=x.query_offset // period,
-        segments=(None, None)
-        if query_ids is None or key_ids is None
-        else (fold(query_ids, front, _NO_QUERY), fold(key_ids, 0, _NO_KEY)),
+        segments=(None if query_ids is None else fold(query_ids), None if key_ids is None else fold(key_ids)),
     )
 
 

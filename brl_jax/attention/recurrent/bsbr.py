@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import softmax_weights
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import BlockDiagonal
@@ -98,7 +99,7 @@ def bsbr_attention(
     state: BsbrState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BsbrState]:
     """Chunks of C tokens with softmax attention inside and retrieval between them, in O(T C + (T / C)^2) time.
 

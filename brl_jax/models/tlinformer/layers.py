@@ -118,7 +118,7 @@ class Layers:
     @property
     def _full_implementation(self) -> Any:
         implementation = self.dimensions.implementation
-        return None if implementation == "pallas" else implementation
+        return None if implementation in ("pallas", "pallas_interpret") else implementation
 
     def context(
         self, first: int, x: Array, query: Array, read: Array, positions: Array, count: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -47,15 +48,15 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_forced_kernel_equals_xla(name):
-    """implementation="pallas" interprets the kernel on a CPU: outputs and gradients are XLA's."""
+    """The interpreted kernel's outputs and gradients are XLA's."""
     call, shapes = CALLS[name]
     operands = arrays(*shapes)
-    assert relative_error(call("pallas", *operands), call("xla", *operands)) < 1e-5
+    assert relative_error(call("pallas_interpret", *operands), call("xla", *operands)) < 1e-5
     grads = [
         jax.jit(jax.grad(lambda *xs, i=i: jnp.sum(call(i, *xs) ** 2), argnums=tuple(range(len(xs_)))))(
             *operands
         )
-        for i, xs_ in (("pallas", operands), ("xla", operands))
+        for i, xs_ in (("pallas_interpret", operands), ("xla", operands))
     ]
     for a, b in zip(*grads):
         assert relative_error(a, b) < 1e-5
@@ -77,7 +78,7 @@ def test_forced_kernel_under_transformations(name):
         both = jax.jit(lambda *xs: (jax.vmap(jax.grad(loss))(*xs), jax.grad(scanned)(*xs)))
         return both(*operands)
 
-    for a, b in zip(grads("pallas"), grads("xla")):
+    for a, b in zip(grads("pallas_interpret"), grads("xla")):
         assert relative_error(a, b) < 1e-5
 
 
@@ -89,6 +90,39 @@ def test_platform_decides_when_lowering(name):
     traced = gradient.trace(*arrays(*shapes))
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_forced_kernel_refuses_other_platforms(name):
+    """A kernel that was asked for runs natively or not at all, in whatever the call is wrapped."""
+    call, shapes = CALLS[name]
+    operands = arrays(*shapes)
+    forced = functools.partial(call, "pallas")
+    loss = lambda *xs: jnp.sum(forced(*xs) ** 2)  # noqa: E731
+    expected = (
+        f"{name} with implementation='pallas' runs on the platform 'tpu' alone.* lowered for 'cpu'; ask for"
+    )
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P("data")
+    wrapped = {
+        "eager": forced,
+        "grad": jax.grad(loss, argnums=tuple(range(len(operands)))),
+        "remat": jax.grad(jax.checkpoint(loss)),
+        "vmap": lambda *xs: jax.vmap(forced)(*(x[None] for x in xs)),
+        "scan": lambda *xs: jax.lax.scan(lambda s, x: (s + loss(*x), None), 0.0, [x[None] for x in xs]),
+        "shard_map": jax.shard_map(forced, mesh=mesh, in_specs=(rows,) * len(operands), out_specs=rows),
+    }
+    for what, function in wrapped.items():
+        with pytest.raises(NotImplementedError, match=expected):
+            function(*operands)
+        traced = jax.jit(function).trace(*operands)
+        with pytest.raises(NotImplementedError, match=expected):
+            traced.lower(lowering_platforms=("cpu",))
+        with pytest.raises(NotImplementedError, match="lowered for 'cpu'; ask for"):
+            traced.lower(lowering_platforms=("cpu", "tpu"))
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text(), what
+    with pytest.raises(NotImplementedError, match="lowered for 'cuda'"):
+        jax.jit(forced).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
 def test_what_no_kernel_serves(caplog):
@@ -103,13 +137,18 @@ def test_what_no_kernel_serves(caplog):
     for message, arguments in refused.items():
         with pytest.raises(NotImplementedError, match=message):
             local_attention(q, k, v, implementation="pallas", **arguments)
-        kernels._say_once.cache_clear()
-        with caplog.at_level(logging.INFO, logger="brl_jax"):
-            caplog.clear()
-            for length in (100, 101):
-                local_attention(*(x[:, :length] for x in (q, k, v)), **arguments)
+        kernels._warn_once.cache_clear()
+        caplog.clear()
+        for length in (140, 141):
+            call = jax.jit(functools.partial(local_attention, **arguments))
+            traced = call.trace(*(x[:, :length] for x in (q, k, v)))
+            traced.lower(lowering_platforms=("cpu",))
+            assert not caplog.records
+        for _ in range(2):
+            traced.lower(lowering_platforms=("tpu",))
+        assert [r.levelno for r in caplog.records] == [logging.WARNING]
         assert [r.message for r in caplog.records] == [
-            f"local_attention runs through XLA, at linear cost, on a TPU too: {message}"
+            f"local_attention runs through XLA on the platform 'tpu', at linear cost: {message}"
         ]
     for length, kernel in ((1, False), (127, False), (128, True)):
         decode = jax.jit(

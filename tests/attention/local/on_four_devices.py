@@ -111,9 +111,12 @@ def local(pattern, is_causal, lengths=None, segments=None):
     )
 
 
-def packed():
+ENDS = np.iinfo(np.int32)
+
+
+def packed(first=(3, 1, 7), second=(0, 5)):
     """Ids of packed sequences whose borders lie on no stretch's border, one over several stretches."""
-    return np.stack([np.repeat([3, 1, 7], [4, 15, 9]), np.repeat([0, 5], [26, 2])]).astype(np.int32)
+    return np.stack([np.repeat(first, [4, 15, 9]), np.repeat(second, [26, 2])]).astype(np.int32)
 
 
 def compressed(score="softmax", contrast=True, lengths=None, bias=False, implementation=None, length=LENGTH):
@@ -144,7 +147,9 @@ def compressed(score="softmax", contrast=True, lengths=None, bias=False, impleme
         )
 
     stretches = functools.partial(function, axis_name="sequence")
-    return both(function, stretches, arrays, specs, (lengths,), (WHOLE,), implementation == "pallas")
+    return both(
+        function, stretches, arrays, specs, (lengths,), (WHOLE,), implementation == "pallas_interpret"
+    )
 
 
 def blocks(history, block, earlier):
@@ -180,6 +185,15 @@ CASES = {
     "window": lambda: local(SlidingWindow(4, 0), True),
     "window over several stretches, packed": lambda: local(SlidingWindow(16, 0), True, segments=packed()),
     "both sides, padded": lambda: local(SlidingWindow(3, 9), False, lengths=[28, 17]),
+    "ids at the ends of int32, padded": lambda: local(
+        SlidingWindow(9, 3),
+        False,
+        lengths=[28, 17],
+        segments=packed([-1, ENDS.min, ENDS.max], [ENDS.min + 1, -2]),
+    ),
+    "negative ids over several stretches": lambda: local(
+        SlidingWindow(16, 0), True, segments=packed([-1, -2, -1], [-2, -1])
+    ),
     "window over everything": lambda: local(SlidingWindow(100, 100), False, segments=packed()),
     "dilated": lambda: local(Dilated(2, 0, 3), True, segments=packed()),
     "blocks that no stretch holds": lambda: local(BlockDiagonal(5), True),
@@ -187,7 +201,7 @@ CASES = {
     "compress, padded": lambda: compressed(lengths=[28, 5], bias=True),
     "compress, relu2": lambda: compressed("relu2", lengths=[23, 1]),
     "compress, laplace, once": lambda: compressed("laplace", contrast=False),
-    "compress, kernel": lambda: compressed(lengths=[512, 140], implementation="pallas", length=512),
+    "compress, kernel": lambda: compressed(lengths=[512, 140], implementation="pallas_interpret", length=512),
     "history of one block": lambda: blocks(4, 4, None),
     "history over several stretches": lambda: blocks(21, 4, 21),
     "history begun": lambda: blocks(5, 4, 2),

@@ -1,0 +1,54 @@
+"""Segment ids may be any int32: no backend takes a caller's id for its own mark of a token that does not exist."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.local.patterns import Dilated, Fixed, GlobalWindow, SlidingWindow, Strided
+from tests.attention import oracles
+from tests.attention.local.test_local import expect, random_qkv, run, schedule  # noqa: F401 (a fixture)
+from tests.attention.local.test_tpu import run as run_kernels
+
+ENDS = np.iinfo(np.int32)
+# The ids of each row of a batch, and how many of its keys exist.
+ROWS = (
+    ([-1], 80),
+    ([-2], 100),
+    ([ENDS.min], 130),
+    ([ENDS.max], 129),
+    ([-1, ENDS.max, -2, 0, 1, ENDS.min], 110),
+)
+PATTERNS = {
+    "sliding": (SlidingWindow(31, 31), oracles.sliding(31, 31)),
+    "dilated": (Dilated(4, 4, 4), oracles.dilated(4, 4, 4)),
+    "strided": (Strided(11), oracles.strided(11)),
+    "fixed": (Fixed(16, 2), oracles.fixed(16, 2)),
+    "global_window": (GlobalWindow(5, 4, 3), oracles.global_window(5, 4, 3)),
+}
+
+
+def check(function, name):
+    """Outputs and gradients are the oracle's for segment ids of every kind together with lengths."""
+    pattern, sees = PATTERNS[name]
+    arrays = random_qkv(130, batch=len(ROWS), heads=2, kv_heads=1)
+    segments = np.stack([np.resize(np.repeat(ids, 25), 130) for ids, _ in ROWS]).astype(np.int32)
+    lengths = np.array([length for _, length in ROWS], np.int32)
+    visible = (segments[:, :, None] == segments[:, None, :]) & oracles.pairs(130, 130, sees)
+    visible &= np.arange(130)[None, None, :] < lengths[:, None, None]
+    options = {"segment_ids": jnp.asarray(segments), "key_value_seq_lengths": jnp.asarray(lengths)}
+    want = expect(arrays, visible[:, None])
+    for got, expected in zip(function(arrays, pattern=pattern, **options), want):
+        assert oracles.relative_error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dilated"])
+def test_interpreted_kernels(name):
+    check(run_kernels, name)
+
+
+@pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_xla(schedule, name):  # noqa: F811
+    check(lambda arrays, **options: run(*arrays, **options), name)
