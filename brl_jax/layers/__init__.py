@@ -1,4 +1,4 @@
-"""Flax Linen modules: projections, norms and positions around the attention functions, and their caches."""
+"""Flax Linen modules: projections, norms, positions and caches around the attention functions."""
 
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig

@@ -1,4 +1,4 @@
-"""The listed mechanisms: one line makes a mechanism known to models, scripts and the suite of laws."""
+"""The list of mechanisms: one line here makes a mechanism known to models, scripts and the suite of laws."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
 
 
 def mechanism_name(mechanism: Mechanism) -> str:
-    """The name under which a configuration's class is listed."""
+    """The name under which a configuration's class is listed.
+
+    Raises:
+      ValueError: the class is not listed.
+    """
     for name, kind in MECHANISMS.items():
         if type(mechanism) is kind:
             return name

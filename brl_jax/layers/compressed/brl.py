@@ -1,8 +1,9 @@
-"""BRL attention as a layer: local attention plus compressed tokens that read the past (BRL-Attention, algorithm 1).
+"""BRL attention: local attention plus compressed tokens that read the past (algorithm 1).
 
-A sequence is cut in blocks. Each block has its own m compressed tokens, which read only the history before the block
-(so nothing in a block depends on later tokens of it), evolve from layer to layer beside the main tokens, and are read
-by the block's tokens. In an encoder there is one block, the sequence itself, and its history is the sequence.
+A sequence is cut into blocks. Each block has its own m compressed tokens. They read only the history before the block,
+so that no token depends on later tokens of its block; they evolve from layer to layer beside the main tokens; and the
+block's tokens read them. In an encoder there is one block, the whole sequence, and its history is the sequence itself.
+The paper is BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl).
 """
 
 from __future__ import annotations

@@ -203,7 +203,8 @@ class BRLAttention(MechanismLayer):
         return stream(carry.tokens, source, history_lengths=lengths)
 
     def _step(self, stream, x, carry: BRLCarry, cache: BRLCache):
-        """The same for one new token: its block's compressed tokens stay as they are until the block ends."""
+        """The same for one new token. Its block's compressed tokens change only when a new block begins, unless the
+        mechanism's `generation` is "all"."""
         mechanism = self.mechanism
         history: Any = carry.source
         filled = carry.filled
@@ -242,7 +243,7 @@ class BRLAttention(MechanismLayer):
         aligned, moved = blocks > 1, isinstance(offset, jax.Array)
         size = mechanism.block_size if aligned else length
         if aligned:
-            # Each token goes to its place in the grid of blocks; those of one block read its compressed tokens.
+            # Each token moves to its place in the grid of blocks; the tokens of a block read its compressed tokens.
             query = jnp.pad(query, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0)))
             query = jnp.roll(query, offset, axis=1) if moved else query
         if bias is not None:

@@ -1,4 +1,4 @@
-"""The compressed tokens of BRL attention: what they read in each layer, and what they offer to the other tokens."""
+"""The compressed tokens of BRL attention: what they read in each layer, and the keys and values that they offer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from brl_jax.layers.core.modules import (
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.sharding import Names, constrain, sequence_axis, shard_call
 
-# The dimensions of compressed tokens, for a mesh.
+# Names of the compressed tokens' dimensions (B, C, M, E), by which a mesh divides them.
 COMPRESSED = ("batch", "blocks", "compressed", "compressed_embed")
 
 
@@ -49,12 +49,20 @@ class CompressedStream(nn.Module):
         source_lengths: Any = None,
         axis_name: str | None = None,
     ):
-        """Returns the tokens for the next layer (B, C, M, E) and keys and values (B, C, M, N, H).
+        """One layer.
 
-        source: what the blocks read, in a decoder laid out as `compress_blocks` wants it, short of zeros in front;
-        history_lengths: (C,), how much of its history exists for each block; source_lengths: (B,), in an encoder.
-        axis_name: in a decoder, the mesh axis over which the tokens are cut, if they are: then the source is the
-        blocks' own tokens, and `earlier` what precedes all of them.
+        Args:
+          tokens: (B, C, M, E), the compressed tokens of C blocks.
+          source: (B, S, D), what they read; None if there is no history. In a decoder it has the layout of
+            `compress_blocks`, without the zeros in front.
+          earlier: (B, R, D), with `axis_name`: what precedes all blocks.
+          history_lengths: (C,) ints, in a decoder: how much of its history exists for each block.
+          source_lengths: (B,) ints, in an encoder: the sequences' lengths.
+          axis_name: in a decoder, the mesh axis over which the tokens are cut, if they are. The source is then the
+            blocks' own tokens.
+
+        Returns:
+          The compressed tokens for the next layer (B, C, M, E), and their keys and values (B, C, M, N, H).
         """
         mechanism, d = self.mechanism, self.dimensions
         equations = mechanism.formulation == "equations"
@@ -116,7 +124,7 @@ class CompressedStream(nn.Module):
         return constrain(rearrange(out, "b c m n h -> b c m (n h)"), COMPRESSED)
 
     def _read_sequence(self, query, read, gamma, bias, lengths, static):
-        """An encoder's: one block, which reads the sequence itself."""
+        """`_read` in an encoder: one block, which reads the sequence itself."""
         count, length = query.shape[1], read["key"].shape[1]
         if bias is not None:
             tokens_at = jnp.arange(length)
@@ -148,7 +156,7 @@ class CompressedStream(nn.Module):
         )
 
     def _read_histories(self, query, read, before, gamma, bias, lengths, axis_name, static):
-        """A decoder's: each block reads the tokens before it."""
+        """`_read` in a decoder: each block reads the tokens before it."""
         mechanism = self.mechanism
         block, size = mechanism.block_size, mechanism.history
         blocks, tokens = (None, None) if axis_name is None else ("blocks", "length")
@@ -173,22 +181,23 @@ class CompressedStream(nn.Module):
 
 
 def merge_blocks(query: Float[Array, "B T N H"], offered: Float[Array, "B C M N H"]):
-    """Each block's tokens and what they are offered as a row of a batch: (B C, T / C, N, H) and (B C, M, N, H)."""
+    """Blocks as rows of a batch: their tokens (B C, T / C, N, H) and what is offered to these (B C, M, N, H)."""
     query = rearrange(query, "b (c t) n h -> (b c) t n h", c=offered.shape[1])
     return query, rearrange(offered, "b c m n h -> (b c) m n h")
 
 
 def named(names: Names, arrays: dict[str, Any]) -> dict[str, tuple[Any, Names]]:
-    """Operands of `each_shard` whose dimensions have the same names."""
+    """Operands of `each_shard` whose dimensions all have these names."""
     return {name: (array, names) for name, array in arrays.items()}
 
 
 def each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -> Any:
-    """function(**operands), by each device of a mesh on its own shards.
+    """function(**operands), computed by each device of a mesh on its own shards.
 
     Args:
-      out_names: of the result's dimensions (see `shard_call`).
-      operands: an array and the names of its dimensions, or anything else, which is passed as it is.
+      out_names: names of the result's dimensions (see `shard_call`).
+      operands: for each argument an array and the names of its dimensions, or any other value and names that are not
+        used; such a value is passed as it is.
     """
     arrays = {name: pair for name, pair in operands.items() if isinstance(pair[0], jax.Array)}
     rest = {name: value for name, (value, _) in operands.items() if name not in arrays}
@@ -201,13 +210,13 @@ def each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -
 
 
 def spread(count: int, length: int, lengths: Any) -> jax.Array:
-    """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) by their lengths."""
+    """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) with lengths."""
     lengths = jnp.full((1,), length, jnp.int32) if lengths is None else lengths
     return (2 * jnp.arange(count, dtype=jnp.int32) + 1)[None] * lengths[:, None] // (2 * count)
 
 
 def position_bias(module: nn.Module, name: str) -> PositionBias | None:
-    """The b_rel of a BRL module: ALiBi, or T5 with a learned table `name`; None without."""
+    """The relative bias [b_rel] of a BRL module: ALiBi, or T5's with a learned table `name`, or None."""
     mechanism, d = module.mechanism, module.dimensions
     if mechanism.bias == "alibi":
         return ALiBi(alibi_slopes(d.num_heads))

@@ -1,4 +1,4 @@
-"""TLinFormer's configuration; the network that it asks for is `brl_jax.models.tlinformer.stack`."""
+"""TLinFormer's configuration; its network is in `brl_jax.models.tlinformer.stack`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from brl_jax.layers.dense.full import FullAttention
 
 @dataclasses.dataclass(frozen=True)
 class TLinFormerConfig(Mechanism):
-    """Softmax attention over all history, through a few context tokens in all but the first layer of a block (003).
+    """Softmax attention over the whole history, in all but the first layer of a block through a few context tokens
+    (TLinFormer, Tang 2025, arXiv:2508.20407).
 
-    The parameters are those of a decoder with full attention; its layers are taken in blocks of hidden + 2.
+    The parameters are those of a decoder with full attention, whose layers form blocks of hidden + 2.
     """
 
     bidirectional: ClassVar[bool] = False
@@ -27,13 +28,12 @@ class TLinFormerConfig(Mechanism):
     network: ClassVar[str] = "tlinformer"
 
     window: int = 256
-    """Tokens that share one state of the history (the paper's W_og): once so many have come, the history takes them
-    in."""
+    """Tokens that share one state of the history [W_og]: each full window becomes part of the history."""
     context: int | Literal["auto"] = 256
-    """Last tokens of the history that its other layers are computed for (W_oh); "auto": 12 ln(history), rounded up to a
-    multiple of 8."""
+    """Last tokens of the history for which the other layers are computed [W_oh]; "auto": 12 ln(history), rounded up to
+    a multiple of 8."""
     hidden: int = 2
-    """Layers of a block between the one that compresses the history and the one that restores it (H)."""
+    """Layers of a block between the layer that compresses the history and the layer that restores it [H]."""
 
     def __post_init__(self):
         check_at_least(self, "window")
@@ -53,7 +53,7 @@ class TLinFormerConfig(Mechanism):
         return FullAttention(self, dimensions, **kwargs)
 
     def context_sizes(self, windows: int) -> Int[np.ndarray, " windows"]:
-        """How many of the last history tokens are context, for each of the first windows of a sequence."""
+        """The number of context tokens in each of the first `windows` windows of a sequence."""
 
         def size(history: int) -> int:
             if self.context == "auto":

@@ -17,13 +17,13 @@ from brl_jax.sharding import constrain
 
 
 class _Dense(nn.DenseGeneral):
-    """A linear map whose output is cut over the mesh by the names of its kernel's last dimensions."""
+    """A linear map whose output is divided over the mesh by the names of its kernel's last dimensions."""
 
     output_axes: tuple[str, ...] = ()
 
     def __call__(self, inputs: Any) -> Any:
         y = super().__call__(inputs)
-        # Rows first, then tokens in (B, T, D), or the blocks that each have some of their own in (B, C, M, D).
+        # The dimensions between the rows and the outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
         between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
         return constrain(y, ("batch", *between, *self.output_axes))
 
@@ -38,14 +38,14 @@ def dense(
 ) -> nn.Module:
     """A linear map whose kernel carries the logical axis names `axes`, one for each kernel dimension.
 
-    `contract` (keyword): how many trailing axes of the input to contract (default 1); `scale` (keyword): variance
-    factor of the initial weights (default 1; 0 for zeros); `use_bias` (keyword) overrides the network's.
+    Further keywords: `contract`, how many trailing axes of the input to contract (default 1); `scale`, variance factor
+    of the initial weights (default 1; 0 for zeros); `use_bias`, which overrides the network's.
     """
     contract = kwargs.pop("contract", 1)
     scale = kwargs.pop("scale", 1.0)
     use_bias = kwargs.pop("use_bias", dimensions.use_bias)
     outputs = len(axes) - contract
-    # DenseGeneral hands its initialiser the flattened (in, out) shape, so fan-in counts every contracted axis.
+    # DenseGeneral gives its initialiser the flattened (in, out) shape, so fan-in counts every contracted axis.
     kernel_init: Any = nn.initializers.variance_scaling(scale or 1.0, "fan_in", "truncated_normal")
     if scale == 0:
         kernel_init = nn.initializers.zeros_init()
@@ -72,7 +72,7 @@ def parameter(
 
 
 def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0) -> nn.Module:
-    """LayerNorm or RMSNorm over the last axis, with statistics in float32; `scale` is its weights' first value."""
+    """LayerNorm or RMSNorm over the last axis, with statistics in float32; its weights start at `scale`."""
     shared: dict[str, Any] = {
         "epsilon": 1e-5,
         "dtype": dimensions.dtype,
@@ -87,7 +87,7 @@ def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float
 
 
 def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
-    """A norm of each head by itself, (..., N, H) over H with a scale for each head and channel."""
+    """A norm of each head of (..., N, H) by itself, with a scale for each head and channel."""
     shared: dict[str, Any] = {
         "epsilon": 1e-5,
         "dtype": dimensions.dtype,
@@ -103,7 +103,7 @@ def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
 
 
 def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Module:
-    """A norm over all heads and channels of (..., N, H) at once, as if merged, with a scale for each of them."""
+    """A norm over all heads and channels of (..., N, H) together, with a scale for each head and channel."""
     shared: dict[str, Any] = {
         "epsilon": 1e-5,
         "dtype": dimensions.dtype,
@@ -120,7 +120,7 @@ class FeedForward(nn.Module):
     """The network after the mixer, by `dimensions.ffn`:
 
     "glu_relu"  W2 (ReLU(W1 x) * W3 x), the gated network of BRL-Attention (eq. 5);
-    "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv 2002.05202, eq. 6), TransNormer's GLU;
+    "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv:2002.05202, eq. 6), TransNormer's GLU;
     "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2).
     """
 
@@ -151,9 +151,12 @@ def project_qkv(
 ):
     """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions.
 
-    `qk_norm`: queries and keys are normalised first, each head by itself, with one scale for all heads. `root_scores`:
-    the scores are products over sqrt(head_dim), which muP makes smaller in wider heads: queries take its factor. Called
-    inside a compact module, to which the parameters `query`, `key`, `value`, `query_norm` and `key_norm` belong.
+    Call it inside a compact module, which gets the parameters `query`, `key`, `value`, `query_norm` and `key_norm`.
+
+    Args:
+      qk_norm: normalise queries and keys first, each head by itself, with one scale for all heads.
+      root_scores: the scores will be products over sqrt(head_dim). muP makes them smaller in wider heads, by a factor
+        that the queries take.
     """
     d = dimensions
     query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
@@ -175,14 +178,14 @@ def scale_scores(query: Array, factor: float) -> Array:
 
 
 def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-    """The output projection of a layer; called inside a compact module, to which the parameter `out` belongs."""
+    """The output projection of a layer; call it inside a compact module, which gets the parameter `out`."""
     d = dimensions
     axes = ("heads", "head_dim", "embed")
     return dense(d, d.d_model, axes, name="out", contract=2, scale=d.residual_scale)(attended)
 
 
 def maps_wanted(module: nn.Module) -> bool:
-    """Whether the caller asked for the collection "maps"; never while initialising, which makes every collection."""
+    """Whether the caller asked for the collection "maps"; False while initialising, which creates every collection."""
     return module.is_mutable_collection("maps") and not module.is_initializing()
 
 
@@ -193,7 +196,7 @@ def sow_weights(
 ) -> None:
     """Sows the attention matrix (B, N, T, S) of `attend`, a function of the values, as "weights" into "maps".
 
-    Only where `maps_wanted`: the matrix is quadratic in the length.
+    Does nothing unless `maps_wanted`, because the matrix is quadratic in the length.
     """
     if maps_wanted(module):
         module.sow("maps", "weights", implied_weights(attend, value))

@@ -1,4 +1,4 @@
-"""DiagAttention as a layer: blocks that see only themselves, and a cache of the current one."""
+"""DiagAttention as a layer: blocks that see only themselves, with a cache of the current block."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class DiagConfig(Mechanism):
-    """Attention inside blocks of the sequence that do not see each other (TransNormer, section 4.3)."""
+    """Attention inside blocks of the sequence that do not see each other (TransNormer, arXiv:2210.10340, section
+    4.3)."""
 
     linear_cost: ClassVar[bool] = True
 
     block_size: int = 64
     """Tokens of a block."""
     score: DiagScore = "softmax"
-    """What makes weights of scores: "softmax" (T2), or "relu" with a norm over the merged heads (ReLA: T1)."""
+    """How scores become weights: "softmax" (T2), or "relu" with a norm over the merged heads (T1, as in ReLA)."""
     norm: NormKind = "rms"
-    """That norm: "rms" or "layer"."""
+    """The norm over the merged heads, for "relu": "rms" or "layer"."""
 
     def __post_init__(self):
         check_at_least(self, "block_size")

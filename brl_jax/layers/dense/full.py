@@ -18,7 +18,7 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class FullConfig(Mechanism):
-    """Softmax attention over all tokens (all earlier ones in a decoder), quadratic in the length."""
+    """Softmax attention over all tokens (in a decoder, over the earlier ones), quadratic in the length."""
 
     packs: ClassVar[bool] = True
 
@@ -33,7 +33,7 @@ class FullAttention(MechanismLayer):
     dimensions: Dimensions
 
     def attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **kwargs: Any) -> jax.Array:
-        """The attention function itself, for mechanisms that differ in nothing else."""
+        """The attention function, which is all that some other mechanisms replace."""
         return full_attention(query, key, value, **kwargs)
 
     def init_cache(self, batch: int, length: int) -> KeyValueCache:

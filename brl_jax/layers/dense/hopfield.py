@@ -1,4 +1,4 @@
-"""Hopfield attention as a layer: full attention whose queries first settle among the keys."""
+"""Hopfield attention as a layer: full attention whose queries first move towards the keys."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class HopfieldConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     steps: int = 2
-    """Softmaxes: all but the last draw the queries towards the keys, the last reads the values. One is full
-    attention."""
+    """Number of softmaxes: all but the last move the queries towards the keys, and the last reads the values. One is
+    full attention."""
     beta: float | None = None
     """Inverse temperature; None for 1 / sqrt(head_dim)."""
 
@@ -46,7 +46,7 @@ class HopfieldAttention(FullAttention):
         m, factor = self.mechanism, self.dimensions.head_score_factor
         if factor == 1.0:
             return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **kwargs)
-        # muP's factor belongs to every step's scores, not to the first queries alone, which came with it.
+        # The queries have muP's factor already, but there it acts on the first step only: it moves into the scale.
         beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
         query = scale_scores(query, 1 / factor)
         return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **kwargs)

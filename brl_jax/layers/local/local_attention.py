@@ -1,4 +1,4 @@
-"""Local and patterned attention as a layer, with a cache as long as the pattern looks back."""
+"""Local attention as a layer, with a cache of the tokens that its pattern can reach."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class LocalConfig(Mechanism):
     """Softmax attention in which a token sees a pattern of its neighbourhood (BRL-Attention, eq. 1)."""
 
     window: int = 128
-    """Width w: a decoder's token sees itself and the w - 1 before it; an encoder's w // 2 on both sides. Also the
-    block of "block", the bucket of "bucketed", the stride of "strided" and "fixed", the block of "bigbird"."""
+    """Width w: a token sees itself and the w - 1 tokens before it in a decoder, w // 2 tokens on both sides in an
+    encoder. For other patterns it is the block of "block" and "bigbird", the bucket of "bucketed", and the stride of
+    "strided" and "fixed"."""
     pattern: LocalPattern = "sliding"
     """Which keys a token sees; "global" and "bigbird" have no causal form."""
     dilation: int = 2
     """Step between the keys of "dilated"."""
     num_global: int = 64
-    """Tokens at the start that see and are seen by all ("global"); in blocks, rounded up, for "bigbird"."""
+    """Tokens at the start that see all tokens and are seen by all, in "global"; "bigbird" rounds them up to blocks."""
 
     def __post_init__(self):
         check_at_least(self, "window", "dilation", "num_global")
@@ -143,8 +144,8 @@ def _attend(
     key_offset: Any = None,
     **static: Any,
 ) -> jax.Array:
-    """`local_attention`, by each device of a mesh on its own rows and heads, and on its own tokens where a pattern
-    reaches a bounded stretch."""
+    """`local_attention`, computed by each device of a mesh on its own rows and heads, and on its own tokens where the
+    pattern has a bounded reach."""
     static |= {"pattern": pattern, "is_causal": is_causal}
     bounded = pattern.lookback is not None and (is_causal or pattern.lookahead is not None)
     # Without an offset, queries and keys are the same tokens.

@@ -1,4 +1,4 @@
-"""Linformer attention as a layer: bidirectional, up to a length that is fixed with the parameters."""
+"""Linformer attention as a layer: bidirectional, for sequences up to a length that its parameters fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sharing = Literal["none", "heads", "key_value"]
 
 @dataclasses.dataclass(frozen=True)
 class LinformerConfig(Mechanism):
-    """Softmax attention on keys and values projected along the length (Linformer, eq. 7)."""
+    """Softmax attention on keys and values projected along the length (Linformer, arXiv:2006.04768, eq. 7)."""
 
     causal: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
@@ -29,8 +29,8 @@ class LinformerConfig(Mechanism):
     max_length: int = 4096
     """Longest sequence; the projections have a column for each of its tokens."""
     sharing: Sharing = "heads"
-    """What shares projections: "none", one for the keys and one for the values of each key head; "heads", the same
-    two for all heads of a layer; "key_value", one for both."""
+    """Which projections are shared: "none", each key head has one for keys and one for values; "heads", all heads of a
+    layer have the same two; "key_value", keys and values of all heads have the same one."""
 
     def __post_init__(self):
         check_at_least(self, "num_projected", "max_length")
@@ -75,6 +75,6 @@ class LinformerAttention(MechanismLayer):
         d, mechanism = self.dimensions, self.mechanism
         heads, axes = ((d.num_kv_heads,), ("kv_heads",)) if mechanism.sharing == "none" else ((), ())
         shape = (*heads, mechanism.num_projected, mechanism.max_length)
-        # A row sums over the length: of a sequence of max_length tokens its variance is a single token's.
+        # Each projected row sums over the tokens: with this factor max_length of them give the variance of one.
         init = nn.initializers.normal(mechanism.max_length**-0.5)
         return parameter(self, name, init, shape, (*axes, "projected", "position")).astype(d.dtype)

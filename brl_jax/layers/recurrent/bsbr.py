@@ -1,4 +1,4 @@
-"""BSBR as a layer: chunks that retrieve from the chunks before them, and a cache of their summaries."""
+"""BSBR as a layer: chunks that retrieve from earlier chunks, and a cache of the chunks' summaries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 @dataclasses.dataclass(frozen=True)
 class BSBRConfig(Mechanism):
-    """Softmax attention in chunks, and retrieval of whole chunks between them (004)."""
+    """Softmax attention inside chunks, and retrieval of whole chunks between them (the BSBR article)."""
 
     chunk_size: int = 64
     """Tokens of a chunk; changes results."""
     compressed: int | None = None
-    """Numbers that are kept of each chunk and head; None for all head_dim^2 of its key-value product."""
+    """Size to which each chunk's key-value product is compressed, for each head; None keeps all its head_dim^2
+    entries."""
 
     def __post_init__(self):
         check_at_least(self, "chunk_size")
@@ -35,10 +36,10 @@ class BSBRConfig(Mechanism):
 
 
 class BSBRAttention(StateLayer):
-    """`bsbr_attention`; keys and queries are rotated, those of the retrieval between chunks are not.
+    """`bsbr_attention`. Queries and keys inside the chunks are rotated; those of the retrieval are not.
 
-    What is retrieved counts with a learned strength for each head, first 1 / chunk_size: the mean of a chunk's
-    products where the article has their sum, which would drown what the chunk itself gives.
+    A learned strength for each head multiplies what is retrieved. It starts at 1 / chunk_size, which turns the
+    article's sum of a chunk's products into their mean: the sum would be much larger than the output of the chunk itself.
     """
 
     def init_state(self, batch: int, length: int) -> BsbrState:
@@ -73,7 +74,7 @@ class BSBRAttention(StateLayer):
         return StateAttention(function, value)
 
     def compression(self, numbers: int) -> tuple[Any, Any]:
-        """Maps of a key-value product to `numbers` and back, shared by the heads."""
+        """Linear maps of a key-value product to `numbers` entries and back, shared by the heads."""
         size = self.dimensions.head_dim
         down = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
         up = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))

@@ -1,4 +1,4 @@
-"""cosFormer as a layer, with a cache of one size however many tokens it has seen."""
+"""cosFormer as a layer, with a decoding cache whose size does not depend on the length."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 @dataclasses.dataclass(frozen=True)
 class CosformerConfig(Mechanism):
-    """cosFormer (Qin et al. 2022, arXiv 2202.08791)."""
+    """cosFormer (Qin et al. 2022, arXiv:2202.08791)."""
 
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
     max_length: int = 2048
-    """Tokens of the longest sequence: the distance at which a weight has fallen to 0."""
+    """Length of the longest sequence, which is the distance at which a weight reaches 0."""
     chunk_size: int = 64
     """Tokens of a chunk; changes time and memory, not results."""
 
@@ -36,7 +36,7 @@ class CosformerConfig(Mechanism):
 
 
 class CosformerAttention(StateLayer):
-    """`cosformer_attention`; its weights say where a token stands, so there are no rotary positions."""
+    """`cosformer_attention`. Its weights depend on the tokens' distance, so there are no rotary positions."""
 
     def init_state(self, batch: int, length: int) -> CosformerState:
         d = self.dimensions

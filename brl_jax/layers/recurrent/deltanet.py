@@ -1,4 +1,4 @@
-"""DeltaNet as a layer: a state that writes what is new about each key and forgets the rest."""
+"""DeltaNet as a layer: a state in which each token replaces part of the value stored under its key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNetConfig(Mechanism):
-    """The delta rule (Yang et al. 2024, arXiv 2406.06484)."""
+    """The delta rule (Yang et al. 2024, arXiv:2406.06484)."""
 
     bidirectional: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class DeltaNetConfig(Mechanism):
 class DeltaNet(StateLayer):
     """`delta_rule` on SiLU of the projections, as in the paper's section 3.3, with a norm of each head after it.
 
-    The order of the tokens is in the recurrence: there are no rotary positions.
+    There are no rotary positions, because the recurrence itself depends on the order of the tokens.
     """
 
     def init_state(self, batch: int, length: int) -> DeltaState:

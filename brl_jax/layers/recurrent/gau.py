@@ -1,4 +1,4 @@
-"""Gated attention units: attention and feed-forward network in one layer (Hua et al. 2022, arXiv 2202.10447)."""
+"""Gated attention units: attention and feed-forward network in one layer (Hua et al. 2022, arXiv:2202.10447)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 class GauConfig(Mechanism):
     """Gated attention unit with quadratic attention (Hua et al. 2022, section 3.1).
 
-    It has one head, and takes the place of a block's attention and feed-forward network: num_heads and d_ff say
-    nothing to it.
+    It has one head, and replaces both the attention and the feed-forward network of a block: num_heads and d_ff have no
+    effect on it.
     """
 
     packs: ClassVar[bool] = True
     residual: ClassVar[Residual] = "mixer"
 
     expansion: int = 2
-    """Width of values and gates, in widths of the model."""
+    """Width of values and gates, as a multiple of the model's width."""
     key_dim: int = 128
     """Features of queries and keys."""
     chunk_size: int = 128
@@ -53,7 +53,8 @@ class GauConfig(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class FlashConfig(GauConfig):
-    """FLASH: gated attention unit whose attention is quadratic in chunks, linear between them (section 3.2)."""
+    """FLASH: gated attention unit with quadratic attention inside chunks and linear attention between them (Hua et al.
+    2022, section 3.2)."""
 
     linear_cost: ClassVar[bool] = True
     # Chunks would cut a packed sequence at other places than the same sequence alone.
@@ -69,9 +70,10 @@ class FlashConfig(GauConfig):
 class GatedAttention(StateLayer):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
-    Queries and keys are affine maps of Z, channel by channel, then rotated; b is a `RotaryBias`. They begin where
-    attention has a use: b at 1/2 for a token itself, less with distance, and weights of Z at 1 / sqrt(key_dim). Drawn
-    from N(0, 0.02^2), as in the authors' code, all weights begin below 1e-4, and squared ReLU hands on their product.
+    Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias`. Their initial
+    values give useful attention from the start: the bias is 1/2 between a token and itself and decreases with the
+    distance, and the factors of Z are 1 / sqrt(key_dim). Drawn from N(0, 0.02^2), as in the authors' code, they would
+    make all attention weights start below 1e-4, because the squared ReLU squares small scores.
     """
 
     def init_state(self, batch: int, length: int) -> Any:
@@ -115,7 +117,7 @@ class GatedAttention(StateLayer):
 
 
 class FlashAttention(GatedAttention):
-    """`GatedAttention` around `mixed_chunk_attention`: queries and keys of both its parts are maps of one Z."""
+    """`GatedAttention` with `mixed_chunk_attention`: the queries and keys of both its parts are maps of one Z."""
 
     def init_state(self, batch: int, length: int) -> MixedChunkState:
         m, d = self.mechanism, self.dimensions

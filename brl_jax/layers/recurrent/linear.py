@@ -1,4 +1,4 @@
-"""Linear attention as a layer, with a cache of one size however many tokens it has seen."""
+"""Linear attention as a layer, with a decoding cache whose size does not depend on the length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 @dataclasses.dataclass(frozen=True)
 class LinearConfig(Mechanism):
-    """Linear attention (Katharopoulos et al. 2020), with or without its denominator."""
+    """Linear attention (Katharopoulos et al. 2020, arXiv:2006.16236), with or without its denominator."""
 
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
@@ -26,7 +26,7 @@ class LinearConfig(Mechanism):
     normalize: bool = True
     """Divide by the sum of the weights."""
     feature_map: FeatureMap = "elu+1"
-    """phi of the queries and keys."""
+    """Feature map [phi] of the queries and keys."""
     chunk_size: int = 64
     """Tokens of a chunk; changes time and memory, not results."""
 

@@ -1,4 +1,4 @@
-"""NormAttention as a layer, with a cache of one size however many tokens it has seen."""
+"""NormAttention as a layer, with a decoding cache whose size does not depend on the length."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig(Mechanism):
-    """Linear attention with a norm over the merged heads in place of the denominator (TransNormer, eq. 14)."""
+    """Linear attention with a norm over the merged heads in place of the denominator (TransNormer,
+    arXiv:2210.10340, eq. 14)."""
 
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
     feature_map: FeatureMap = "elu+1"
-    """phi of the queries and keys: "elu" (T1), "elu+1" (T2) or "relu"."""
+    """Feature map [phi] of the queries and keys: "elu" (T1), "elu+1" (T2) or "relu"."""
     norm: Norm = "rms"
     """The norm over the merged heads."""
     chunk_size: int = 64

@@ -1,4 +1,4 @@
-"""Performer as a layer, with a cache of one size however many tokens it has seen."""
+"""Performer as a layer, with a decoding cache whose size does not depend on the length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 @dataclasses.dataclass(frozen=True)
 class PerformerConfig(Mechanism):
-    """FAVOR+ (Choromanski et al. 2020, arXiv 2009.14794)."""
+    """FAVOR+ (Choromanski et al. 2020, arXiv:2009.14794)."""
 
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
@@ -33,8 +33,8 @@ class PerformerConfig(Mechanism):
     num_features: int | None = None
     """Random features of a head; None for head_dim ln(head_dim), rounded."""
     seed: int = 0
-    """Which random features: the same for all heads and layers, and for training and generation. A call of the
-    network with a key among its rngs under "projection" uses features drawn from that, other ones in each layer."""
+    """Seed of the random features, which are the same for all heads and layers, in training and in generation. A call
+    of the network with a key "projection" among its rngs draws other features from that key, in each layer its own."""
     chunk_size: int = 64
     """Tokens of a chunk; changes time and memory, not results."""
 

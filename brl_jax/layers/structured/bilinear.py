@@ -29,20 +29,20 @@ from brl_jax.structured import limit_rms, rms_limit
 
 @dataclasses.dataclass(frozen=True)
 class BilinearMLRConfig(Mechanism):
-    """Softmax attention with a multi-level low-rank matrix of high rank between tokens (002, eq. 6), quadratic in the
-    length; memory is linear."""
+    """Softmax attention whose scores are x_i^T W x_j with a multi-level low-rank matrix W of high rank
+    (arXiv:2509.07963, eq. 6). Time is quadratic in the length, memory linear."""
 
     packs: ClassVar[bool] = True
 
     ranks: tuple[int, ...] | None = None
-    """Rank of each level; level l cuts the channels into 2^(l-1) blocks. They sum to the head_dim. None for equal
-    shares of as many levels as give the matrix full rank, as far as the width can be halved."""
+    """Rank of each level; level l cuts the channels into 2^(l-1) blocks. The ranks sum to the head_dim. None for equal
+    ranks of the fewest levels that give the matrix full rank, as far as the width can be halved."""
     normalize: bool = True
     """Layer norms of each level's query and key features."""
     limit_weights: bool = True
-    """Holds the RMS of each weight to what it is drawn with (002, E.1)."""
+    """Keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
     score_scale: float = 1.0
-    """Scores of a level are its products times this over the root of its features."""
+    """The scores of a level are its products times this, over the square root of its number of features."""
 
     def __post_init__(self):
         check_finite(self, "score_scale")
@@ -77,8 +77,8 @@ class BilinearMLRConfig(Mechanism):
 
 @dataclasses.dataclass(frozen=True)
 class BilinearBTTConfig(Mechanism):
-    """Softmax attention with a block tensor-train matrix of full rank between tokens (002, eq. 7), quadratic in the
-    length; memory is linear."""
+    """Softmax attention whose scores are x_i^T W x_j with a block tensor-train matrix W of full rank (arXiv:2509.07963,
+    eq. 7). Time is quadratic in the length, memory linear."""
 
     packs: ClassVar[bool] = True
 
@@ -87,9 +87,9 @@ class BilinearBTTConfig(Mechanism):
     normalize: bool = True
     """A layer norm of the keys over the width."""
     limit_weights: bool = True
-    """Holds the RMS of each weight to what it is drawn with (002, E.1)."""
+    """Keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
     score_scale: float = 1.0
-    """Scores are products times this over the root of the width."""
+    """Scores are products times this, over the square root of the width."""
 
     def __post_init__(self):
         check_at_least(self, "rank")
@@ -109,20 +109,20 @@ class BilinearBTTConfig(Mechanism):
 
 
 class BilinearLayer(MechanismLayer):
-    """`feature_attention` on the features that a mechanism makes of its tokens; see `brl_jax.layers.core.protocol`."""
+    """`feature_attention` on features that the mechanism computes; see `brl_jax.layers.core.protocol` for the call."""
 
     def key_shape(self) -> tuple[int, int]:
         """Heads and features of the keys."""
         raise NotImplementedError
 
     def features(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Query (B, T, N, F), with the scores' scale in it, and key (B, T, K, F)."""
+        """Query (B, T, N, F), already multiplied by the scale of the scores, and key (B, T, K, F)."""
         raise NotImplementedError
 
     def weight(
         self, name: str, shape: tuple[int, ...], heads: int, contracted: tuple[int, ...], fan_out: int
     ) -> Array:
-        """A weight with the heads on axis `heads`, for products of the axes `contracted` with fan_out outputs."""
+        """A weight with the heads on axis `heads`; products contract the axes `contracted` and have fan_out outputs."""
         fan = math.prod(shape[axis] for axis in contracted), fan_out
         axes: list[str | None] = ["block_in" if axis in contracted else None for axis in range(len(shape))]
         axes[heads] = "heads" if shape[heads] == self.dimensions.num_heads else "kv_heads"
@@ -167,7 +167,7 @@ class BilinearLayer(MechanismLayer):
 
 
 def _rotate_pairs(x: Float[Array, "B T N F"], positions: Any, theta: float) -> Array:
-    """Rotary positions on the features; of an odd number of them the last one stays."""
+    """Rotary positions on the features; the last of an odd number is not rotated."""
     even = x.shape[-1] // 2 * 2
     if even == 0:
         return x
@@ -215,7 +215,7 @@ class BilinearMLRAttention(BilinearLayer):
 
 
 class BilinearBTTAttention(BilinearLayer):
-    """Features as in `bilinear_btt_attention`: a query is the token itself, each head has its own keys."""
+    """Features as in `bilinear_btt_attention`: a query is the token itself, and each head has its own keys."""
 
     mechanism: BilinearBTTConfig
     dimensions: Dimensions

@@ -1,4 +1,5 @@
-"""Heads split in a global and a window part as a layer, with a window's keys only for the second."""
+"""Heads split into a global part and a window part as a layer; the cache of the window part has only a window's
+keys."""
 
 from __future__ import annotations
 
@@ -25,17 +26,18 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class GlobalWindowConfig(Mechanism):
-    """Two softmax attentions added, over everything and over a window, each by its own slice of the head (a comparison
-    of 002)."""
+    """The sum of two softmax attentions, over the whole sequence and over a window, each on its own slice of the head
+    (a baseline of arXiv:2509.07963)."""
 
     packs: ClassVar[bool] = True
 
     window: int = 128
-    """Width w: the window holds w + 1 keys, a decoder's token and the w before it, or w // 2 on both sides."""
+    """Width w: the window has w + 1 keys, a token and the w before it in a decoder, or w // 2 on both sides in an
+    encoder."""
     ranks: tuple[int, int] | None = None
-    """Features of the global and of the window part, which sum to the head's; None for halves."""
+    """Features of the global and of the window part, which sum to the head dimension; None for halves."""
     score_scale: float = 8.0
-    """Scores are products times this over the part's rank."""
+    """Scores are products times this, over the part's number of features."""
 
     def __post_init__(self):
         check_at_least(self, "window")

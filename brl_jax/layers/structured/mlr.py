@@ -1,4 +1,4 @@
-"""MLR attention as a layer, with a key cache of each level's current block only."""
+"""MLR attention as a layer, whose cache has only the keys of each level's current block."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class MLRConfig(Mechanism):
-    """Softmax attention whose scores have more features between near tokens than between far ones (002, eq. 9)."""
+    """Softmax attention whose scores have more features between near tokens than between far ones (MLR attention,
+    arXiv:2509.07963, eq. 9)."""
 
     ranks: tuple[int, ...] | None = None
-    """Features of each level, from the coarsest to the finest; they sum to the head's. None for 8/16, 2/16, 2/16, 2/16,
-    1/16, 1/16 of the head (32, 8, 8, 8, 4, 4 of 64), or halves where 16 doesn't divide it."""
+    """Features of each level, from the coarsest to the finest; they sum to the head dimension. None for 8/16, 2/16,
+    2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves where it is not a multiple of 16."""
     context: int | None = 1024
-    """Training context T: level l has blocks of T / 2^(l-1) tokens, the first one block over everything, also over
-    longer sequences. None for sizes that grow with the sequence: T is its length, in generation the cache's."""
+    """Training context T: level l has blocks of T / 2^(l-1) tokens, except that the first level is always one block
+    over the whole sequence. None for sizes that grow with the sequence: T is its length, in generation the cache's."""
     block_sizes: tuple[int | None, ...] | None = None
-    """Tokens of a block of each level in place of those, each a multiple of the next; None for one over everything."""
+    """Tokens of a block of each level instead of those that `context` gives, each a multiple of the next; a level with
+    None has one block over the whole sequence."""
     qk_norm: bool = True
     """A norm of queries and keys over the whole head, before they are rotated and cut into levels."""
     divide_by_levels: bool = False
-    """Divides each score by the number of levels that take part in it."""
+    """Divide each score by the number of levels that contribute to it."""
     score_scale: float = 1.0
-    """Scores of a level are its products times this over its rank; 8 is muP's for heads of 64 (002, E.2)."""
+    """The scores of a level are its products times this, over its rank; 8 is muP's for heads of 64 (arXiv:2509.07963,
+    E.2)."""
 
     def __post_init__(self):
         check_finite(self, "score_scale")
@@ -81,7 +84,7 @@ class MLRAttention(MechanismLayer):
     dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> MlrState:
-        """Room for the values of `length` tokens, and for the keys of a block of each level."""
+        """Room for the values of `length` tokens, and for the keys of one block of each level."""
         d = self.dimensions
         levels = self.mechanism.levels(d.head_dim, length)
         return init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)

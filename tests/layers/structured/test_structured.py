@@ -35,7 +35,7 @@ def test_default_ranks():
 
 
 def test_mlr_cache_is_as_large_as_the_formula_says():
-    """sum_l r_l T / 2^(l-1) numbers for each key head, beside the values (002, section 3.4)."""
+    """sum_l r_l T / 2^(l-1) numbers for each key head, beside the values (arXiv:2509.07963, section 3.4)."""
     layer = MLRConfig(context=256).layer(dimensions(256, 4, 2))
     state = layer.init_cache(3, 256)
     ranks = (32, 8, 8, 8, 4, 4)
