@@ -39,7 +39,7 @@ class BSBRAttention(StateLayer):
     """`bsbr_attention`. Queries and keys inside the chunks are rotated; those of the retrieval are not.
 
     A learned strength for each head multiplies what is retrieved. It starts at 1 / chunk_size, which turns the
-    article's sum of a chunk's products into their mean: the sum would be much larger than the output of the chunk itself.
+    article's sum of a chunk's products into their mean: the sum would be much larger than the chunk's own output.
     """
 
     def init_state(self, batch: int, length: int) -> BsbrState:
