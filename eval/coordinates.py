@@ -33,9 +33,9 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.plotting import legend_outside, line_styles, picture_path, save
 from train.config import parse_options
 from train.errors import UserError, command
-from train.lm import lm_objective
 from train.optimizer import OptimizerConfig, optimizer_of
 from train.step import init_state, make_train_step
+from train.tasks.lm import lm_objective
 
 # Modules whose outputs are followed, by their names in the network.
 _FOLLOWED = {"mixer": "mixer", "feed_forward": "feed-forward network"}

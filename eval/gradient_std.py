@@ -19,8 +19,10 @@ from matplotlib.figure import Figure
 
 from eval.plotting import legend_outside, line_styles, picture_path, save
 from eval.runs import mechanism_names
-from train.config import LmConfig, parse_options, read_json
+from train.config import parse_options
 from train.errors import UserError, command
+from train.task import read_config
+from train.tasks.lm import LM
 
 _TITLES = {
     "grad_rsd": "norm of the whole gradient",
@@ -94,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
     picture = picture_path(options.picture)
     results, curves = [], []
     for workdir in options.workdir:
-        config = read_json(LmConfig, epath.Path(workdir) / "config.json")
+        _, config = read_config([LM], epath.Path(workdir) / "config.json")
         curve = read_curves(workdir)
         last = {name: values[-1] for name, values in curve.items()}
         results.append({"workdir": workdir, "mechanism": mechanism_names(config.model), **last})

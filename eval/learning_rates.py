@@ -27,8 +27,8 @@ from eval.coordinates import WidthOptions, compare, make_model, text_batch
 from eval.plotting import legend_outside, line_styles
 from train.config import parse_options
 from train.errors import command
-from train.lm import lm_objective
 from train.optimizer import OptimizerConfig, optimizer_of
+from train.tasks.lm import lm_objective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from eval.lra_figures import PAPERS
 from eval.plotting import line_styles
-from train.data.lra import TASKS
+from train.data.lra import LRA_TASKS
 
 Row = dict[str, str]
 
@@ -47,7 +47,7 @@ def _average(runs: Sequence[Mapping[str, Any]]) -> tuple[float, float, int]:
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     """A table of the runs with their chance levels, then the papers' tables."""
     ours = summarise(results)
-    tasks = [task for task in TASKS if any(task in row for row in ours.values())]
+    tasks = [task for task in LRA_TASKS if any(task in row for row in ours.values())]
     chance = {task: max(100 * r["chance"] for r in results if r["task"] == task) for task in tasks}
     rows = [
         {"model": model, **{task: _cell(*row[task]) for task in tasks if task in row}}
@@ -59,10 +59,10 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     parts += ["", *(f"- {line}" for line in data)]
     for paper, figures in PAPERS.items():
         rows = [
-            {"model": model, **{t: f"{row[t]:.2f}" for t in TASKS if t in row}}
+            {"model": model, **{t: f"{row[t]:.2f}" for t in LRA_TASKS if t in row}}
             for model, row in figures.items()
         ]
-        parts += ["", f"{paper}:", "", *_table(list(TASKS), rows)]
+        parts += ["", f"{paper}:", "", *_table(list(LRA_TASKS), rows)]
     return "\n".join(parts)
 
 
@@ -80,7 +80,7 @@ def _table(tasks: Sequence[str], rows: Sequence[Row]) -> list[str]:
 def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
     """A panel a task: our accuracies with their standard errors, the papers' as open marks, chance as a line."""
     ours = summarise(results)
-    tasks = [task for task in TASKS if any(task in row for row in ours.values())]
+    tasks = [task for task in LRA_TASKS if any(task in row for row in ours.values())]
     columns, rows = min(3, len(tasks)), math.ceil(len(tasks) / 3)
     figure = Figure(figsize=(max(9.0, 4.2 * columns), 3.8 * rows + 2.0), layout="constrained")
     panels = np.atleast_1d(figure.subplots(rows, columns)).reshape(-1)

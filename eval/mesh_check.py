@@ -28,9 +28,9 @@ from brl_jax.sharding import MeshConfig, make_mesh
 from train.config import LoopConfig, parse_options
 from train.errors import RunError, command, one_line
 from train.hosts import HostsConfig, is_lead, join
-from train.lm import lm_objective
-from train.mesh import held_rows, place_batch, training_programs
+from train.mesh import host_rows, place_batch, training_programs
 from train.optimizer import OptimizerConfig
+from train.tasks.lm import lm_objective
 
 _ROWS, _LENGTH, _VOCABULARY = 8, 64, 64
 _CLOSE = 1e-4
@@ -128,7 +128,7 @@ def losses(mechanism: Mechanism, mesh: Mesh, steps: int) -> list[float]:
                 text[:, t] = np.where(
                     rng.random(_ROWS) < 0.75, (text[:, t - 1] * 5 + 1) % _VOCABULARY, text[:, t]
                 )
-            held = text[held_rows(mesh, _ROWS)]
+            held = text[host_rows(mesh, _ROWS)]
             batch = {"tokens": held[:, :-1], "targets": held[:, 1:], "reset": np.bool_(i == 0)}
             state, metrics = programs.step(state, place_batch(mesh, batch, _ROWS))
             taken.append(float(metrics["loss"]))

@@ -1,10 +1,11 @@
-"""What a training step takes on a TPU pod that is not there: python -m eval.pod_plan PRESET --topology v5e:16x16.
+"""What a training step takes on a TPU pod, planned without one: python -m eval.pod_plan PRESET --topology v5e:16x16.
 
-The real step of `train.lm`, or of `train.lra` for a preset of the Long Range Arena, is compiled ahead of time for every
-chip of the topology (it needs the package libtpu and no TPU): all options of that command hold, `--mesh.fsdp 16`,
-`--batch 256`, `--remat full`; `--context` is another word for `--length`. Printed are the memory of a chip beside what
-it has, the matrix products, the bytes that each kind of communication brings to a chip, and the shortest time that any
-of them allows the step. Exit status 1 where it does not fit. `--json` prints one object instead.
+The real step of the preset's task (of `train.lm`, `train.lra`, `train.regression` or `train.forecast`) is compiled
+ahead of time for every chip of the topology; this needs the package libtpu and no TPU. All options of that command can
+be given, such as `--mesh.fsdp 16`, `--batch 256` and `--remat full`; `--context` is another name for `--length`.
+Printed are the memory that a chip needs beside what it has, the matrix products, the bytes that each kind of
+communication brings to a chip, and the shortest time that any of them allows for the step. The exit status is 1 where
+the step does not fit. `--json` prints one object instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +30,17 @@ from rich.table import Table
 from brl_jax.sharding import row_shards
 from eval.program_costs import collective_bytes, matrix_flops
 from eval.tpu_chips import CHIPS, Chip, known_topologies
-from train import lm, lra
-from train.config import LmConfig, parse
+from train.config import RunConfig, parse
 from train.errors import RunError, UserError, command, one_line
-from train.lra_config import LraConfig
 from train.mesh import open_mesh, rows_sharding, training_programs
-from train.step import Objective, TrainState
+from train.step import Batch, Objective, TrainState, num_rows, num_tokens
+from train.task import Task
+from train.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Where a run would be."""
+    """Where a run would be trained."""
 
     topology: str = "v5e:16x16"
     """The slice: KIND:SHAPE, for example v5e:16x16 or v5p:4x4x4."""
@@ -47,7 +48,7 @@ class Slice:
     """Print one JSON object."""
 
     def check_topology(self) -> None:
-        """Raises UserError for a slice that there is not."""
+        """Raises UserError for a slice that does not exist."""
         kind, _, shape = self.topology.partition(":")
         if kind not in CHIPS or shape not in CHIPS[kind].topologies:
             raise UserError(f"--topology: unknown {self.topology!r}; expected one of {known_topologies()}")
@@ -58,29 +59,24 @@ class Slice:
         return CHIPS[self.topology.partition(":")[0]]
 
 
-@dataclasses.dataclass(frozen=True)
-class LmPlanConfig(LmConfig, Slice):
-    """A run of train.lm, and where it would be."""
+def plan_class(kind: type[RunConfig]) -> type[Any]:
+    """The class of a task's configuration with the fields of `Slice` added."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_topology()
+    @dataclasses.dataclass(frozen=True)
+    class PlanConfig(kind, Slice):  # type: ignore[valid-type, misc]
+        """A run, and where it would be trained."""
 
+        def __post_init__(self):
+            if hasattr(kind, "__post_init__"):
+                kind.__post_init__(self)
+            self.check_topology()
 
-@dataclasses.dataclass(frozen=True)
-class LraPlanConfig(LraConfig, Slice):
-    """A run of train.lra, and where it would be."""
-
-    def __post_init__(self):
-        self.check_topology()
-
-
-PlanConfig = LmPlanConfig | LraPlanConfig
+    return PlanConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Of one step, on one device where nothing else is said; bytes and seconds."""
+    """What one step takes, in bytes and seconds; on one device where the name does not say otherwise."""
 
     topology: str
     devices: int
@@ -109,85 +105,52 @@ class Plan:
 
     @property
     def bound_seconds(self) -> float:
-        """No step is shorter than the longest of what must happen in it."""
+        """The shortest possible step: the longest of the things that it must do."""
         return max(self.matrix_seconds, self.hbm_seconds, self.link_seconds)
 
     @property
     def matrix_share(self) -> float:
-        """Of that time, how much the matrix units need."""
+        """The share of that time that the matrix units need."""
         return self.matrix_seconds / self.bound_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices, at that time."""
+        """Tokens per second of all devices together, at that time."""
         return self.tokens / self.bound_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """All fields and properties."""
         names = ("fits", "bound_seconds", "matrix_share", "tokens_per_second")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
 
-def vocabulary(tokenizer: str) -> int:
-    """The size of a tokenizer's vocabulary, as its name says it. Raises UserError where it doesn't."""
-    if tokenizer == "bytes":
-        return 256
-    size = re.fullmatch(r"(?:bpe:|words:max=)(\d+)", tokenizer)
-    if size is None:
-        raise UserError(
-            f"--tokenizer: expected bytes, bpe:SIZE or words:max=SIZE, which say their size, got {tokenizer!r}"
-        )
-    return int(size[1])
+def make_plan(task: Task[Any, Any], config: Any) -> tuple[Plan, Mesh]:
+    """Compiles a step and adds up what it takes; returns the mesh that it is compiled for too.
 
-
-def sized(config: PlanConfig) -> PlanConfig:
-    """The configuration with what the data decide of the network."""
-    if isinstance(config, LraPlanConfig):
-        return cast(LraPlanConfig, lra.for_task(config))
-    model = dataclasses.replace(config.model, vocab_size=vocabulary(config.data.tokenizer))
-    return dataclasses.replace(config, model=model)
-
-
-def make_objective(config: PlanConfig) -> Objective:
-    """What the step lowers."""
-    if isinstance(config, LraPlanConfig):
-        return lra.lra_objective(lra.build_model(config))
-    return lm.lm_objective(lm.build_model(config))
-
-
-def batch_shapes(config: PlanConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a step, or a part of it with so many rows, takes."""
-    if isinstance(config, LraPlanConfig):
-        return lra.batch_shapes(config, rows)
-    tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
-    return {"tokens": tokens, "targets": tokens}
-
-
-def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
-    """Compiles the step and adds up; the mesh it is compiled for.
+    Args:
+      task: the run's. config: of a `plan_class`, from `task.sized`.
 
     Raises:
-      UserError: a mesh that doesn't divide what it shares. RunError: the program does not compile, or not within the
-      chip's memory; says how much it takes.
+      UserError: a mesh that doesn't divide what is sharded over it.
+      RunError: the program does not compile, or not within the chip's memory; says how much it takes.
     """
     from jax.experimental import topologies
 
     started = time.monotonic()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=config.topology).devices
-    length = config.loop.length if isinstance(config, LmPlanConfig) else None
+    length = task.row_length(config)
     mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=length)
-    objective = make_objective(config)
+    objective = task.objective(task.build(config), config)
     loop = config.loop
     programs = training_programs(mesh, objective, config.optimizer, loop)
     state = jax.tree.map(_placed, jax.eval_shape(programs.fresh), programs.shardings)
     batch = {
         name: _placed(x, rows_sharding(mesh, loop.batch, len(x.shape)))
-        for name, x in batch_shapes(config, loop.batch).items()
+        for name, x in task.batch_shapes(config, loop.batch).items()
     }
-    tokens = math.prod(batch["tokens"].shape)
-    if isinstance(config, LmPlanConfig):
-        batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
-    kept = _kept_bytes(objective, state, config, mesh)
+    tokens = num_tokens(batch)
+    batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
+    kept = _kept_bytes(objective, state, task.batch_shapes(config, loop.microbatch), mesh)
     with jax.set_mesh(mesh):
         traced = programs.step.trace(state, batch)
         try:
@@ -222,7 +185,7 @@ def make_plan(config: PlanConfig) -> tuple[Plan, Mesh]:
         matrix_flops=flops,
         collective_bytes=received,
         matrix_seconds=flops / config.chip.flops,
-        # At the least, the state is read and written, and so is what the backward pass needs.
+        # At least the state, and what the backward pass needs, is written and read.
         hbm_seconds=2 * (_share(state) + loop.accumulation * kept) / config.chip.memory_bandwidth,
         link_seconds=sum(received.values()) / config.chip.link_bandwidth,
         tokens=tokens,
@@ -236,14 +199,14 @@ def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _share(tree: Any) -> int:
-    """Bytes of a tree's arrays on one device."""
+    """Bytes of a pytree's arrays on one device."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _kept_bytes(objective: Objective, state: TrainState, config: PlanConfig, mesh: Mesh) -> int:
-    """About what a microbatch's forward pass keeps for the backward pass on one device, weights left out."""
-    rows = config.loop.batch // config.loop.accumulation
+def _kept_bytes(objective: Objective, state: TrainState, batch: Batch, mesh: Mesh) -> int:
+    """About how many bytes a microbatch's forward pass keeps for the backward pass on one device, without weights."""
+    rows = num_rows(batch)
     memory = jax.eval_shape(lambda: objective.init_memory(rows))
 
     def residuals(params: Any, memory: Any, batch: Any, key: Any) -> Any:
@@ -252,7 +215,7 @@ def _kept_bytes(objective: Objective, state: TrainState, config: PlanConfig, mes
 
         return jax.vjp(loss, params)[1]
 
-    kept = jax.eval_shape(residuals, state.params, memory, batch_shapes(config, rows), jax.random.key(0))
+    kept = jax.eval_shape(residuals, state.params, memory, batch, jax.random.key(0))
     weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state.params)}
     size = sum(
         leaf.size * leaf.dtype.itemsize
@@ -263,14 +226,14 @@ def _kept_bytes(objective: Objective, state: TrainState, config: PlanConfig, mes
 
 
 def _why(error: BaseException) -> str:
-    """What the compiler says of a program that it refuses."""
+    """Why the compiler refuses a program."""
     text = str(error)
     used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", text)
     return f"does not fit: {used[1]} of {used[2]} a chip" if used else f"does not compile: {one_line(error)}"
 
 
-def advice(config: PlanConfig, mesh: Mesh, kept: int, parameters: int) -> str:
-    """What to change so that a step takes less memory."""
+def advice(config: Any, mesh: Mesh, kept: int, parameters: int) -> str:
+    """What to change for a step to take less memory."""
     loop, state = config.loop, 4 * parameters  # with two moments and the gradients
     ways = []
     if state > kept and row_shards(mesh) > mesh.shape["fsdp"]:
@@ -286,8 +249,8 @@ def advice(config: PlanConfig, mesh: Mesh, kept: int, parameters: int) -> str:
     return "to change: " + ("; ".join(ways) if ways else "more chips, or a shorter --context")
 
 
-def show(plan: Plan, config: PlanConfig) -> None:
-    """Prints a plan for people."""
+def show(plan: Plan, config: Any) -> None:
+    """Prints a plan as tables."""
     console = Console(soft_wrap=True, highlight=False)
     shape = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     rows = config.loop.batch
@@ -343,11 +306,11 @@ def main(argv: Sequence[str]) -> None:
         ["False"],
     ):
         words.insert(words.index("--json") + 1, "True")
-    kinds: dict[Any, Any] = {LmPlanConfig: lm.PRESETS, LraPlanConfig: lra.PRESETS}
-    presets: dict[str, PlanConfig] = {
+    tasks = {plan_class(task.config_class): task for task in TASKS.values()}
+    presets = {
         name: kind(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
-        for kind, known in kinds.items()
-        for name, preset in known.items()
+        for kind, task in tasks.items()
+        for name, preset in task.presets.items()
     }
     config = parse(
         presets,
@@ -356,11 +319,12 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m eval.pod_plan",
         about="What a training step takes on a TPU pod, without one.",
     )
-    config = sized(config)
+    task = tasks[type(config)]
+    config = task.sized(config)
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    plan, mesh = make_plan(config)
+    plan, mesh = make_plan(task, config)
     if config.json:
         print(json.dumps(plan.to_json()))
     else:

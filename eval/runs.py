@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -12,33 +13,35 @@ from etils import epath
 from brl_jax.layers import mechanism_name
 from brl_jax.models import StackConfig
 from train.checkpoint import Checkpoints
-from train.config import read_json
 from train.errors import UserError
-from train.metrics import say
-from train.step import Objective
-
-C = TypeVar("C")
-M = TypeVar("M")
+from train.metrics import log
+from train.task import Task, read_config
 
 
-def open_run(
-    kind: type[C],
-    build_model: Callable[[C], M],
-    make_objective: Callable[[M], Objective],
-    workdir: str,
-    checkpoint: str,
-) -> tuple[C, M, Any, int]:
-    """A run's configuration, its model, the parameters of one of its checkpoints, and that checkpoint's step.
+class Run(NamedTuple):
+    """A trained run: its task, its configuration (whose workdir is the folder it was read from), its model, the
+    parameters of one of its checkpoints, and that checkpoint's step."""
+
+    task: Task[Any, Any]
+    config: Any
+    model: Any
+    params: Any
+    step: int
+
+
+def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> Run:
+    """Opens a run.
 
     Args:
-      kind, build_model, make_objective: the task's.
-      workdir: the run's folder; checkpoint: "best" (the last where none was measured), "last" or a step.
+      tasks: those that the run may be of.
+      workdir: the run's folder. checkpoint: "best" (the last where none was measured), "last" or a step.
 
     Raises:
-      UserError: no run or no such checkpoint there, or it is damaged ("last" goes on to the one before it).
+      UserError: there is no run or no such checkpoint, or it is damaged ("last" then takes the one before it).
     """
-    config = read_json(kind, epath.Path(workdir) / "config.json")
-    checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints", say=say)
+    task, config = read_config(tasks, epath.Path(workdir) / "config.json")
+    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir))
+    checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints", log=log)
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"--workdir: no checkpoint in {checkpoints.folder}; expected one that training wrote")
@@ -54,20 +57,25 @@ def open_run(
             raise UserError(
                 f"--checkpoint: expected best, last or one of {', '.join(map(str, steps))}, got {checkpoint}"
             )
-    model = build_model(config)
+    model = task.build(config)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-        nn.unbox(jax.eval_shape(make_objective(model).init, jax.random.key(0))),
+        nn.unbox(jax.eval_shape(task.objective(model, config).init, jax.random.key(0))),
     )
     for step in candidates:
         try:
-            return config, model, checkpoints.restore_params(like, step), step
+            return Run(task, config, model, checkpoints.restore_params(like, step), step)
         except UserError as error:
             if step == candidates[-1]:
                 raise
-            say(f"{error}; trying the one before it")
+            log(f"{error}; trying the one before it")
     raise AssertionError("unreachable: there is at least one candidate")
+
+
+def num_parameters(params: Any) -> int:
+    """The number of parameters in a pytree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def mechanism_names(config: StackConfig) -> str:

@@ -92,16 +92,16 @@ class Checkpoints:
     Args:
       folder: where; made when the first checkpoint is written.
       keep: how many of the last to keep, besides the one of the lowest score.
-      say: takes a line about what is skipped.
+      log: called with a line about each checkpoint that is skipped.
 
     Raises:
       UserError: the folder cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 1, say: Callable[[str], None] = print):
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 1, log: Callable[[str], None] = print):
         self.folder = epath.Path(folder)
         self._keep = keep
-        self._say = say
+        self._log = log
         self._manager: ocp.CheckpointManager | None = None
         self._good: int | None = None
         self._writing: int | None = None
@@ -230,7 +230,7 @@ class Checkpoints:
         abstract = {name: _abstract(tree) for name, tree in _split(like).items()}
         skipped: list[int] = []
         for name in self._half_written():
-            self._say(f"checkpoint {self.folder / name} is half-written and not used")
+            self._log(f"checkpoint {self.folder / name} is half-written and not used")
         for step in reversed(self.steps()):
             try:
                 meta = self._read(step, meta=ocp.args.JsonRestore())["meta"]
@@ -297,7 +297,7 @@ class Checkpoints:
 
     def _skip(self, step: int, error: Exception, skipped: list[int]) -> None:
         skipped.append(step)
-        self._say(
+        self._log(
             f"checkpoint {self.folder / str(step)} is damaged or half-written ({one_line(error)}); "
             "trying the one before it"
         )

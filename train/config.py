@@ -1,10 +1,9 @@
-"""Configurations of runs: what the command line reads, what is kept in config.json, what may differ on
-resuming.
+"""Configurations of runs, and the command line that sets them.
 
-A configuration is a frozen dataclass of parts. The command line shows the fields of all parts side by side
-(`--steps`, `--d_model`, `--learning_rate`), except those of the mechanism, which keep their prefix
-(`--mechanism.window`). `--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the
-rest.
+A configuration is a frozen dataclass of parts. The command line shows the fields of its main parts side by side
+(`--steps`, `--d_model`, `--learning_rate`); those of the mechanism, the mesh and the processes keep their prefix
+(`--mechanism.window`). `--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the other
+options.
 """
 
 from __future__ import annotations
@@ -13,94 +12,59 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import json
-import os
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import tyro
-from etils import epath
 
 from brl_jax.attention.core.checks import check_at_least
-from brl_jax.layers import MECHANISMS, Mechanism, mechanism_name
-from brl_jax.models import DecoderConfig, StackConfig
-from brl_jax.sharding import AXES, MeshConfig
-from train.data import DataConfig
+from brl_jax.layers import MECHANISMS
+from brl_jax.models import StackConfig
+from brl_jax.sharding import MeshConfig
+from train.config_file import flatten, option_name, to_json
 from train.errors import UserError
+from train.fields import Flat, Free, Mark, marked
 from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
 
 T = TypeVar("T")
+R = TypeVar("R", bound="RunConfig")
 M = TypeVar("M", bound=StackConfig)
-Flat = tyro.conf.arg(name="")
 
-# Command-line options that take a mechanism's name, and the model's field each stands for.
+# Command-line options that take the name of a mechanism; each is also the model's field that it sets.
 _MECHANISM_FIELDS = ("mechanism", "late_mechanism")
-
-# What a run may change when it goes on: how long it lasts, what is measured, what is kept, and the devices.
-_FREE = (
-    frozenset(
-        f"loop.{name}"
-        for name in (
-            "workdir",
-            "steps",
-            "eval_every",
-            "eval_tokens",
-            "full_eval",
-            "patience",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "tensorboard",
-        )
-    )
-    | {
-        "data.cache_dir",
-        "data.processes",
-        "data.test_examples",
-        "data.test_prompts",
-        "sample_prompt",
-        "sample_tokens",
-    }
-    | {f"mesh.{axis}" for axis in AXES}
-    | {f"hosts.{field.name}" for field in dataclasses.fields(HostsConfig)}
-)
-
-# Fields that the data decide: no options of the command line.
-_DECIDED = frozenset(
-    ("vocab_size", "num_classes", "max_length", "task", "is_causal", "num_inputs", "num_outputs")
-)
+# A list of names longer than this is left to --help.
+_NAMES_SHOWN = 30
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """The training loop: how long, how much at a time, what is measured and kept."""
+    """The training loop: how long it runs, how much it takes at a time, what it measures and keeps."""
 
-    workdir: str = "runs/small"
-    """Folder of the run: config.json, metrics.jsonl, checkpoints, TensorBoard events. The same command again
-    goes on where the run stopped."""
-    steps: int = 1000
-    """Training steps in all."""
+    workdir: Free[str] = "runs/small"
+    """Folder of the run: config.json, metrics.jsonl, checkpoints, TensorBoard events. The same command again resumes
+    the run where it stopped."""
+    steps: Free[int] = 1000
+    """Number of training steps."""
     seed: int = 0
-    """Seed of the parameters, the dropout and the order of the text."""
+    """Seed of the parameters, the dropout and the order of the data."""
     batch: int = 16
     """Rows of a step."""
     accumulation: int = 1
-    """Microbatches that a step's rows are cut in; their gradients are summed."""
-    eval_every: int = 250
-    """Steps from one evaluation to the next; one more comes at the end."""
-    patience: int = 0
-    """Evaluations in a row that are no better than the best before them after which the run ends; 0: it never
-    does."""
-    checkpoint_every: int = 250
-    """Steps from one checkpoint to the next; an evaluation and the end come with one too."""
-    keep_checkpoints: int = 2
-    """How many of the last checkpoints are kept, besides the one that did best on held-out data."""
-    tensorboard: bool = True
+    """Microbatches that the rows of a step are split into; their gradients are summed."""
+    eval_every: Free[int] = 250
+    """Steps from one evaluation to the next; there is one more at the end."""
+    patience: Free[int] = 0
+    """The run ends after this many evaluations in a row that do not improve on the best one; 0: it never ends early."""
+    checkpoint_every: Free[int] = 250
+    """Steps from one checkpoint to the next; each evaluation and the end of the run save one too."""
+    keep_checkpoints: Free[int] = 2
+    """Number of the newest checkpoints to keep, besides the one with the best evaluation."""
+    tensorboard: Free[bool] = True
     """Write TensorBoard event files beside metrics.jsonl."""
     log_gradient_std: bool = False
-    """Log the relative standard deviation over the run of the gradients' norms (train/moments.py)."""
+    """Log the relative standard deviation of the gradients' norms over the run (train/moments.py)."""
 
     def __post_init__(self):
         if not self.workdir:
@@ -114,63 +78,34 @@ class LoopConfig:
                 f"batch must be a multiple of accumulation={self.accumulation}, got {self.batch}"
             )
 
-
-@dataclasses.dataclass(frozen=True)
-class LmLoopConfig(LoopConfig):
-    """The loop over a text, whose rows go on where they stopped the step before."""
-
-    length: int = 512
-    """Tokens of a row in one step."""
-    eval_tokens: int = 100_000
-    """Held-out tokens that an evaluation reads; 0: all."""
-    full_eval: bool = True
-    """The evaluation at the end reads all held-out tokens."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_at_least(self, "length")
-        check_at_least(self, "eval_tokens", least=0)
-        if self.eval_tokens == 1:
-            raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
+    @property
+    def microbatch(self) -> int:
+        """Rows of a microbatch."""
+        return self.batch // self.accumulation
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(DecoderConfig):
-    """The network."""
+class RunConfig:
+    """The parts that every task's configuration has; `data` and `model` are the task's own classes."""
 
-    # The tokenizer decides: not an option of the command line.
-    vocab_size: Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class LmConfig:
-    """A decoder trained to predict the next token of a text."""
-
-    loop: Annotated[LmLoopConfig, Flat]
-    data: Annotated[DataConfig, Flat]
-    model: Annotated[ModelConfig, Flat]
+    loop: Annotated[LoopConfig, Flat]
+    data: Annotated[Any, Flat]
+    model: Annotated[StackConfig, Flat]
     optimizer: Annotated[OptimizerConfig, Flat]
-    mesh: MeshConfig = MeshConfig()
+    mesh: Free[MeshConfig] = MeshConfig()
     """The devices."""
-    hosts: HostsConfig = HostsConfig()
+    hosts: Free[HostsConfig] = HostsConfig()
     """The processes."""
-    sample_prompt: str = ""
-    """Text that the sample printed at the end goes on from; empty: the first words of the held-out text."""
-    sample_tokens: int = 256
-    """Tokens of that sample; 0: none."""
-
-    def __post_init__(self):
-        check_at_least(self, "sample_tokens", least=0)
 
 
-def parse(presets: Mapping[str, T], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> T:
+def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> R:
     """The configuration that a command line `[PRESET] [--mechanism NAME] [OPTIONS]` asks for.
 
-    A preset without `--workdir` works in runs/PRESET. `--help` prints the options and exits.
+    Without `--workdir` the run's folder is runs/PRESET. `--help` prints the options and exits.
 
     Args:
-      presets: configurations by name; their parts `loop` and `model` are known here.
-      default_preset: the preset meant when none is named.
+      presets: configurations by name.
+      default_preset: the preset used when none is named.
       argv: the arguments, without the program's name.
       prog, about: the program's name and a line about it, for the help.
 
@@ -186,18 +121,18 @@ def parse(presets: Mapping[str, T], default_preset: str, argv: Sequence[str], *,
     for field in _MECHANISM_FIELDS:
         config = dataclasses.replace(config, model=_swap_mechanism(config.model, field, rest))
     description = (
-        f"{about}\n\nPRESET is one of {', '.join(presets)}; {default_preset} if none is named. "
+        f"{about}\n\nPRESET is one of {', '.join(presets)}; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "
-        f"The defaults below are those of {name} (and of the mechanism named)."
+        f"The defaults below are those of {name} (and of the mechanism that is named)."
     )
     return parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
 
 
 def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> T:
-    """`default` (a dataclass) with the options of argv put in; `--help` prints them and exits.
+    """`default` (a dataclass) with the options of argv set; `--help` prints them and exits.
 
     Raises:
-      UserError: in one line, an unknown option (with the nearest one) or a value that won't do.
+      UserError: an unknown option (with the nearest one) or an invalid value, in one line.
     """
     complaint = io.StringIO()
     options = _options(default)
@@ -216,30 +151,32 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(_named(_one_line(complaint.getvalue()), options)) from None
-    except ValueError as error:  # from a part whose fields have no prefix
-        raise UserError(_named(str(error), options)) from error
+        raise UserError(_with_option(_one_line(complaint.getvalue()), options)) from None
+    except ValueError as error:  # raised by a part whose fields have no prefix
+        raise UserError(_with_option(str(error), options)) from error
     if unknown:
         option = unknown[0].split("=")[0]
         if not option.startswith("-"):
             raise UserError(
                 f"unexpected argument {option!r}; expected options (--NAME VALUE), the preset first"
             )
-        near = difflib.get_close_matches(option.lstrip("-").replace("-", "_"), options, n=1, cutoff=0.5)
+        name = option.lstrip("-").replace("-", "_")
+        if name in options:  # what tyro does not know of these was taken out of argv when it was first named
+            raise UserError(f"--{name} is given twice; expected it once")
+        near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
         raise UserError(
-            f"unknown option {option}; "
-            + (f"did you mean --{near[0]}?" if near else "see --help for those there are")
+            f"unknown option {option}; " + (f"did you mean --{near[0]}?" if near else "see --help for all")
         )
     return config
 
 
-def _named(message: str, options: Sequence[str]) -> str:
-    """A message that begins with a field's name, beginning with its option instead."""
+def _with_option(message: str, options: Sequence[str]) -> str:
+    """A message with its first word, where that is a field's name, replaced by the field's option."""
     return f"--{message}" if message.split(" ", 1)[0].rstrip(",") in options else message
 
 
 def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
-    """Takes `--field NAME` out of `rest`; the field's dataclass becomes that mechanism's, at its defaults."""
+    """Takes `--field NAME` out of `rest` and gives the model's field the named mechanism, at its defaults."""
     spellings = (f"--{field}", f"--{field.replace('_', '-')}")
     at = next((i for i, word in enumerate(rest) if word.split("=")[0] in spellings), None)
     if at is None:
@@ -256,7 +193,7 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     if type(getattr(model, field)) is MECHANISMS[name]:
         return model
     mechanism = MECHANISMS[name]()
-    # As many layers as the preset has, or as many more as the mechanism's blocks need: --num_layers is yet to be read.
+    # --num_layers is not read yet: the preset's number of layers, rounded up to whole blocks of the mechanism.
     layers = -(-model.num_layers // mechanism.group) * mechanism.group
     return _replace(model, field, mechanism, num_layers=layers)
 
@@ -271,13 +208,19 @@ def _replace(part: Any, field: str, value: Any, **others: Any) -> Any:
 def _unknown(name: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"got {name!r}; {hint}expected one of {', '.join(known)}"
+    names = list(known)
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more (see --help)" if len(names) > _NAMES_SHOWN else ""
+    return f"got {name!r}; {hint}expected one of {shown}{more}"
 
 
 def _one_line(complaint: str) -> str:
-    """tyro's box of an error as one line: what is wrong, and what the option expects."""
+    """The error that tyro prints in a box, as one line: what is wrong, and what the option expects.
+
+    tyro has errors as objects too, but only in a private module (`tyro._errors`) that it may change in any release.
+    """
     text = "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", complaint).splitlines())
-    # The frame's top holds a title; where the terminal knows ASCII only, that is a line and a rule.
+    # The top of the frame holds a title; on a terminal that knows ASCII only, the frame is a line and a rule.
     body = text.partition("╮\n" if "╮" in text else "-\n")[2]
     lines = [line.strip("│╰╯ \t") for line in body.splitlines()]
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
@@ -296,120 +239,7 @@ def _with_nearest(choice: re.Match[str]) -> str:
 
 
 def _options(config: Any) -> list[str]:
-    """Names of the options for the fields of a configuration."""
-    paths = [_option(path) for path in flatten(to_json(config))]
-    return [
-        *_MECHANISM_FIELDS,
-        *(path for path in paths if path not in _DECIDED and not path.endswith(".name")),
-    ]
-
-
-def to_json(config: Any) -> dict[str, Any]:
-    """A configuration as nested dictionaries; a mechanism is its fields and its "name" in MECHANISMS."""
-    values: dict[str, Any] = {}
-    if isinstance(config, Mechanism):
-        values["name"] = mechanism_name(config)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        values[field.name] = to_json(value) if dataclasses.is_dataclass(value) else value
-    return values
-
-
-def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
-    """The configuration that `to_json` wrote; fields it lacks have their defaults.
-
-    Args:
-      kind: the configuration's class; values: what was read; source: where from, for the error.
-
-    Raises:
-      UserError: a field or mechanism this version doesn't know, or a value out of range.
-    """
-    return _from_json(kind, values, source, "")
-
-
-def _from_json(kind: Any, values: Any, source: str, path: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise UserError(f"{source}: {path or 'the file'} must be an object, got {values!r}")
-    values = dict(values)
-    if issubclass(kind, Mechanism):
-        name = values.pop("name", None)
-        if name not in MECHANISMS:
-            raise UserError(f"{source}: {path}.name: expected one of {', '.join(MECHANISMS)}, got {name!r}")
-        kind = MECHANISMS[name]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    unknown = [name for name in values if name not in fields]
-    if unknown:
-        where = ".".join(filter(None, (path, unknown[0])))
-        raise UserError(f"{source}: unknown field {where}; this version knows {', '.join(fields)}")
-    for name, value in values.items():
-        part = _part(hints[name])
-        if part is not None and value is not None:
-            values[name] = _from_json(part, value, source, ".".join(filter(None, (path, name))))
-        elif isinstance(value, list):
-            values[name] = tuple(value)
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{source}: {path or kind.__name__}: {error}") from error
-
-
-def _part(hint: Any) -> type | None:
-    """The dataclass in a field's type, if there is one."""
-    options = (hint, *typing.get_args(hint))
-    return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, keys joined by dots."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Fields, as "name old -> new", that keep a run of `old` from going on as `new` (both from `to_json`).
-
-    How long a run lasts, what is measured, what is kept and the devices may differ.
-    """
-    old_flat, new_flat = flatten(old), flatten(new)
-    names = [name for name in old_flat | new_flat if name not in _FREE]
-    missing = object()
-    return [
-        f"{_option(name)} {old_flat.get(name, 'absent')} -> {new_flat.get(name, 'absent')}"
-        for name in names
-        if old_flat.get(name, missing) != new_flat.get(name, missing)
-    ]
-
-
-def _option(path: str) -> str:
-    """The command line's name of a field."""
-    part, dot, name = path.partition(".")
-    return name if dot and part in ("loop", "data", "model", "optimizer") else path
-
-
-def write_json(values: Mapping[str, Any], path: epath.Path) -> None:
-    """Writes a configuration (from `to_json`), aside and then renamed: the file is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(values, indent=2) + "\n")
-    aside.replace(path)
-
-
-def read_json(kind: type[T], path: str | os.PathLike[str]) -> T:
-    """Reads what `write_json` wrote.
-
-    Raises:
-      UserError: there is no such file, it is no JSON, or see `from_json`.
-    """
-    try:
-        values = json.loads(epath.Path(path).read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"--workdir: no run there: {os.fspath(path)} is missing") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{os.fspath(path)}: cannot be read: {error}") from error
-    return from_json(kind, values, os.fspath(path))
+    """Names of the options that set the fields of a configuration."""
+    decided = set(marked(type(config), Mark.DECIDED))
+    paths = [path for path in flatten(to_json(config)) if path not in decided]
+    return [*_MECHANISM_FIELDS, *(option_name(path) for path in paths if not path.endswith(".name"))]

@@ -1,9 +1,9 @@
-"""The training loop, the same for every task: it goes on where a run stopped, and stops so that it can.
+"""The training loop, the same for every task. It resumes a run where it stopped, and stops so that it can be resumed.
 
-A step's metrics are read after the next step has been handed to the device, which therefore never waits.
-Everything that decides a step (parameters, optimiser, random key, carried memory, input position) is in a
-checkpoint, so a run that was stopped and started again computes, bit for bit, what one never stopped would
-have.
+The metrics of a step are read after the next step has been handed to the device, so that the device never waits.
+Everything that a step depends on (parameters, optimiser, random key, carried memory, input position) is in a
+checkpoint, so that a run that was stopped and started again computes, bit for bit, what it would have computed without
+the stop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -25,11 +25,12 @@ from jax.sharding import Mesh
 
 from brl_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import Checkpoints
-from train.config import LoopConfig, differences, write_json
+from train.config import LoopConfig
+from train.config_file import differences, write_json
 from train.errors import RunError, Stopped, UserError, one_line
 from train.hosts import ending_together, is_lead, preempted
 from train.mesh import place_batch, training_programs
-from train.metrics import MetricsLog, Reporter, say
+from train.metrics import MetricsLog, Reporter, log
 from train.optimizer import OptimizerConfig
 from train.step import (
     Batch,
@@ -53,8 +54,8 @@ class Stream(Protocol):
 
 
 class HeldOut(Protocol):
-    """One pass over held-out data, in batches of `batch` rows; `num_bytes` is what its targets stand for in a text
-    (None: they are no text)."""
+    """One pass over held-out data, in batches of `batch` rows; `num_bytes` is the number of bytes of text that its
+    targets stand for (None: they are not text)."""
 
     @property
     def batch(self) -> int: ...
@@ -64,8 +65,8 @@ class HeldOut(Protocol):
 
 
 class Signals:
-    """Notes SIGTERM and Ctrl-C, in place of ending the process; a second Ctrl-C ends it. A context
-    manager. Among many processes it notes nothing: `train.hosts.preempted` tells them all at once."""
+    """A context manager that records SIGTERM and Ctrl-C instead of ending the process; a second Ctrl-C ends it. With
+    several processes it records nothing: `train.hosts.preempted` tells all of them at the same step."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -82,10 +83,9 @@ class Signals:
 
     def _note(self, signum: int, frame: object) -> None:
         self.received = signum
-        # From here on the system's own handler, which needs no Python to run: it works in the midst of a long
-        # step.
+        # From here on the system's own handler, which runs without Python: it works in the middle of a long step.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # The progress bar hides the cursor, and the second Ctrl-C would leave it so.
+        # The progress bar hides the cursor, and a second Ctrl-C would leave it hidden.
         show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
         os.write(2, f"{show_cursor}\nfinishing the step and saving; Ctrl-C again stops at once\n".encode())
 
@@ -98,15 +98,15 @@ def evaluate(
     interrupted: Callable[[], bool] = lambda: False,
     place: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> dict[str, float] | None:
-    """Sums over held-out data, memory carried from batch to batch: "loss" (nats), "weight" and the objective's
+    """Sums over held-out data, with memory carried from batch to batch: "loss" (nats), "weight" and the objective's
     averages.
 
     Args:
       eval_step: jitted `make_eval_step(objective)`.
       params: the parameters.
       held_out: batches, all of one shape.
-      interrupted: asked before each batch; where it is true the result is None.
-      place: puts a batch where the step wants it.
+      interrupted: called before each batch; where it returns True the result is None.
+      place: puts a batch on the devices.
     """
     memory = None
     sums: list[dict[str, Any]] = []
@@ -119,13 +119,13 @@ def evaluate(
             memory = jax.jit(lambda rows=rows: objective.cut_memory(objective.init_memory(rows), rows))()
         added, memory = eval_step(params, memory, batch)
         sums.append(added)
-    # Summed as Python floats, in double precision: a long text has more tokens than float32 counts.
+    # Summed as Python floats, in double precision: a long text has more tokens than float32 can count.
     return {name: sum(float(added[name]) for added in sums) for name in sums[0]}
 
 
 def held_out_metrics(sums: Mapping[str, float], num_bytes: int | None) -> dict[str, float]:
-    """val_loss, nats per target, the averages as val_NAME, and of a text val_bits_per_byte, which compares
-    tokenizers."""
+    """val_loss in nats per target, the averages as val_NAME, and for a text val_bits_per_byte, which is comparable
+    between tokenizers."""
     metrics = {f"val_{name}": value for name, value in means(sums).items()}
     if num_bytes is not None:
         metrics["val_bits_per_byte"] = sums["loss"] / math.log(2) / num_bytes
@@ -134,7 +134,7 @@ def held_out_metrics(sums: Mapping[str, float], num_bytes: int | None) -> dict[s
 
 @dataclasses.dataclass
 class _Best:
-    """The best held-out score so far, and the evaluations since."""
+    """The best held-out score so far, and the number of evaluations since."""
 
     score: float | None = None
     misses: int = 0
@@ -152,29 +152,31 @@ def train(
     optimizer_config: OptimizerConfig,
     *,
     config: Mapping[str, Any],
+    free: Collection[str] = (),
     stream: Stream,
     held_out: HeldOut,
     full_held_out: HeldOut | None = None,
     mesh: Mesh | None = None,
 ) -> TrainState:
-    """Trains until `loop.steps`, going on from the newest whole checkpoint in the run's folder.
+    """Trains until `loop.steps`, from the newest whole checkpoint in the run's folder.
 
     Args:
-      objective: the task.
+      objective: what is trained.
       loop, optimizer_config: the settings.
       config: the whole configuration as JSON; kept in config.json and in each checkpoint.
+      free: dotted names of the fields of `config` that may differ from those of the checkpoint.
       stream: the training batches; closed at the end.
-      held_out, full_held_out: data of the evaluations on the way, and of the last one where that has others.
-      mesh: what the arrays are cut over; by default all devices in the default shape. The streams give the rows of
-        this process (`train.mesh.held_rows`).
+      held_out, full_held_out: the data of the evaluations on the way, and of the last one (by default the same).
+      mesh: what the arrays are sharded over; by default all devices in the default shape. The streams give the rows of
+        this process (`train.mesh.host_rows`).
 
     Returns:
       The last state.
 
     Raises:
-      UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be
-      written. RunError: the loss is no longer finite, or a checkpoint can't be written; names the last good
-      one. Stopped: a signal came; the run is saved.
+      UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be written.
+      RunError: the loss is no longer finite, or a checkpoint can't be written; names the last good one.
+      Stopped: a signal came; the run is saved.
     """
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
     with contextlib.closing(stream), jax.set_mesh(mesh), ending_together(loop.workdir):
@@ -183,6 +185,7 @@ def train(
             loop,
             optimizer_config,
             config=config,
+            free=free,
             stream=stream,
             held_out=held_out,
             full_held_out=held_out if full_held_out is None else full_held_out,
@@ -196,42 +199,45 @@ def _train(
     optimizer_config: OptimizerConfig,
     *,
     config: Mapping[str, Any],
+    free: Collection[str],
     stream: Stream,
     held_out: HeldOut,
     full_held_out: HeldOut,
     mesh: Mesh,
 ) -> TrainState:
     eval_step = jax.jit(make_eval_step(objective))
-    checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, say=say)
+    checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
 
     programs = training_programs(mesh, objective, optimizer_config, loop)
-    state, meta = _begin(loop, config, programs.fresh, checkpoints)
+    state, meta = _begin(loop, config, free, programs.fresh, checkpoints)
     step = int(state.step)
-    # A step's line is written when its evaluation is done; a run stopped before that left the line in the
-    # checkpoint.
+    # The line of a step is written when its evaluation is done; a run that was stopped before that left the line in
+    # the checkpoint.
     line: dict[str, Any] | None = None
     best = _Best()
     if meta is not None:
         stream.set_state(meta["position"])
         line = meta["unfinished"]
         best = _Best(**meta.get("best", {}))
-        say(f"going on from step {step} of {loop.steps}")
+        log(f"going on from step {step} of {loop.steps}")
     try:
         if is_lead():
             write_json(config, epath.Path(loop.workdir) / "config.json")
-        log = MetricsLog(loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard)
+        metrics_log = MetricsLog(
+            loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard
+        )
     except OSError as error:
         raise UserError(
             f"--workdir: cannot write under {loop.workdir}: {error.strerror or one_line(error)}"
         ) from error
 
-    with contextlib.closing(checkpoints), contextlib.closing(log), Signals() as signals:
-        # Inside of all the rest: to leave that in order, a process waits for the others.
+    with contextlib.closing(checkpoints), contextlib.closing(metrics_log), Signals() as signals:
+        # Innermost, because a process that leaves the other contexts waits for the other processes.
         with Reporter(loop.steps, step) as reporter, ending_together(loop.workdir):
             reader = _MetricsReader(checkpoints)
             while line is not None or step < loop.steps:
                 if line is None and loop.patience and best.misses >= loop.patience:
-                    say(f"step {step}: no better for {best.misses} evaluations; the run ends here")
+                    log(f"step {step}: no better for {best.misses} evaluations; the run ends here")
                     break
                 if line is None:
                     batch = place_batch(mesh, next(stream), loop.batch)
@@ -241,7 +247,7 @@ def _train(
                         signals.received = signal.SIGTERM
                     finished = reader.exchange(step, metrics, num_tokens(batch))
                     if finished is not None:
-                        log.write(finished)
+                        metrics_log.write(finished)
                         reporter.step(finished)
                 evaluating = line is not None or step % loop.eval_every == 0 or step == loop.steps
                 if not (evaluating or step % loop.checkpoint_every == 0 or signals.received):
@@ -262,7 +268,7 @@ def _train(
                 if score is not None:
                     best.add(score)
                 if whole:
-                    log.write(line)
+                    metrics_log.write(line)
                     reporter.step(line)
                 reporter.busy("saving")
                 meta = {
@@ -287,7 +293,7 @@ def _train(
 
 
 def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
-    """What checkpoints are compared by, the lower the better; None where nothing was measured."""
+    """The value by which checkpoints are compared, the lower the better; None where nothing was measured."""
     value = line.get(f"val_{objective.best}")
     return value if value is None or objective.best == "loss" else -value
 
@@ -295,13 +301,14 @@ def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
 def _begin(
     loop: LoopConfig,
     config: Mapping[str, Any],
+    free: Collection[str],
     fresh: Callable[[], TrainState],
     checkpoints: Checkpoints,
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """The state to go on from and what its checkpoint kept beside it; None for a new run."""
+    """The state to start from, and what its checkpoint holds besides the state (None for a new run)."""
 
     def check(meta: dict[str, Any]) -> None:
-        differing = differences(meta["config"], config)
+        differing = differences(meta["config"], config, free)
         if differing:
             raise UserError(
                 f"--workdir: the run in {loop.workdir} is of another configuration: {', '.join(differing)}; "
@@ -314,10 +321,10 @@ def _begin(
 
 
 class _MetricsReader:
-    """Reads a step's metrics when the next step is under way, and tells when they are no longer finite.
+    """Reads the metrics of a step while the next one runs, and raises where they are not finite.
 
     Args:
-      checkpoints: names the last good one.
+      checkpoints: the run's; an error names the last good one.
     """
 
     def __init__(self, checkpoints: Checkpoints):
@@ -326,18 +333,18 @@ class _MetricsReader:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last reading out of tokens_per_second."""
+        """Excludes the time since the last reading from tokens_per_second."""
         self._clock = time.perf_counter()
 
     def exchange(self, step: int, metrics: Mapping[str, Any], tokens: int) -> dict[str, Any] | None:
-        """Takes the metrics of a step just started, of so many tokens; returns those of the one before, unless they
-        were read."""
+        """Takes the metrics of a step that was just started, and its number of tokens; returns the metrics of the step
+        before, unless they were read already."""
         line = None if self._waiting is None else self.read()
         self._waiting = step, metrics, tokens
         return line
 
     def read(self) -> dict[str, Any]:
-        """Waits for the metrics taken last. Raises RunError where the loss or the gradient isn't finite."""
+        """Waits for the metrics that were taken last. Raises RunError where the loss or the gradient isn't finite."""
         assert self._waiting is not None
         (step, metrics, tokens), self._waiting = self._waiting, None
         line = {"step": step, **{name: float(value) for name, value in metrics.items()}}

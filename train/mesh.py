@@ -1,4 +1,4 @@
-"""Where a run's arrays lie on the mesh: its state, its batches, and what each process reads of them."""
+"""How a run's arrays are sharded over the mesh: its state, its batches, and the rows each process reads."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def open_mesh(
     *,
     length: int | None = None,
 ) -> Mesh:
-    """The mesh of a run, whose rows, tokens, heads and widths it can share evenly.
+    """The mesh of a run; it divides the run's rows, tokens, heads and widths evenly.
 
     Args:
       config, loop, model: the run's settings.
-      devices: all of all processes by default.
-      length: tokens of a row, where all rows have the same.
+      devices: by default those of all processes.
+      length: tokens of a row, where all rows have the same length.
 
     Raises:
-      UserError: sizes that don't multiply to the number of devices or don't divide what they share.
+      UserError: sizes that don't multiply to the number of devices, or don't divide what is sharded over them.
     """
     try:
         mesh = make_mesh(config, devices)
     except ValueError as error:
         raise UserError(f"--{error}") from error
-    rows, shards = loop.batch // loop.accumulation, row_shards(mesh)
+    rows, shards = loop.microbatch, row_shards(mesh)
     if rows % shards:
         each = f" / --accumulation {loop.accumulation} = {rows} rows" if loop.accumulation > 1 else " rows"
         raise UserError(
@@ -67,12 +67,12 @@ def open_mesh(
 
 
 class TrainingPrograms(NamedTuple):
-    """What a run does on a mesh, jitted.
+    """The jitted programs of a run on a mesh.
 
     Attributes:
       fresh: makes the first state.
-      step: (state, batch) -> (state, metrics), see `train.step.make_train_step`; the state given is used up.
-      shardings: of the state's arrays.
+      step: (state, batch) -> (state, metrics), see `train.step.make_train_step`; the state that it is given is donated.
+      shardings: those of the state's arrays.
     """
 
     fresh: Callable[[], TrainState]
@@ -83,14 +83,14 @@ class TrainingPrograms(NamedTuple):
 def training_programs(
     mesh: Mesh, objective: Objective, config: OptimizerConfig, loop: LoopConfig
 ) -> TrainingPrograms:
-    """A run's programs; to be called, or lowered, under `jax.set_mesh(mesh)`.
+    """The programs of a run, to be called or lowered under `jax.set_mesh(mesh)`.
 
-    The optimiser's moments lie like their parameters, the memory by its rows; the rest is on every device.
+    The optimiser's moments are sharded like their parameters, the memory by its rows; the rest is replicated.
 
     Raises:
       UserError: a parameter that the mesh doesn't divide.
     """
-    rows = loop.batch // loop.accumulation
+    rows = loop.microbatch
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
     optimizer, schedule = optimizer_of(config, loop.steps, boxed, objective.rates(boxed))
 
@@ -138,15 +138,20 @@ def training_programs(
     )
 
 
-def held_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " held"]:
-    """Numbers of the rows of a batch that this process's devices hold, ascending; all where they don't divide."""
+def host_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " own"]:
+    """The indices of the batch's rows that this process's devices need, ascending; all of them where they are
+    replicated."""
     parts = rows_sharding(mesh, rows, 1).addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
 
 
 def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
-    """The arrays of a batch of so many rows, cut over the mesh; `batch` has those of `held_rows`."""
-    held = held_rows(mesh, rows)
+    """The arrays of a batch, sharded over the mesh by rows.
+
+    Args:
+      batch: those rows that `host_rows` names. rows: the number of rows of all processes together.
+    """
+    own = host_rows(mesh, rows)
 
     def place(name: str, value: Any) -> jax.Array:
         value = np.asarray(value)
@@ -155,7 +160,7 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
 
         def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(rows)
-            first = int(np.searchsorted(held, start))
+            first = int(np.searchsorted(own, start))
             return value[first : first + stop - start]
 
         sharding = rows_sharding(mesh, rows, value.ndim)
@@ -165,6 +170,6 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
 
 
 def rows_sharding(mesh: Mesh, rows: int, dims: int) -> NamedSharding:
-    """Of an array of a batch of so many rows."""
+    """The sharding of an array of a batch with this many rows and dimensions."""
     names = ("batch", *(None for _ in range(dims - 1)))
     return NamedSharding(mesh, partition_spec(names, (rows,) + (1,) * (dims - 1), dict(mesh.shape)))

@@ -33,7 +33,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """A line on stderr, above the progress bar if there is one; of many processes, the first one's."""
     if is_lead():
         _CONSOLE.print(message, markup=False)
@@ -57,7 +57,7 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
             now = time.monotonic()
             if hidden and now - spoke >= _SECONDS_BETWEEN_LINES:
                 spoke = now
-                say(f"{title}: {done:,} of {total:,}  {_clock((now - began) / done * (total - done))} left")
+                log(f"{title}: {done:,} of {total:,}  {_clock((now - began) / done * (total - done))} left")
             yield piece
 
 
@@ -161,13 +161,13 @@ class Reporter:
         if self._progress is not None:
             self._progress.update(self._task, completed=step, note=note)
             if "val_loss" in line:
-                say(f"step {step}: {note}")
+                log(f"step {step}: {note}")
         elif self._first or "val_loss" in line or now - self._spoke >= _SECONDS_BETWEEN_LINES:
             self._spoke = now
             left = (
                 (now - self._began) / (step - self._start) * (self._steps - step) if step > self._start else 0
             )
-            say(f"step {step}/{self._steps}  {note}  {_clock(left)} left")
+            log(f"step {step}/{self._steps}  {note}  {_clock(left)} left")
         self._first = False
 
     def busy(self, note: str) -> None:

@@ -14,12 +14,13 @@ from brl_jax.layers import FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.locality import area, layer_weights, locally_accumulated_score, main, uniform_score
 from train.checkpoint import Checkpoints
-from train.config import parse, to_json, write_json
+from train.config import parse
+from train.config_file import write_json
 from train.data import load
 from train.errors import UserError
-from train.lm import lm_objective
-from train.presets import PRESETS
 from train.step import init_state
+from train.tasks.lm import LM, lm_objective
+from train.tasks.lm_config import PRESETS
 
 TINY = "--length 16 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 16"
 
@@ -114,10 +115,10 @@ def runs(tmp_path_factory):
         params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
         state = init_state(objective, params, optax.identity(), key=jax.random.key(1), rows=1, accumulation=1)
         checkpoints = Checkpoints(folder / name / "checkpoints")
-        checkpoints.save(1, state, {"config": to_json(config)})
+        checkpoints.save(1, state, {"config": LM.to_json(config)})
         checkpoints.wait()
         checkpoints.close()
-        write_json(to_json(config), epath.Path(folder / name / "config.json"))
+        write_json(LM.to_json(config), epath.Path(folder / name / "config.json"))
     return folder
 
 

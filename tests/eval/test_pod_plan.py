@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_told(monkeypatch, capsys):
         1.0, {}, 1.0, 2.0, 0.5, 8, 1.0,
     )  # fmt: skip
     mesh = type("Mesh", (), {"shape": plan.mesh})()
-    monkeypatch.setattr(pod_plan, "make_plan", lambda config: (plan, mesh))
+    monkeypatch.setattr(pod_plan, "make_plan", lambda task, config: (plan, mesh))
     with pytest.raises(RunError, match=r"v5e:2x2: does not fit; to change: .*--remat full"):
         pod_plan.main(["small", "--topology", "v5e:2x2"])
     out = capsys.readouterr().out

@@ -13,7 +13,7 @@ from brl_jax.layers import FullConfig, LocalConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
-from train.presets import PRESETS
+from train.tasks.lm_config import PRESETS
 
 SMALL = TLinFormerConfig(window=4, context=3, hidden=1)
 LENGTH = 15

@@ -28,11 +28,11 @@ from brl_jax.sharding import MeshConfig, constrain, make_mesh  # noqa: E402
 from tests.train.logs import metrics_lines  # noqa: E402
 from train.config import LoopConfig, parse  # noqa: E402
 from train.errors import UserError  # noqa: E402
-from train.lm import lm_objective  # noqa: E402
 from train.loop import train  # noqa: E402
-from train.mesh import held_rows, open_mesh, place_batch, training_programs  # noqa: E402
+from train.mesh import host_rows, open_mesh, place_batch, training_programs  # noqa: E402
 from train.optimizer import OptimizerConfig  # noqa: E402
-from train.presets import PRESETS  # noqa: E402
+from train.tasks.lm import lm_objective  # noqa: E402
+from train.tasks.lm_config import PRESETS  # noqa: E402
 
 ROWS, LENGTH, STEPS = 16, 16, 4
 MESHES = {
@@ -126,7 +126,7 @@ class Stream:
     """Random text whose batch depends on its number alone; the rows of this process."""
 
     def __init__(self, mesh):
-        self.step, self.held = 0, held_rows(mesh, 8)
+        self.step, self.held = 0, host_rows(mesh, 8)
 
     def __next__(self):
         text = (

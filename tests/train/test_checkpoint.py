@@ -42,7 +42,7 @@ def _write(folder, steps, keep=5, losses=None):
 
 
 def _restore(folder, said=None, check=lambda meta: None):
-    return Checkpoints(folder, say=(lambda line: None) if said is None else said.append).restore(
+    return Checkpoints(folder, log=(lambda line: None) if said is None else said.append).restore(
         _state(0), check
     )
 

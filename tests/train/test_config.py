@@ -7,21 +7,12 @@ import jax
 import pytest
 
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, mechanism_name
-from train.config import (
-    LmConfig,
-    LoopConfig,
-    differences,
-    flatten,
-    from_json,
-    parse,
-    parse_options,
-    read_json,
-    to_json,
-    write_json,
-)
+from train.config import LoopConfig, parse, parse_options
+from train.config_file import differences, flatten, from_json, to_json, write_json
 from train.errors import UserError
-from train.lm import build_model
-from train.presets import PRESETS
+from train.task import read_config
+from train.tasks.lm import LM
+from train.tasks.lm_config import PRESETS, LmConfig
 
 
 def _parse(line=""):
@@ -143,7 +134,7 @@ def test_help_shows_options_and_presets(capsys):
         "--data STR",
         "wikitext103-brl-64",
         "full, local, brl",
-        "Training steps in all.",
+        "Number of training steps.",
         "The highest learning rate",
     ):
         assert words in text
@@ -157,8 +148,8 @@ def test_json_there_and_back(name, tmp_path):
     if config.model.mechanism.group == 1:  # one that lets another stand beside it
         late = dataclasses.replace(config.model, late_mechanism=LocalConfig(window=3))
         config = dataclasses.replace(config, model=late)
-    write_json(to_json(config), tmp_path / "new" / "config.json")
-    assert read_json(LmConfig, tmp_path / "new" / "config.json") == config
+    write_json(LM.to_json(config), tmp_path / "new" / "config.json")
+    assert read_config([LM], tmp_path / "new" / "config.json") == (LM, config)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.json"]
     values = json.loads((tmp_path / "new" / "config.json").read_text())
     if config.model.late_mechanism is not None:
@@ -192,10 +183,13 @@ def test_a_file_that_says_what_this_version_does_not_know(path, value, message):
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"--workdir: no run there: .*config.json is missing"):
-        read_json(LmConfig, tmp_path / "config.json")
+        read_config([LM], tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json: cannot be read: Expecting"):
-        read_json(LmConfig, tmp_path / "config.json")
+        read_config([LM], tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"task": "lra"}')
+    with pytest.raises(UserError, match=r"--workdir: .*config.json is of the task 'lra'; expected lm"):
+        read_config([LM], tmp_path / "config.json")
 
 
 def test_fields_a_file_lacks_have_their_defaults():
@@ -211,9 +205,9 @@ def test_differences_that_matter():
         "--steps 9 --workdir x --eval_every 3 --eval_tokens 9 --full_eval False --checkpoint_every 3 "
         "--keep_checkpoints 9 --tensorboard False --sample_tokens 3 --sample_prompt x --cache_dir x"
     )
-    assert differences(to_json(small), to_json(free)) == []
+    assert differences(to_json(small), to_json(free), LM.free_fields()) == []
     other = _parse("--seed 5 --mechanism.window 9 --d_model 64 --beta1 0.5")
-    assert differences(to_json(small), to_json(other)) == [
+    assert differences(to_json(small), to_json(other), LM.free_fields()) == [
         "seed 0 -> 5",
         f"d_model {small.model.d_model} -> 64",
         f"mechanism.window {small.model.mechanism.window} -> 9",
@@ -227,7 +221,11 @@ def test_differences_that_matter():
 def test_every_field_of_the_loop_either_matters_or_is_free():
     """A new field must be thought about: it changes what a resumed run computes, or it doesn't."""
     base = to_json(PRESETS["small"])
-    matter = {name for name in flatten(base) if differences(base, _with(base, name, "something else"))}
+    matter = {
+        name
+        for name in flatten(base)
+        if differences(base, _with(base, name, "something else"), LM.free_fields())
+    }
     assert {name for name in matter if name.startswith("loop.")} == {
         "loop.seed",
         "loop.batch",
@@ -313,7 +311,7 @@ def test_mlr_presets_are_the_papers(suffix, width):
     }
     changed = _parse(f"owt-chars-mlr{suffix} --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
     assert changed.model.mechanism.block_sizes == (None, 64)
-    build_model(changed)
+    LM.build(changed)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -362,13 +360,13 @@ def test_transnormer_presets_are_the_papers(variant):
     "name", ["small", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"]
 )
 def test_presets_build(name):
-    build_model(PRESETS[name])
+    LM.build(PRESETS[name])
 
 
 def test_parts_that_do_not_fit_are_told_before_training():
     config = _parse("--late_mechanism brl --late_mechanism.block_size 99")
     with pytest.raises(UserError, match=r"the model's options do not fit: .*block_size"):
-        build_model(config)
+        LM.build(config)
 
 
 def test_importing_takes_no_device():

@@ -31,8 +31,8 @@ from train.data.series_tokens import (
     to_tokens,
 )
 from train.errors import UserError
-from train.forecast import build_model, forecast, make_objective, with_columns
-from train.forecast_config import PRESETS, read_forecast_config
+from train.task import read_config
+from train.tasks.forecast import FORECAST, FORECAST_TASKS, forecast
 
 ROWS = 240
 TINY = (
@@ -148,12 +148,14 @@ def test_tokens_are_bins_of_the_scaled_series(table):
 
 @pytest.mark.parametrize("center", ["last", "mean", "none"])
 def test_a_forecast_does_not_read_what_came(table, center):
-    config = parse(PRESETS, "encoder", f"--data {table} {TINY} --center {center}".split(), prog="", about="")
-    config = with_columns(config, 1)
-    model = build_model(config)
+    config = parse(
+        FORECAST.presets, "encoder", f"--data {table} {TINY} --center {center}".split(), prog="", about=""
+    )
     series = load_series(config.data)
+    config = FORECAST.sized(config, series)
+    model = FORECAST.build(config)
     batch = Windows(series, config.data).batch(np.array([60, 70]))
-    init = make_objective(model, config).init(jax.random.key(0))
+    init = FORECAST.objective(model, config).init(jax.random.key(0))
     params = jax.tree.map(lambda box: box.unbox() + 0.1, init, is_leaf=lambda leaf: hasattr(leaf, "unbox"))
     first = np.asarray(forecast(model, config, params, batch))
     if center == "last":  # before training, the naive forecast
@@ -177,7 +179,7 @@ def test_commands(runs, capsys):
     encoder, tokens = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert encoder["windows"] == tokens["windows"] == len(range(180, 235, 11))
     assert (encoder["model"], tokens["model"]) == ("full", "tokens: full")
-    series = load_series(read_forecast_config(runs / "tokens" / "config.json").data)
+    series = load_series(read_config(FORECAST_TASKS, runs / "tokens" / "config.json")[1].data)
     rows = np.arange(180, 235, 11)
     came = np.stack([series.normalised[row : row + 6] for row in rows])
     last = np.stack([series.normalised[row - 1 : row] for row in rows])

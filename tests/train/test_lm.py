@@ -26,7 +26,8 @@ from eval.lm import read_run
 from tests.train.logs import metrics_lines
 from train.data import load
 from train.errors import command
-from train.presets import PRESETS
+from train.tasks.lm import LM, held_out_stream, lm_objective
+from train.tasks.lm_config import PRESETS
 
 # One process for all: the runs and what they compile are shared. Those that are started compile on their own.
 pytestmark = pytest.mark.xdist_group("train.lm")
@@ -341,8 +342,8 @@ def test_a_damaged_last_checkpoint(capsys, text, run, tmp_path):
 def test_the_default_needs_no_download_and_is_small():
     config = PRESETS["small"]
     assert config.data.data == "stdlib"
-    model = train.lm.build_model(config)
-    shapes = jax.eval_shape(train.lm.lm_objective(model).init, jax.random.key(0))
+    model = LM.build(config)
+    shapes = jax.eval_shape(lm_objective(model).init, jax.random.key(0))
     assert sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) < 3e6
 
 
@@ -351,6 +352,6 @@ def test_held_out_rows_are_no_shorter_than_a_batch(text, tmp_path):
     config = PRESETS["small"]
     data = dataclasses.replace(config.data, data=f"text:{text}/valid.txt")
     _, corpora = load(data, tmp_path, ("valid",))
-    batch = next(iter(train.lm.held_out_stream(corpora["valid"], config, 0)))
+    batch = next(iter(held_out_stream(corpora["valid"], config, 0)))
     assert batch["tokens"].shape == (max(1, len(corpora["valid"].tokens) // 512), 512)
-    assert train.lm.held_out_stream(corpora["valid"], config, 5).num_targets == 4
+    assert held_out_stream(corpora["valid"], config, 5).num_targets == 4

@@ -22,6 +22,7 @@ def _train(workdir, *, stream=None, held_out=None, objective=OBJECTIVE, config=N
         loop_config(workdir, **changes),
         OPTIMIZER,
         config={"loop": {"seed": 0}} if config is None else config,
+        free=("loop.steps",),
         stream=stream or ToyStream(),
         held_out=held_out or ToyHeldOut(),
         full_held_out=held_out or ToyHeldOut(),

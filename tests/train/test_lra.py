@@ -15,13 +15,14 @@ from eval.lra_figures import PAPERS
 from eval.lra_table import markdown
 from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
-from train.config import parse, to_json
+from train.config import parse
+from train.config_file import to_json
 from train.data.lra import TrainBatches
 from train.errors import Stopped, UserError
 from train.loop import train as train_loop
-from train.lra import build_model
-from train.lra_presets import PRESETS
 from train.step import Objective
+from train.tasks.lra import LRA
+from train.tasks.lra_config import PRESETS
 
 TINY = (
     "--listops.min_tokens 4 --listops.max_tokens 17 --listops.max_depth 3 --listops.max_args 4 --length 16 "
@@ -104,7 +105,7 @@ def test_measuring(runs, capsys):
 
 def test_the_table_measures_what_has_not_been(runs, capsys):
     (runs / "other").mkdir()
-    (runs / "other" / "config.json").write_text('{"data": {"data": "stdlib"}}')
+    (runs / "other" / "config.json").write_text('{"task": "lm", "data": {"data": "stdlib"}}')
     picture = runs / "table.png"
     eval.lra.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
@@ -154,7 +155,7 @@ def test_pairs_and_pixels_fit():
             config, model=dataclasses.replace(config.model, max_length=config.data.padded_lengths[-1])
         )
         with jax.numpy_dtype_promotion("standard"):
-            build_model(config)
+            LRA.build(config)
 
 
 def test_presets_are_the_papers_settings():

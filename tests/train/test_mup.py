@@ -14,10 +14,10 @@ from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
 from brl_jax.sharding import MeshConfig, make_mesh
 from tests.train.toy import OBJECTIVE, batch_of
 from train.config import LoopConfig
-from train.lm import lm_objective
 from train.mesh import place_batch, training_programs
 from train.mup import make_rates, mup_rates
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.tasks.lm import lm_objective
 
 TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 

@@ -14,16 +14,15 @@ import train.regression
 from tests.train.logs import metrics_lines
 from train.config import parse
 from train.data.in_context import (
-    HeldOutTasks,
+    HeldOutPrompts,
     InContextConfig,
-    TaskStream,
+    PromptStream,
     draw_prompts,
     least_squares_errors,
     one_step_errors,
 )
 from train.errors import Stopped, UserError
-from train.regression import build_model, make_prompt, regression_objective, squared_errors
-from train.regression_config import PRESETS
+from train.tasks.regression import PRESETS, REGRESSION, make_prompt, regression_objective, squared_errors
 
 TINY = (
     "--input_dim 3 --pairs 5 --valid_prompts 10 --test_prompts 12 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
@@ -67,7 +66,7 @@ def test_prompts_are_linear_functions():
 def test_curriculum_grows():
     config = InContextConfig(input_dim=8, pairs=11, start_dims=2, start_pairs=5, curriculum_steps=6)
     assert [config.sizes(step) for step in (0, 1, 3, 6, 99)] == [(2, 5), (3, 6), (5, 8), (8, 11), (8, 11)]
-    batches = [batch for batch, _ in zip(TaskStream(config, batch=2, seed=1), range(4))]
+    batches = [batch for batch, _ in zip(PromptStream(config, batch=2, seed=1), range(4))]
     for batch, (dims, pairs) in zip(batches, [(2, 5), (3, 6), (4, 7), (5, 8)]):
         assert np.all(batch["x"][..., :dims] != 0)
         assert np.all(batch["x"][..., dims:] == 0)
@@ -78,12 +77,12 @@ def test_held_out_prompts_do_not_hang_on_the_batch():
     config = InContextConfig(input_dim=2, pairs=3, valid_prompts=5)
     collected = []
     for rows in (2, 5):
-        batches = list(HeldOutTasks(config, batch=rows))
+        batches = list(HeldOutPrompts(config, batch=rows))
         there = np.concatenate([batch["weights"][:, 0] for batch in batches]) > 0
         collected.append(np.concatenate([batch["y"] for batch in batches])[there])
     assert len(collected[0]) == 5
     np.testing.assert_array_equal(*collected)
-    assert np.all(next(iter(HeldOutTasks(config, batch=5, split="test")))["y"] != collected[0])
+    assert np.all(next(iter(HeldOutPrompts(config, batch=5, split="test")))["y"] != collected[0])
 
 
 def test_one_step_of_gradient_descent():
@@ -125,7 +124,7 @@ def test_a_prediction_sees_earlier_pairs_only(kind):
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, num_inputs=4, max_length=10, num_layers=2)
     )
-    model = build_model(config)
+    model = REGRESSION.build(config)
     params = jax.tree.map(
         lambda box: 0.3 + box.unbox(),
         regression_objective(model, kind).init(jax.random.key(0)),
@@ -154,17 +153,17 @@ def test_it_begins_at_zero_and_learns(runs):
 
 
 def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
-    take = TaskStream.__next__
+    take = PromptStream.__next__
 
     def stopping(self):
         if self.get_state()["step"] == 4:
             signal.raise_signal(signal.SIGTERM)
         return take(self)
 
-    monkeypatch.setattr(TaskStream, "__next__", stopping)
+    monkeypatch.setattr(PromptStream, "__next__", stopping)
     with pytest.raises(Stopped, match="after step 5 of 6"):
         run(tmp_path)
-    monkeypatch.setattr(TaskStream, "__next__", take)
+    monkeypatch.setattr(PromptStream, "__next__", take)
     run(tmp_path)
     assert lines(tmp_path) == lines(runs / "full")
     with pytest.raises(UserError, match="is of another configuration: pairs 5 -> 4"):
@@ -176,7 +175,7 @@ def test_measuring_and_the_table(runs, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["prompts"] == 12
     assert result["error"] == pytest.approx(np.mean(result["errors"]))
-    tests = HeldOutTasks(InContextConfig(input_dim=3, pairs=5, test_prompts=12), batch=12, split="test")
+    tests = HeldOutPrompts(InContextConfig(input_dim=3, pairs=5, test_prompts=12), batch=12, split="test")
     batch = next(iter(tests))
     expected = least_squares_errors(batch["x"], batch["y"]).mean(axis=0)
     np.testing.assert_allclose(result["least_squares"], expected, rtol=1e-6)
@@ -199,7 +198,7 @@ def test_measuring_and_the_table(runs, capsys):
 def test_presets_fit(preset):
     """Traced, not compiled."""
     config = parse(PRESETS, preset, [], prog="", about="")
-    build_model(
+    REGRESSION.build(
         dataclasses.replace(config, model=dataclasses.replace(config.model, num_inputs=17, max_length=66))
     )
 

@@ -17,6 +17,7 @@ from train.data.files import write_whole
 from train.data.sources import SPLITS, Source, open_source
 from train.data.tokenizers import Tokenizer, check_tokenizer, load_tokenizer, train_tokenizer
 from train.errors import UserError
+from train.fields import Free
 
 # Part of every key: a change of how text becomes tokens must not read what an older version kept.
 _FORMAT = 1
@@ -35,7 +36,7 @@ class DataConfig:
     """bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise, chars."""
     holdout: float = 0.05
     """Share of the text held out for evaluation where it has no validation split of its own."""
-    cache_dir: str | None = None
+    cache_dir: Free[str | None] = None
     """Local folder for the tokens, which runs may share; the run's own folder by default."""
 
 

@@ -20,6 +20,7 @@ from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.errors import UserError
+from train.fields import Free
 
 Prompt = Literal["alternate", "joined"]
 
@@ -46,7 +47,7 @@ class InContextConfig:
     """Steps in which both grow to all, evenly."""
     valid_prompts: int = 1024
     """Prompts of an evaluation while training."""
-    test_prompts: int = 4096
+    test_prompts: Free[int] = 4096
     """Prompts that eval.regression measures on."""
 
     def __post_init__(self):
@@ -89,7 +90,7 @@ def draw_prompts(
     return {"y": y, "weights": np.ascontiguousarray(weights), "x": x, "reset": np.bool_(False)}
 
 
-class TaskStream(RepeatedBatches):
+class PromptStream(RepeatedBatches):
     """Endless training batches of fresh functions; batch s is drawn from the seed and s alone.
 
     A batch is what `draw_prompts` gives, and "reset": False. A process among many gives some of the rows. The state is
@@ -122,7 +123,7 @@ class TaskStream(RepeatedBatches):
         super().__init__(make, 1, identity)
 
 
-class HeldOutTasks:
+class HeldOutPrompts:
     """The same prompts in every pass: whole functions in all dimensions, of no training batch.
 
     Args:

@@ -15,7 +15,7 @@ from jaxtyping import Int, UInt8
 
 from train.data.files import beside, npy_header
 from train.errors import UserError
-from train.metrics import say
+from train.metrics import log
 
 # Part of every key: a change of how sources become tokens must not read what an older version kept.
 _FORMAT = 1
@@ -108,7 +108,7 @@ def open_examples(
         if examples is None:
             raise OSError(f"{folder / split}.json is not what was written to it")
     if examples.truncated:
-        say(
+        log(
             f"{split}: {examples.truncated} of {examples.lengths.size} sequences were longer than {length}: cut"
         )
     return examples

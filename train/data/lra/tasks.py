@@ -17,9 +17,10 @@ from train.data.lra.batches import default_buckets
 from train.data.lra.examples import Examples, Source, open_examples
 from train.data.lra.listops import ListOpsSpec
 from train.errors import UserError
+from train.fields import Free
 
 
-class Task(NamedTuple):
+class TaskSizes(NamedTuple):
     """What a task's model must know: the classes, the tokens, and whether an example is a pair of sequences."""
 
     num_classes: int
@@ -27,13 +28,13 @@ class Task(NamedTuple):
     is_pair: bool = False
 
 
-TASKS = {
-    "listops": Task(listops.NUM_CLASSES, listops.VOCAB_SIZE),
-    "text": Task(text.NUM_CLASSES, 256),
-    "retrieval": Task(retrieval.NUM_CLASSES, 256, is_pair=True),
-    "image": Task(image.NUM_CLASSES, 256),
-    "pathfinder": Task(pathfinder.NUM_CLASSES, 256),
-    "pathx": Task(pathfinder.NUM_CLASSES, 256),
+LRA_TASKS = {
+    "listops": TaskSizes(listops.NUM_CLASSES, listops.VOCAB_SIZE),
+    "text": TaskSizes(text.NUM_CLASSES, 256),
+    "retrieval": TaskSizes(retrieval.NUM_CLASSES, 256, is_pair=True),
+    "image": TaskSizes(image.NUM_CLASSES, 256),
+    "pathfinder": TaskSizes(pathfinder.NUM_CLASSES, 256),
+    "pathx": TaskSizes(pathfinder.NUM_CLASSES, 256),
 }
 
 
@@ -56,7 +57,7 @@ class LraDataConfig:
     """Training examples: generated, or the first ones of what is there; 0: the published number, or all."""
     valid_examples: int = 0
     """The same for validation."""
-    test_examples: int = 0
+    test_examples: Free[int] = 0
     """The same for the test."""
     data_seed: int = 0
     """Seed of what is generated."""
@@ -64,14 +65,14 @@ class LraDataConfig:
     """Pixels of a side of pathfinder's images: 32, 64 or 128."""
     listops: ListOpsSpec = ListOpsSpec()
     """What listops generates."""
-    processes: int = 0
+    processes: Free[int] = 0
     """Processes that generate; 0: one a core. Changes nothing else."""
-    cache_dir: str | None = None
+    cache_dir: Free[str | None] = None
     """Local folder for the examples, which runs may share; the run's own folder by default."""
 
     def __post_init__(self):
-        if self.task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
+        if self.task not in LRA_TASKS:
+            raise ValueError(f"task must be one of {', '.join(LRA_TASKS)}, got {self.task!r}")
         check_at_least(self, "length")
         check_at_least(
             self, "train_examples", "valid_examples", "test_examples", "data_seed", "processes", least=0
@@ -176,7 +177,7 @@ def load(
                 folder,
                 length=config.length,
                 limit=limit,
-                num_classes=TASKS[config.task].num_classes,
+                num_classes=LRA_TASKS[config.task].num_classes,
             )
         except OSError as error:
             option = "--cache_dir" if config.cache_dir else "--workdir"

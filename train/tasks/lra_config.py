@@ -1,23 +1,53 @@
-"""Named configurations of `train.lra`: each task at a size for two CPU cores, and the papers' settings.
+"""The configuration of a Long Range Arena run, and its presets: each task at a size for two CPU cores, and the papers'.
 
-lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   000's own implementation (table 12; w = m, other local models 512)
-lra-TASK-original                                    the first Long Range Arena's Transformer (000's table 11)
-lra-TASK-transnormer-t1, -t2                         001's (appendix E; batch and learning rate of Skyformer's code)
+lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   BRL-Attention's own implementation (table 12; w = m, and 512 for
+                                                     the local models without compressed tokens)
+lra-TASK-original                                    the first Long Range Arena's Transformer (BRL-Attention, table 11)
+lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; batch and learning rate of Skyformer's
+                                                     code)
 
-000 is BRL-Attention (OpenReview Vpyg3fqXbl), 001 TransNormer (arXiv 2210.10340). Neither gives steps or warm-up: the
-steps are those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
+BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. Neither gives steps or warm-up: the steps are
+those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Annotated, Any, NamedTuple
 
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
-from train.config import LoopConfig
+from train.config import LoopConfig, RunConfig
+from train.data.lra import LraDataConfig
 from train.data.lra.listops import ListOpsSpec
-from train.lra_config import LraConfig, LraModelConfig, TaskDataConfig
+from train.fields import Decided, Flat
 from train.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LraModelConfig(EncoderConfig):
+    """The network."""
+
+    vocab_size: Decided[int] = 256
+    num_classes: Decided[int] = 2
+    max_length: Decided[int] = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskDataConfig(LraDataConfig):
+    """The examples."""
+
+    # The preset's: its other settings are for this task.
+    task: Decided[str] = "listops"
+
+
+@dataclasses.dataclass(frozen=True)
+class LraConfig(RunConfig):
+    """An encoder trained to classify the sequences of one task."""
+
+    data: Annotated[TaskDataConfig, Flat]
+    model: Annotated[LraModelConfig, Flat]
 
 
 class _Setting(NamedTuple):
@@ -50,7 +80,7 @@ _ORIGINAL = {
     "pathfinder": _Setting(4, 32, 4, 32, 512, "mean", 1e-3),
     "pathx": _Setting(2, 32, 4, 32, 32, "cls", 1e-3),
 }
-# 001: batch and learning rate; path-x is not in it.
+# Batch and learning rate of TransNormer, which has no results on path-x.
 _TRANSNORMER = {
     "listops": (32, 1e-4),
     "text": (16, 1e-4),
@@ -114,8 +144,8 @@ def _paper(task: str, mechanism: Mechanism) -> LraConfig:
 
 
 def _original(task: str) -> LraConfig:
-    """Learned positions on images and sines on texts, plain feed-forward networks, and of the learning rate the share
-    that the release's inverse square root of the warm-up leaves."""
+    """Learned positions on images, sinusoidal ones on texts, and plain feed-forward networks. On texts the learning
+    rate is divided by the square root of the warm-up's steps, as the release's schedule does."""
     s = _ORIGINAL[task]
     model = LraModelConfig(
         num_layers=s.layers,
@@ -146,7 +176,7 @@ def _transnormer(task: str, variant: Variant) -> LraConfig:
 
 
 class _Small(NamedTuple):
-    """What of a task is smaller for two cores."""
+    """The settings that make a task small enough for two cores."""
 
     steps: int
     batch: int
@@ -176,7 +206,7 @@ _SMALL = {
 
 
 def _small(task: str) -> LraConfig:
-    """Two CPU cores, minutes: two narrow layers, short sequences, small 64 x 64 images for path-x."""
+    """Minutes on two CPU cores: two narrow layers, short sequences, images of 64 x 64 for path-x."""
     s = _SMALL[task]
     return LraConfig(
         LoopConfig(steps=s.steps, batch=s.batch, eval_every=200, checkpoint_every=200, keep_checkpoints=1),

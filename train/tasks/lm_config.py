@@ -1,13 +1,62 @@
-"""Named configurations of `train.lm`: BRL-Attention's (tables 13 and 14), TransNormer's (table 13), MLR attention's
-(002, section 5.1), TLinFormer's (003, section 6.2) and a small default for any machine."""
+"""The configuration of a language model's run, and its presets: those of BRL-Attention (OpenReview Vpyg3fqXbl, tables
+13 and 14), TransNormer (arXiv:2210.10340, table 13), MLR attention (arXiv:2509.07963, section 5.1) and TLinFormer
+(arXiv:2508.20407, section 6.2), and a small default for any machine."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Annotated
+
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism, MLRConfig, TLinFormerConfig
+from brl_jax.models import DecoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
-from train.config import LmConfig, LmLoopConfig, ModelConfig
+from train.config import LoopConfig, RunConfig
 from train.data import DataConfig
+from train.fields import Decided, Flat, Free
 from train.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LmLoopConfig(LoopConfig):
+    """The loop over a text; each row continues where it stopped at the step before."""
+
+    length: int = 512
+    """Tokens of a row in one step."""
+    eval_tokens: Free[int] = 100_000
+    """Held-out tokens that an evaluation reads; 0: all."""
+    full_eval: Free[bool] = True
+    """The evaluation at the end reads all held-out tokens."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, "length")
+        check_at_least(self, "eval_tokens", least=0)
+        if self.eval_tokens == 1:
+            raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class LmModelConfig(DecoderConfig):
+    """The network."""
+
+    vocab_size: Decided[int] = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class LmConfig(RunConfig):
+    """A decoder trained to predict the next token of a text."""
+
+    loop: Annotated[LmLoopConfig, Flat]
+    data: Annotated[DataConfig, Flat]
+    model: Annotated[LmModelConfig, Flat]
+    sample_prompt: Free[str] = ""
+    """Text that the sample printed at the end continues; empty: the first tokens of the held-out text."""
+    sample_tokens: Free[int] = 256
+    """Tokens of that sample; 0: none."""
+
+    def __post_init__(self):
+        check_at_least(self, "sample_tokens", least=0)
 
 
 def _small() -> LmConfig:
@@ -17,7 +66,7 @@ def _small() -> LmConfig:
             steps=500, batch=8, length=512, eval_every=125, checkpoint_every=125, eval_tokens=65_536
         ),
         data=DataConfig(),
-        model=ModelConfig(
+        model=LmModelConfig(
             num_layers=2,
             d_model=128,
             num_heads=4,
@@ -29,7 +78,7 @@ def _small() -> LmConfig:
 
 
 def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumulation: int) -> LmConfig:
-    """Six layers of width 512. The papers give neither steps nor warm-up: those are ours."""
+    """Six layers of width 512. The papers give neither the steps nor the warm-up: these are our choice."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000,
@@ -41,7 +90,7 @@ def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumula
             eval_tokens=0,
         ),
         data=DataConfig(data=data, tokenizer="bpe:16384"),
-        model=ModelConfig(
+        model=LmModelConfig(
             num_layers=6, d_model=512, num_heads=8, d_ff=2048, dropout=0.1, mechanism=mechanism
         ),
         optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=4_000, beta2=0.98),
@@ -76,7 +125,7 @@ def _transnormer(variant: Variant) -> LmConfig:
             eval_tokens=0,
         ),
         data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="words:max=267744"),
-        model=transnormer(variant, ModelConfig, dropout=0.1, **TRANSNORMER_SIZES["wikitext103"]),
+        model=transnormer(variant, LmModelConfig, dropout=0.1, **TRANSNORMER_SIZES["wikitext103"]),
         optimizer=OptimizerConfig(
             learning_rate=5e-4,
             warmup_steps=8_000,
@@ -90,7 +139,8 @@ def _transnormer(variant: Variant) -> LmConfig:
 
 
 def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
-    """003, section 6.2: 41M parameters, of which 21.7M are GPT-2's vocabulary; rate and warm-up are ours."""
+    """TLinFormer, section 6.2: 41M parameters, of which 21.7M are GPT-2's vocabulary; the learning rate and the warm-up
+    are our choice."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=5_000,
@@ -102,7 +152,7 @@ def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
             eval_tokens=0,
         ),
         data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="bpe:50257"),
-        model=ModelConfig(
+        model=LmModelConfig(
             num_layers=8,
             d_model=432,
             num_heads=12,
@@ -123,15 +173,15 @@ def _windows(total: int, share: float) -> TLinFormerConfig:
 
 
 def _characters(width: int) -> LmConfig:
-    """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network. The text gives
-    the ranks for heads of 64 only as a picture; batch, steps and warm-up are ours."""
+    """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network. The paper gives
+    the ranks for heads of 64 only in a figure; batch, steps and warm-up are our choice."""
     ranks = (32, 8, 8, 8, 4, 4)
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000, batch=64, length=1024, eval_every=2_000, checkpoint_every=1_000, eval_tokens=0
         ),
         data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="chars:max=96"),
-        model=ModelConfig(
+        model=LmModelConfig(
             num_layers=6,
             d_model=width,
             num_heads=width // 64,
@@ -144,14 +194,14 @@ def _characters(width: int) -> LmConfig:
 
 
 def _pod() -> LmConfig:
-    """1.3 billion parameters on 32k tokens, for pods: every layer's compressed tokens read that layer's own past, all
-    blocks at once."""
+    """1.3 billion parameters on 32k tokens, for pods: the compressed tokens of every layer read that layer's own past,
+    in all blocks at once."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=50_000, batch=64, length=32_768, eval_every=1_000, checkpoint_every=500, eval_tokens=2**24
         ),
         data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="bpe:32768"),
-        model=ModelConfig(
+        model=LmModelConfig(
             num_layers=20,
             d_model=1536,
             num_heads=12,

@@ -1,0 +1,156 @@
+"""The one evaluation command behind `python -m eval.lm`, `eval.lra` and the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+from etils import epath
+from matplotlib.figure import Figure
+
+from eval.plotting import picture_path, save
+from eval.runs import Run, open_run
+from train.config import parse_options
+from train.data.files import write_whole
+from train.errors import UserError
+from train.task import Task, find_runs
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What every evaluation lets its user choose."""
+
+    workdir: str | tuple[str, ...] | None = None
+    """Folder of a run."""
+    checkpoint: str = "best"
+    """best (the best evaluation while training), last, or a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions(RunOptions):
+    """What to measure."""
+
+    workdir: str | None = None
+    """Folder of a run."""
+    split: Literal["valid", "test"] = "test"
+    """Which part of the data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableOptions(RunOptions):
+    """The options of an evaluation that shows many runs as a table."""
+
+    table: str | None = None
+    """A folder of runs, at any depth; prints a table of them."""
+    picture: str | None = None
+    """A .png file to draw."""
+
+
+P = TypeVar("P", bound=RunOptions)
+
+
+class Measured(NamedTuple):
+    """The measures of a run, ready for JSON, and what else a picture of it needs."""
+
+    result: dict[str, Any]
+    example: Any = None
+
+
+class Evaluation(Generic[P]):
+    """Measures runs of some tasks. As it stands it prints the task's own measures of a split; subclasses add more.
+
+    Attributes:
+      tasks: those that the runs may be of.
+      name: the command's module, "eval.lra". about: a line for --help.
+      options: the options with their defaults.
+      kept: the file of a run's folder that keeps its standard measures, if any.
+      drawn: what --picture draws, the table's runs or those of --workdir.
+    """
+
+    kept: ClassVar[str | None] = None
+    drawn: ClassVar[Literal["table", "workdir"]] = "table"
+
+    def __init__(self, tasks: Sequence[Task[Any, Any]], options: P, *, name: str, about: str):
+        self.tasks, self.options, self.name, self.about = tasks, options, name, about
+
+    def measure(self, run: Run, options: P) -> Measured:
+        """The measures of a run.
+
+        Raises:
+          UserError: the run's data cannot be read.
+        """
+        assert isinstance(options, EvalOptions)
+        return Measured(measure_split(run, options.split))
+
+    def is_standard(self, options: P) -> bool:
+        """Whether these options ask for the measures that are kept."""
+        return options.checkpoint == "best"
+
+    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
+        """A table of the measures of many runs."""
+        raise NotImplementedError
+
+    def draw(self, measured: Sequence[Measured]) -> Figure:
+        """A picture of many runs."""
+        raise NotImplementedError
+
+    def main(self, argv: Sequence[str]) -> None:
+        """Prints one JSON object for each run of --workdir, or the table of the runs under --table; see --help.
+
+        Raises:
+          UserError: there is no such run or checkpoint, its data cannot be read, or the options don't fit.
+        """
+        options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
+        workdirs = (options.workdir,) if isinstance(options.workdir, str) else options.workdir or ()
+        table = picture = None
+        if isinstance(options, TableOptions):
+            table = options.table
+            if bool(workdirs) == (table is not None):
+                raise UserError("--workdir, --table: expected one of the two")
+            if options.picture is not None and (table is None) == (self.drawn == "table"):
+                raise UserError(f"--picture: expected with --{self.drawn} only")
+            picture = picture_path(options.picture)
+        elif not workdirs:
+            raise UserError("--workdir: expected the folder of a run")
+        if table is not None:
+            measured = self._measure_all(table, options)
+            print(self.markdown([each.result for each in measured]))
+        else:
+            measured = []
+            for workdir in workdirs:
+                measured.append(self._measure_and_keep(workdir, options))
+                print(json.dumps(measured[-1].result), flush=True)
+        if picture is not None:
+            save(self.draw(measured), picture)
+
+    def _measure_and_keep(self, workdir: str, options: P) -> Measured:
+        measured = self.measure(open_run(self.tasks, workdir, options.checkpoint), options)
+        if self.kept is not None and self.is_standard(options):
+            write_whole(epath.Path(workdir) / self.kept, json.dumps(measured.result, indent=1) + "\n")
+        return measured
+
+    def _measure_all(self, folder: str, options: P) -> list[Measured]:
+        """The measures of all runs under a folder; those that are kept are not measured again."""
+        measured = []
+        for path in find_runs(self.tasks, Path(folder)):
+            kept = None if self.kept is None else path / self.kept
+            if kept is not None and self.is_standard(options) and kept.exists():
+                measured.append(Measured(json.loads(kept.read_text())))
+            else:
+                measured.append(self._measure_and_keep(str(path), options))
+        if not measured:
+            raise UserError(f"--table: no run of {self.name.replace('eval', 'train', 1)} under {folder}")
+        return measured
+
+
+def measure_split(run: Run, split: str) -> dict[str, Any]:
+    """The measures of a run on a split of its data, and what was measured."""
+    data = run.task.load(run.config, (split,))
+    return {
+        **run.task.measure(run.config, run.model, run.params, data, split),
+        "step": run.step,
+        "split": split,
+    }

@@ -1,0 +1,131 @@
+"""The smallest task one can add: whether a vector of bits has an odd number of ones. Trained by
+python -m tests.train.parity [OPTIONS], measured by `evaluation.main`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brl_jax.layers import FullConfig
+from brl_jax.models import Classifier, EncoderConfig
+from eval.main import EvalOptions, Evaluation
+from train.config import LoopConfig, RunConfig
+from train.data.repeated import RepeatedBatches
+from train.errors import command
+from train.fields import Decided, Flat
+from train.main import train_main
+from train.mesh import host_rows
+from train.optimizer import OptimizerConfig
+from train.task import Task
+from train.tasks.lra import lra_objective
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityDataConfig:
+    """The vectors."""
+
+    bits: int = 4
+    """Bits of a vector."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityModelConfig(EncoderConfig):
+    """The network."""
+
+    vocab_size: Decided[int] = 2
+    num_classes: Decided[int] = 2
+    max_length: Decided[int] = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityConfig(RunConfig):
+    """A classifier of vectors of bits."""
+
+    data: Annotated[ParityDataConfig, Flat]
+    model: Annotated[ParityModelConfig, Flat]
+
+
+def draw(bits, seed, rows, count):
+    """Random vectors; a row is the same whichever others are drawn."""
+    drawn = np.random.default_rng(seed).integers(2, size=(count, bits)).astype(np.int32)[rows]
+    ones = np.ones(len(rows), np.float32)
+    lengths = np.full(len(rows), bits, np.int32)
+    return {"tokens": drawn, "lengths": lengths, "targets": drawn.sum(axis=1) % 2, "weights": ones}
+
+
+class HeldOut:
+    """One batch of vectors."""
+
+    num_bytes = None
+
+    def __init__(self, bits, batch, split, rows):
+        self.batch, self._batch = batch, draw(bits, [1, len(split)], rows, batch)
+
+    def __iter__(self):
+        yield self._batch | {"reset": np.bool_(False)}
+
+
+class ParityTask(Task[ParityConfig, None]):
+    """Classification of vectors that are drawn as they are needed."""
+
+    name, about, default_preset = "parity", "Trains a classifier of bits.", "parity"
+    config_class = ParityConfig
+    presets = {  # noqa: RUF012
+        "parity": ParityConfig(
+            LoopConfig(steps=6, batch=8, eval_every=3, checkpoint_every=3, tensorboard=False),
+            ParityDataConfig(),
+            ParityModelConfig(num_layers=1, d_model=16, num_heads=2, d_ff=16, mechanism=FullConfig()),
+            OptimizerConfig(learning_rate=1e-2, warmup_steps=2, decay="constant"),
+        )
+    }
+
+    def sized(self, config, data=None):
+        return dataclasses.replace(
+            config, model=dataclasses.replace(config.model, max_length=config.data.bits)
+        )
+
+    def model(self, config):
+        return Classifier(config.model)
+
+    def objective(self, model, config):
+        return lra_objective(model)
+
+    def batch_shapes(self, config, rows):
+        batch = draw(config.data.bits, 0, np.arange(rows), rows)
+        return {name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for name, x in batch.items()}
+
+    def load(self, config, splits):
+        return None
+
+    def training_stream(self, config, data, mesh):
+        bits, batch, seed = config.data.bits, config.loop.batch, config.loop.seed
+        rows = host_rows(mesh, batch)
+
+        def make(index, step):
+            return draw(bits, [0, seed, index], rows, batch) | {"reset": np.bool_(False)}
+
+        return RepeatedBatches(make, 1, {"batch": batch, "seed": seed})
+
+    def held_out(self, config, data, split, mesh=None):
+        rows = config.loop.microbatch
+        return HeldOut(
+            config.data.bits, rows, split, np.arange(rows) if mesh is None else host_rows(mesh, rows)
+        )
+
+
+PARITY = ParityTask()
+evaluation = Evaluation([PARITY], EvalOptions(), name="tests.train.parity", about="Measures it.")
+
+
+def main(argv):
+    """Trains."""
+    train_main([PARITY], argv, name="tests.train.parity")
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "tests.train.parity"))

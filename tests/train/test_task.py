@@ -1,0 +1,80 @@
+"""A task is one object: a new one in a file of its own trains, resumes, is measured and planned; all have the same."""
+
+import json
+
+import jax
+import pytest
+
+from tests.train import parity
+from tests.train.logs import metrics_lines
+from train.errors import UserError
+from train.fields import Mark, marked
+from train.task import read_config
+from train.tasks import TASKS
+
+MEASURED = ("step", "loss", "accuracy", "val_loss", "val_accuracy")
+
+
+def test_a_new_task_end_to_end(tmp_path, capsys):
+    """Trained by its own command, resumed, and measured as it was while training."""
+    parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "4"])
+    assert f"done: 4 steps in {tmp_path}/cut\n" in capsys.readouterr().err
+    parity.main(["--workdir", f"{tmp_path}/cut"])
+    parity.main(["--workdir", f"{tmp_path}/whole"])
+    whole, cut = (metrics_lines(tmp_path / name, MEASURED) for name in ("whole", "cut"))
+    assert [entry["step"] for entry in whole] == list(range(1, 7))
+    # Step 4 was the last one once, and has a measure of its own.
+    assert [entry | {"val_loss": 0, "val_accuracy": 0} for entry in cut] == [
+        pytest.approx(entry | {"val_loss": 0, "val_accuracy": 0}) for entry in whole
+    ]
+    assert {path.name for path in (tmp_path / "cut").iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        "checkpoints",
+    }
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["task"] == "parity"
+    capsys.readouterr()
+    parity.evaluation.main(["--workdir", str(tmp_path / "whole"), "--split", "valid", "--checkpoint", "last"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["accuracy"] == pytest.approx(whole[-1]["val_accuracy"])
+    assert (result["step"], result["split"]) == (6, "valid")
+    with pytest.raises(UserError, match="is of another configuration: bits 4 -> 5"):
+        parity.main(["--workdir", f"{tmp_path}/cut", "--bits", "5"])
+    with pytest.raises(UserError, match=r"unknown option --vocab_size"):
+        parity.main(["--vocab_size", "3"])
+    with pytest.raises(UserError, match=r"config.json is of the task 'parity'; expected lm"):
+        read_config([TASKS["lm"]], tmp_path / "cut" / "config.json")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task(name):
+    """Presets are of the task's class, fields are marked, and the objective takes a batch of the shapes it names."""
+    task = TASKS[name]
+    assert task.name == name
+    for preset in task.presets.values():
+        assert type(preset) is task.config_class
+    assert {"loop.steps", "loop.workdir", "mesh", "hosts"} <= task.free_fields()
+    assert not {"loop.seed", "loop.batch", "model", "optimizer"} & task.free_fields()
+    assert set(marked(task.config_class, Mark.DECIDED)) >= (
+        {"model.vocab_size"} if name in ("lm", "lra", "forecast_tokens") else {"model.num_inputs"}
+    )
+    config = task.sized(task.presets[task.default_preset])
+    model = task.build(config)
+    objective = task.objective(model, config)
+    batch = task.batch_shapes(config, 3)
+    sums, _ = jax.eval_shape(
+        lambda key: objective.sums(objective.init(key), objective.init_memory(3), batch_of(batch), None),
+        jax.random.key(0),
+    )
+    assert sums.keys() == {"loss", "weight", *objective.averages}
+
+
+def batch_of(shapes):
+    """Zeros of these shapes."""
+    return {name: jax.numpy.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+
+
+def test_names_and_classes_tell_tasks_apart():
+    presets = [preset for task in TASKS.values() for preset in task.presets]
+    assert len(set(presets)) == len(presets)
+    assert len({task.config_class for task in TASKS.values()}) == len(TASKS)

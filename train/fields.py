@@ -1,0 +1,49 @@
+"""What a configuration's field says about itself, as part of its type.
+
+steps: Free[int] = 1000              a run that is resumed may have another value
+vocab_size: Decided[int] = 256       the task or its data set it: there is no such option
+model: Annotated[ModelConfig, Flat]  its fields are options without a prefix (--d_model, not --model.d_model)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+
+
+class Mark(enum.Enum):
+    """What a field may say."""
+
+    FREE = "a run that is resumed may change it"
+    DECIDED = "the task or its data set it"
+
+
+Free = Annotated[T, Mark.FREE]
+Decided = Annotated[T, Mark.DECIDED, tyro.conf.Fixed, tyro.conf.Suppress]
+Flat = tyro.conf.arg(name="")
+
+
+def marked(kind: type, mark: Mark, prefix: str = "") -> Iterator[str]:
+    """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part stands for all of its
+    fields."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    plain = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        part = part_of(plain[field.name])
+        if mark in getattr(hints[field.name], "__metadata__", ()):
+            yield prefix + field.name
+        elif part is not None:
+            yield from marked(part, mark, f"{prefix}{field.name}.")
+
+
+def part_of(hint: Any) -> type | None:
+    """The dataclass in a field's type, or None."""
+    options = (hint, *typing.get_args(hint))
+    return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)

@@ -1,0 +1,62 @@
+"""The one training command behind `python -m train.lm`, `train.lra` and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from train.config import parse
+from train.hosts import join, lead_first
+from train.loop import train
+from train.mesh import open_mesh
+from train.metrics import log
+from train.task import Task
+
+
+def train_main(
+    tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str, measured_by: str | None = None
+) -> None:
+    """Trains what a command line asks for; see `--help`.
+
+    Args:
+      tasks: those whose presets the command knows; the first one's default preset is the command's.
+      argv: the arguments, without the program's name.
+      name: the command's module, "train.lm". measured_by: that of the command that measures its runs, "eval.lm".
+
+    Raises:
+      UserError, RunError, Stopped: see `train.loop.train`.
+    """
+    presets = {preset: config for task in tasks for preset, config in task.presets.items()}
+    config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
+    task = next(task for task in tasks if task.config_class is type(config))
+    join(config.hosts)
+    mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
+    if task.is_sized_by_data:
+        data = _load(task, config)
+        config = task.sized(config, data)
+        model = task.build(config)
+    else:  # checked first: to make the data may take minutes
+        config = task.sized(config)
+        model = task.build(config)
+        data = _load(task, config)
+    streams = task.streams(config, data, mesh)
+    state = train(
+        task.objective(model, config),
+        config.loop,
+        config.optimizer,
+        config=task.to_json(config),
+        free=task.free_fields(),
+        stream=streams.training,
+        held_out=streams.held_out,
+        full_held_out=streams.full_held_out,
+        mesh=mesh,
+    )
+    then = f"; python -m {measured_by} --workdir {config.loop.workdir} measures it" if measured_by else ""
+    log(f"done: {config.loop.steps} steps in {config.loop.workdir}{then}")
+    task.finish(config, data, model, state.params, mesh)
+
+
+def _load(task: Task[Any, Any], config: Any) -> Any:
+    """The data of a run. The first process makes what is missing; the others wait and find it."""
+    with lead_first("data"):
+        return task.load(config, ("train", "valid"))

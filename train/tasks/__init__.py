@@ -1,0 +1,14 @@
+"""The tasks, one file each (the settings of lm and lra beside them)."""
+
+from typing import Any
+
+from train.task import Task
+from train.tasks.forecast import FORECAST_TASKS
+from train.tasks.lm import LM
+from train.tasks.lra import LRA
+from train.tasks.regression import REGRESSION
+
+_TASKS: tuple[Task[Any, Any], ...] = (LM, LRA, REGRESSION, *FORECAST_TASKS)
+TASKS = {task.name: task for task in _TASKS}
+
+__all__ = ["TASKS"]

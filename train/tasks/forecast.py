@@ -1,0 +1,276 @@
+"""The two tasks of `python -m train.forecast`: an encoder that forecasts the whole horizon at once, and a decoder of
+tokens."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.checks import check_choice
+from brl_jax.layers import FullConfig
+from brl_jax.models import DecoderConfig, DecoderLM, Regressor, RegressorConfig
+from train.config import LoopConfig, RunConfig
+from train.data.series import (
+    CLOCK,
+    HeldOutWindows,
+    Series,
+    SeriesConfig,
+    Windows,
+    WindowStream,
+    load_series,
+    origins,
+)
+from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins
+from train.fields import Decided, Flat
+from train.mesh import host_rows
+from train.mup import make_rates
+from train.optimizer import OptimizerConfig
+from train.step import Batch, Objective
+from train.task import Task
+from train.tasks.lm import lm_objective
+
+LossKind = Literal["squared", "absolute"]
+Center = Literal["last", "mean", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForecastModelConfig(RegressorConfig):
+    """The network."""
+
+    is_causal: Decided[bool] = False
+    num_inputs: Decided[int] = 1
+    num_outputs: Decided[int] = 1
+    max_length: Decided[int] = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenModelConfig(DecoderConfig):
+    """The network."""
+
+    vocab_size: Decided[int] = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class ForecastConfig(RunConfig):
+    """An encoder that reads what is known, and empty tokens for the horizon, whose values it predicts."""
+
+    data: Annotated[SeriesConfig, Flat]
+    model: Annotated[ForecastModelConfig, Flat]
+    objective: LossKind = "squared"
+    """What training minimises: squared or absolute errors, in normalised units."""
+    center: Center = "last"
+    """What is subtracted from a window and added to the forecast, because the level differs from season to season: the
+    last known row (NLinear, Zeng et al. 2023, arXiv:2205.13504), the mean of the known rows (half of RevIN, Kim et al.
+    2022), or nothing."""
+
+    def __post_init__(self):
+        check_choice("objective", self.objective, get_args(LossKind))
+        check_choice("center", self.center, get_args(Center))
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenForecastConfig(RunConfig):
+    """A decoder of a series' tokens."""
+
+    data: Annotated[TokenSeriesConfig, Flat]
+    model: Annotated[TokenModelConfig, Flat]
+
+
+AnyForecastConfig = ForecastConfig | TokenForecastConfig
+F = TypeVar("F", ForecastConfig, TokenForecastConfig)
+
+
+def _loop() -> LoopConfig:
+    return LoopConfig(
+        steps=1_000, batch=32, eval_every=100, checkpoint_every=100, patience=5, keep_checkpoints=1
+    )
+
+
+_SIZES: dict[str, Any] = {"num_layers": 2, "d_model": 64, "num_heads": 4, "d_ff": 128, "dropout": 0.1}
+_OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=50, weight_decay=0.05, beta2=0.98)
+
+_ENCODER = ForecastConfig(
+    loop=_loop(),
+    data=SeriesConfig(),
+    model=ForecastModelConfig(**_SIZES, mechanism=FullConfig()),
+    optimizer=_OPTIMIZER,
+)
+_TOKENS = TokenForecastConfig(
+    loop=_loop(),
+    data=TokenSeriesConfig(),
+    model=TokenModelConfig(**_SIZES, mechanism=FullConfig()),
+    optimizer=_OPTIMIZER,
+)
+
+
+def forecast(
+    model: Regressor, config: ForecastConfig, params: Any, batch: Batch, key: Array | None = None
+) -> Float[Array, "B H C"]:
+    """The rows after the known ones, in normalised units. `batch` is what `Windows` gives; the values of the rows to
+    forecast are not read."""
+    known = batch["values"][:, : config.data.lookback]
+    match config.center:
+        case "last":
+            level = known[:, -1:]
+        case "mean":
+            level = known.mean(axis=1, keepdims=True)
+        case _:
+            level = jnp.zeros_like(known[:, :1])
+    empty = ((0, 0), (0, config.data.horizon), (0, 0))
+    tokens = jnp.concatenate(
+        [jnp.pad(known - level, empty), jnp.pad(jnp.ones_like(known[..., :1]), empty), batch["clock"]],
+        axis=-1,
+    )
+    out: Any = model.apply(
+        {"params": params},
+        tokens,
+        deterministic=key is None,
+        rngs={} if key is None else {"dropout": key},
+    )
+    return out[:, config.data.lookback :] + level
+
+
+def forecast_objective(model: Regressor, config: ForecastConfig) -> Objective:
+    """Squared or absolute errors, the mean over columns and rows to forecast; "mae" and "mse" are reported."""
+    columns = model.config.num_outputs
+    lookback = config.data.lookback
+
+    def init(key: Array) -> Any:
+        return model.init(key, jnp.zeros((1, 2, model.config.num_inputs), jnp.float32))["params"]
+
+    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+        off = forecast(model, config, params, batch, key) - batch["values"][:, lookback:]
+        weights = batch["weights"][:, lookback:]
+        sums = {
+            "mae": jnp.sum(jnp.abs(off).sum(-1) * weights) / columns,
+            "mse": jnp.sum(jnp.square(off).sum(-1) * weights) / columns,
+        }
+        total = sums["mse"] if config.objective == "squared" else sums["mae"]
+        return total, jnp.sum(weights), memory, sums
+
+    return Objective(init, loss, lambda rows: None, averages=("mae", "mse"), rates=make_rates(model.config))
+
+
+class _SeriesTask(Task[F, Series]):
+    """What both forecasters have in common: windows of one table. Their data are the table."""
+
+    about = "Trains a forecaster of time series."
+    is_sized_by_data = True
+
+    def load(self, config: F, splits: Sequence[str]) -> Series:
+        return load_series(config.data)
+
+    @abc.abstractmethod
+    def windows(self, config: F, series: Series) -> Any:
+        """What makes batches of windows."""
+
+    @abc.abstractmethod
+    def origins(self, config: F, series: Series, split: str, stride: int) -> Any:
+        """Where the windows of a split begin to forecast."""
+
+    def training_stream(self, config: F, data: Series, mesh: Mesh) -> WindowStream:
+        return WindowStream(
+            self.windows(config, data),
+            self.origins(config, data, "train", 1),
+            batch=config.loop.batch,
+            seed=config.loop.seed,
+            digest=data.digest,
+            rows=host_rows(mesh, config.loop.batch),
+        )
+
+    def held_out(self, config: F, data: Series, split: str, mesh: Mesh | None = None) -> HeldOutWindows:
+        rows = config.loop.microbatch
+        return HeldOutWindows(
+            self.windows(config, data),
+            self.origins(config, data, split, config.data.valid_stride),
+            batch=rows,
+            rows=None if mesh is None else host_rows(mesh, rows),
+        )
+
+
+class ForecastTask(_SeriesTask[ForecastConfig]):
+    """An encoder that predicts all rows of the horizon at once."""
+
+    name = "forecast"
+    config_class = ForecastConfig
+    presets: Mapping[str, ForecastConfig] = MappingProxyType({"encoder": _ENCODER})
+    default_preset = "encoder"
+
+    def sized(self, config: ForecastConfig, data: Series | None = None) -> ForecastConfig:
+        """The table decides the columns, the windows the length."""
+        if data is None and config.data.features == "multivariate":
+            data = load_series(config.data)
+        columns = 1 if data is None else len(data.columns)
+        model = dataclasses.replace(
+            config.model,
+            num_inputs=columns + 1 + CLOCK,
+            num_outputs=columns,
+            max_length=config.data.lookback + config.data.horizon,
+        )
+        return dataclasses.replace(config, model=model)
+
+    def model(self, config: ForecastConfig) -> Regressor:
+        return Regressor(config.model)
+
+    def objective(self, model: Regressor, config: ForecastConfig) -> Objective:
+        return forecast_objective(model, config)
+
+    def batch_shapes(self, config: ForecastConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        length = config.data.lookback + config.data.horizon
+        shapes = {
+            "weights": (rows, length),
+            "values": (rows, length, config.model.num_outputs),
+            "clock": (rows, length, CLOCK),
+        }
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def windows(self, config: ForecastConfig, series: Series) -> Windows:
+        return Windows(series, config.data)
+
+    def origins(self, config: ForecastConfig, series: Series, split: str, stride: int) -> Any:
+        return origins(config.data, split, stride)
+
+
+class TokenForecastTask(_SeriesTask[TokenForecastConfig]):
+    """A decoder of one column's values as tokens."""
+
+    name = "forecast_tokens"
+    config_class = TokenForecastConfig
+    presets: Mapping[str, TokenForecastConfig] = MappingProxyType({"tokens": _TOKENS})
+    default_preset = "tokens"
+
+    def sized(self, config: TokenForecastConfig, data: Series | None = None) -> TokenForecastConfig:
+        """The bins are the vocabulary."""
+        return dataclasses.replace(
+            config, model=dataclasses.replace(config.model, vocab_size=config.data.bins)
+        )
+
+    def model(self, config: TokenForecastConfig) -> DecoderLM:
+        return DecoderLM(config.model)
+
+    def objective(self, model: DecoderLM, config: TokenForecastConfig) -> Objective:
+        return lm_objective(model)
+
+    def batch_shapes(self, config: TokenForecastConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (rows, config.data.lookback + config.data.horizon - 1)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        weights = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return {"tokens": tokens, "targets": tokens, "weights": weights}
+
+    def windows(self, config: TokenForecastConfig, series: Series) -> TokenWindows:
+        return TokenWindows(series, config.data)
+
+    def origins(self, config: TokenForecastConfig, series: Series, split: str, stride: int) -> Any:
+        return column_origins(origins(config.data, split, stride), len(series.columns))
+
+
+FORECAST, FORECAST_TOKENS = ForecastTask(), TokenForecastTask()
+FORECAST_TASKS: tuple[Task[Any, Any], ...] = (FORECAST, FORECAST_TOKENS)

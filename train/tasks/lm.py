@@ -1,0 +1,181 @@
+"""The task of `python -m train.lm`: a decoder that predicts the next token of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from brl_jax.decoding import generate
+from brl_jax.models import DecoderLM
+from train.data import Corpus, EvalStream, Tokenizer, TokenStreams, load
+from train.errors import UserError
+from train.hosts import is_lead
+from train.loop import HeldOut, held_out_metrics
+from train.mesh import host_rows
+from train.mup import make_rates
+from train.step import Batch, Objective
+from train.task import Streams, Task
+from train.tasks.lm_config import PRESETS, LmConfig
+
+# Tokens of held-out text that the sample continues where no prompt is given.
+_SAMPLE_CONTEXT = 64
+_SAMPLE_TEMPERATURE = 0.8
+
+
+class LmData(NamedTuple):
+    """A text: its tokenizer, its splits, and the tokens that the sample continues (None without a training split)."""
+
+    tokenizer: Tokenizer
+    corpora: Mapping[str, Corpus]
+    prompt: Int[np.ndarray, " P"] | None
+
+
+def lm_objective(model: DecoderLM) -> Objective:
+    """Next-token prediction on {"tokens", "targets": (B, T) int32, and optionally "weights": (B, T) float32}."""
+
+    def init(key: Array) -> Any:
+        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+        return model.apply(
+            {"params": params},
+            batch["tokens"],
+            batch["targets"],
+            batch.get("weights"),
+            memory=memory,
+            deterministic=key is None,
+            rngs={} if key is None else {"dropout": key},
+            method="loss",
+        )
+
+    return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
+
+
+def held_out_stream(corpus: Corpus, config: LmConfig, limit: int, mesh: Mesh | None = None) -> EvalStream:
+    """One pass over a held-out corpus, or its first `limit` tokens (0: all), in batches of a microbatch's
+    shape; on a mesh, the rows of this process."""
+    # A row needs a few targets: a short text in many rows would be read almost without past.
+    rows = max(1, min(config.loop.microbatch, len(corpus.tokens) // config.loop.length))
+    return EvalStream(
+        corpus,
+        batch=rows,
+        length=config.loop.length,
+        limit=limit or None,
+        rows=None if mesh is None else host_rows(mesh, rows),
+    )
+
+
+def vocabulary(tokenizer: str) -> int:
+    """The size of a tokenizer's vocabulary, from its name. Raises UserError where the name does not give it."""
+    if tokenizer == "bytes":
+        return 256
+    size = re.fullmatch(r"(?:bpe:|words:max=|chars:max=)(\d+)", tokenizer)
+    if size is None:
+        raise UserError(
+            "--tokenizer: expected bytes, bpe:SIZE or words:max=SIZE (or chars:max=SIZE), whose size is known without "
+            f"the text, got {tokenizer!r}"
+        )
+    return int(size[1])
+
+
+class LmTask(Task[LmConfig, LmData]):
+    """Next-token prediction; the memory of a row is carried from batch to batch."""
+
+    name = "lm"
+    about = "Trains a decoder language model on text."
+    config_class = LmConfig
+    presets = PRESETS
+    default_preset = "small"
+    is_sized_by_data = True
+
+    def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
+        """The tokenizer decides the size of the vocabulary."""
+        size = vocabulary(config.data.tokenizer) if data is None else data.tokenizer.vocab_size
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+    def model(self, config: LmConfig) -> DecoderLM:
+        return DecoderLM(config.model)
+
+    def objective(self, model: DecoderLM, config: LmConfig) -> Objective:
+        return lm_objective(model)
+
+    def batch_shapes(self, config: LmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
+        return {"tokens": tokens, "targets": tokens}
+
+    def row_length(self, config: LmConfig) -> int:
+        return config.loop.length
+
+    def load(self, config: LmConfig, splits: Sequence[str]) -> LmData:
+        tokenizer, corpora = load(config.data, config.loop.workdir, splits)
+        # The prompt is encoded before training, so that a bad one is an error at once.
+        prompt = _sample_prompt(config, tokenizer, corpora["valid"]) if "train" in splits else None
+        return LmData(tokenizer, corpora, prompt)
+
+    def training_stream(self, config: LmConfig, data: LmData, mesh: Mesh) -> TokenStreams:
+        return TokenStreams(
+            data.corpora["train"],
+            batch=config.loop.batch,
+            length=config.loop.length,
+            seed=config.loop.seed,
+            rows=host_rows(mesh, config.loop.batch),
+        )
+
+    def held_out(self, config: LmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> EvalStream:
+        return held_out_stream(data.corpora[split], config, 0, mesh)
+
+    def streams(self, config: LmConfig, data: LmData, mesh: Mesh) -> Streams:
+        """Evaluations on the way may read a part of the held-out text only."""
+        held_out = held_out_stream(data.corpora["valid"], config, config.loop.eval_tokens, mesh)
+        whole = self.held_out(config, data, "valid", mesh) if config.loop.full_eval else held_out
+        return Streams(self.training_stream(config, data, mesh), held_out, whole)
+
+    def measures(
+        self, config: LmConfig, data: LmData, split: str, held_out: HeldOut, sums: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Perplexity (per token), bits per byte (of the original text, so that tokenizers compare), loss in nats."""
+        metrics = held_out_metrics(sums, held_out.num_bytes)
+        return {
+            "perplexity": math.exp(metrics["val_loss"]),
+            "bits_per_byte": metrics["val_bits_per_byte"],
+            "loss": metrics["val_loss"],
+            "tokens": round(sums["weight"]),
+        }
+
+    def finish(self, config: LmConfig, data: LmData, model: DecoderLM, params: Any, mesh: Mesh) -> None:
+        """Prints a sample of what the model learnt."""
+        if not config.sample_tokens:
+            return
+        with jax.set_mesh(mesh):
+            tokens = generate(
+                model,
+                {"params": params},
+                jnp.asarray(data.prompt, jnp.int32)[None],
+                max_new_tokens=config.sample_tokens,
+                rng=jax.random.key(config.loop.seed),
+                temperature=_SAMPLE_TEMPERATURE,
+            )
+        if is_lead():
+            print(data.tokenizer.decode(np.asarray(tokens.addressable_data(0)[0])))
+
+
+def _sample_prompt(config: LmConfig, tokenizer: Tokenizer, held_out: Corpus) -> Int[np.ndarray, " P"]:
+    """The tokens that the sample continues."""
+    if not config.sample_prompt:
+        return np.asarray(held_out.tokens[:_SAMPLE_CONTEXT], np.int32)
+    try:
+        return tokenizer.encode(config.sample_prompt)
+    except UserError as error:
+        raise UserError(f"--sample_prompt: {error}") from error
+
+
+LM = LmTask()

@@ -1,0 +1,174 @@
+"""The task of `python -m train.regression`: a decoder that learns linear functions from pairs in its prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, FullConfig, Mechanism
+from brl_jax.models import Regressor, RegressorConfig
+from train.config import LoopConfig, RunConfig
+from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, PromptStream, least_squares_errors
+from train.fields import Decided, Flat
+from train.mesh import host_rows
+from train.mup import make_rates
+from train.optimizer import OptimizerConfig
+from train.step import Batch, Objective
+from train.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class RegressionModelConfig(RegressorConfig):
+    """The network."""
+
+    is_causal: Decided[bool] = True
+    num_inputs: Decided[int] = 1
+    num_outputs: Decided[int] = 1
+    max_length: Decided[int] = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class RegressionConfig(RunConfig):
+    """A decoder trained to predict linear functions from examples in its context."""
+
+    data: Annotated[InContextConfig, Flat]
+    model: Annotated[RegressionModelConfig, Flat]
+
+
+def _small(mechanism: Mechanism, num_heads: int) -> RegressionConfig:
+    return RegressionConfig(
+        loop=LoopConfig(steps=6_000, batch=64, eval_every=500, checkpoint_every=500, keep_checkpoints=1),
+        data=InContextConfig(),
+        model=RegressionModelConfig(
+            num_layers=3, d_model=64, num_heads=num_heads, ffn="relu", mechanism=mechanism, mup_base_width=64
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=200, weight_decay=0.0, beta2=0.98),
+    )
+
+
+PRESETS: dict[str, RegressionConfig] = {
+    "full-8": _small(FullConfig(), 8),
+    "full-1": _small(FullConfig(), 1),
+    "btt-8": _small(BilinearBTTConfig(), 8),
+    "mlr-8": _small(BilinearMLRConfig(), 8),
+}
+
+
+def make_prompt(x: Float[Array, "B P D"], y: Float[Array, "B P"], kind: Prompt) -> Float[Array, "B T E"]:
+    """(x_1, 0), (0, y_1), (x_2, 0), (0, y_2), ...: T = 2 P tokens of D + 1 numbers; "joined" has (x_i, y_i) for
+    (0, y_i)."""
+    batch, pairs, _ = x.shape
+    questions = jnp.pad(x, ((0, 0), (0, 0), (0, 1)))
+    answers = jnp.concatenate([x if kind == "joined" else jnp.zeros_like(x), y[..., None]], axis=-1)
+    return jnp.stack([questions, answers], axis=2).reshape(batch, 2 * pairs, -1)
+
+
+def squared_errors(
+    model: Regressor, kind: Prompt, params: Any, batch: Batch, key: Array | None
+) -> Float[Array, "B P"]:
+    """The squared error of each y, predicted at the token that holds its x alone.
+
+    `batch` is {"x": (B, P, D), "y": (B, P)} floats.
+    """
+    predicted: Any = model.apply(
+        {"params": params},
+        make_prompt(batch["x"], batch["y"], kind),
+        deterministic=key is None,
+        rngs={} if key is None else {"dropout": key},
+    )
+    return jnp.square(predicted[:, ::2, 0] - batch["y"])
+
+
+def regression_objective(model: Regressor, kind: Prompt) -> Objective:
+    """The mean squared error over {"x": (B, P, D), "y": (B, P), "weights": (B, P)} floats."""
+
+    def init(key: Array) -> Any:
+        return model.init(key, jnp.zeros((1, 2, model.config.num_inputs), jnp.float32))["params"]
+
+    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+        weights = batch["weights"]
+        errors = squared_errors(model, kind, params, batch, key)
+        return jnp.sum(errors * weights), jnp.sum(weights), memory
+
+    return Objective(init, loss, lambda rows: None, rates=make_rates(model.config))
+
+
+class RegressionTask(Task[RegressionConfig, None]):
+    """In-context linear regression; the prompts are drawn as they are needed, so that there is nothing to load."""
+
+    name = "regression"
+    about = "Trains a decoder on in-context linear regression."
+    config_class = RegressionConfig
+    presets = PRESETS
+    default_preset = "btt-8"
+
+    def sized(self, config: RegressionConfig, data: None = None) -> RegressionConfig:
+        """The prompts decide the inputs and the length."""
+        model = dataclasses.replace(
+            config.model, num_inputs=config.data.input_dim + 1, max_length=2 * config.data.pairs
+        )
+        return dataclasses.replace(config, model=model)
+
+    def model(self, config: RegressionConfig) -> Regressor:
+        return Regressor(config.model)
+
+    def objective(self, model: Regressor, config: RegressionConfig) -> Objective:
+        return regression_objective(model, config.data.prompt)
+
+    def batch_shapes(self, config: RegressionConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (rows, config.data.pairs)
+        y = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return {"y": y, "weights": y, "x": jax.ShapeDtypeStruct((*shape, config.data.input_dim), jnp.float32)}
+
+    def load(self, config: RegressionConfig, splits: Sequence[str]) -> None:
+        return None
+
+    def training_stream(self, config: RegressionConfig, data: None, mesh: Mesh) -> PromptStream:
+        return PromptStream(
+            config.data,
+            batch=config.loop.batch,
+            seed=config.loop.seed,
+            rows=host_rows(mesh, config.loop.batch),
+        )
+
+    def held_out(
+        self, config: RegressionConfig, data: None, split: str, mesh: Mesh | None = None
+    ) -> HeldOutPrompts:
+        rows = config.loop.microbatch
+        return HeldOutPrompts(
+            config.data, batch=rows, split=split, rows=None if mesh is None else host_rows(mesh, rows)
+        )
+
+    def measure(
+        self, config: RegressionConfig, model: Regressor, params: Any, data: None, split: str
+    ) -> dict[str, Any]:
+        """The squared error by the number of pairs seen before, of the model and of least squares, and their means."""
+        kind = config.data.prompt
+        errors_of = jax.jit(lambda params, batch: squared_errors(model, kind, params, batch, None))
+        errors, least = [], []
+        for batch in self.held_out(config, data, split):
+            exists = batch["weights"][:, 0] > 0
+            errors.append(np.asarray(errors_of(params, {"x": batch["x"], "y": batch["y"]}))[exists])
+            least.append(least_squares_errors(batch["x"][exists], batch["y"][exists]))
+        ours, best = np.concatenate(errors), np.concatenate(least)
+        by_prompt = ours.mean(axis=1)
+        return {
+            "error": float(ours.mean()),
+            "standard_error": float(by_prompt.std(ddof=1) / np.sqrt(len(by_prompt)))
+            if len(ours) > 1
+            else None,
+            "least_squares_error": float(best.mean()),
+            "errors": ours.mean(axis=0).tolist(),
+            "least_squares": best.mean(axis=0).tolist(),
+            "prompts": len(ours),
+        }
+
+
+REGRESSION = RegressionTask()
