@@ -1,20 +1,33 @@
-"""TPU kernels in Pallas: arrays in, arrays out, differentiable, forward and backward."""
+"""TPU kernels in Pallas: functions of arrays, differentiable, with forward and backward kernels of their own.
 
-from pallas_kernels.tpu.block.api import block_attention
+Whether a kernel can serve a call is known from shapes and dtypes alone: each function has a `..._obstacle` beside it.
+"""
+
+from pallas_kernels.tpu.block.api import block_attention, block_obstacle
 from pallas_kernels.tpu.block.plan import Granules
-from pallas_kernels.tpu.compress.api import compress, compress_blocks
-from pallas_kernels.tpu.core.sizes import WindowBlocks, chip_name
-from pallas_kernels.tpu.propagate.api import propagate
-from pallas_kernels.tpu.window.api import window_attention, window_fits
+from pallas_kernels.tpu.compress.api import (
+    compress,
+    compress_blocks,
+    compress_blocks_obstacle,
+    compress_obstacle,
+)
+from pallas_kernels.tpu.core.chips import chip_name
+from pallas_kernels.tpu.propagate.api import propagate, propagate_obstacle
+from pallas_kernels.tpu.window.api import window_attention, window_obstacle
+from pallas_kernels.tpu.window.sizes import WindowBlocks
 
 __all__ = [
     "Granules",
     "WindowBlocks",
     "block_attention",
+    "block_obstacle",
     "chip_name",
     "compress",
     "compress_blocks",
+    "compress_blocks_obstacle",
+    "compress_obstacle",
     "propagate",
+    "propagate_obstacle",
     "window_attention",
-    "window_fits",
+    "window_obstacle",
 ]

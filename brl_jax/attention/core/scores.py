@@ -6,22 +6,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal, get_args
-
 import jax
 import jax.numpy as jnp
 
-from brl_jax.attention.core.checks import require
-
-Score = Literal["softmax", "relu2", "laplace"]
-
-_LAPLACE_MEAN = math.sqrt(0.5)
-_LAPLACE_DEVIATION = math.sqrt(0.25 / math.pi)
-
-
-def check_score(score: str) -> None:
-    require(score in get_args(Score), f"score must be one of {get_args(Score)}, got {score!r}")
+from pallas_kernels import scores
+from pallas_kernels.scores import Score, check_score
 
 
 def accumulation_dtype(dtype):
@@ -29,24 +18,9 @@ def accumulation_dtype(dtype):
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
-@jax.custom_jvp
-def _erf(x):
-    """With its textbook derivative: JAX 0.12's own works on constants that shard_map's check of axes refuses."""
-    return jax.lax.erf(x)
-
-
-@_erf.defjvp
-def _erf_jvp(primals, tangents):
-    (x,), (dx,) = primals, tangents
-    return _erf(x), (2.0 / math.sqrt(math.pi)) * jnp.exp(-jnp.square(x)) * dx
-
-
 def elementwise_weights(logits, mask, score: Score):
     """relu2 or laplace of the logits, 0 where `mask` (bool, broadcastable, or None) is False."""
-    if score == "relu2":
-        weights = jnp.square(jax.nn.relu(logits))
-    else:
-        weights = 0.5 * (1.0 + _erf((logits - _LAPLACE_MEAN) / (_LAPLACE_DEVIATION * math.sqrt(2.0))))
+    weights = scores.elementwise_weights(score, logits)
     return weights if mask is None else jnp.where(mask, weights, jnp.zeros((), weights.dtype))
 
 

@@ -57,7 +57,7 @@ class _Kernels:
         """A sliding window by its own kernel where that serves it, else by lists of blocks."""
         right = 0 if self.is_causal else right
         same = x.query.shape[1] == x.key.shape[1] and x.query_offset == 0
-        if not same or not tpu.window_fits(x.query, x.key, left, right):
+        if not same or tpu.window_obstacle(x.query, x.key, x.value, left=left, right=right):
             return self.pattern(x, SlidingWindow(left, right), 0, None)
         out, log_sum = tpu.window_attention(
             x.query, x.key, x.value, left=left, right=right, **self._shared(x)

@@ -1,1 +1,1 @@
-"""Attention over listed blocks of keys."""
+"""Block-sparse attention."""

@@ -1,21 +1,28 @@
-"""What block-sparse attention does step by step: its listed pairs of blocks, in pieces that scalar memory holds."""
+"""What a call of block-sparse attention does step by step, worked out in Python from shapes and lists alone."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int
 
-from pallas_kernels.tpu.core import sizes as block_sizes
-from pallas_kernels.tpu.core.heads import Layout
+from pallas_kernels.tpu.core.chips import resolve_chip, vmem_limit
+from pallas_kernels.tpu.core.heads import HeadLayout, layout_of
+from pallas_kernels.tpu.core.inputs import Shaped, check_attention, check_multiple_of_128
 
-Mask = Callable[[Any, Any], Any]
+#: Which keys queries see, from positions of queries (1, rows) and of keys (rows, 1).
+PositionMask = Callable[[Any, Any], Any]
 
+#: Bits in a word of scalar memory.
 WORD = 32
+#: Queries that share one product.
+TILE = 128
+#: Pairs of blocks that one launch lists in scalar memory: 1 MiB, two numbers for each pair, half of it left free.
+MAX_PAIRS = 1 << 16
 
 
 class Granules(NamedTuple):
@@ -23,8 +30,8 @@ class Granules(NamedTuple):
 
     Attributes:
       size: positions in a granule; granules start at multiples of it.
-      bits: for each block of queries and each block of keys that it meets a number; its bit i * columns + j says
-        whether the i-th granule of queries that the pair of blocks touches sees the j-th of keys.
+      bits: one number for each block of queries and each block of keys that it meets. Its bit i * columns + j is set
+        iff the i-th granule of queries that the pair of blocks touches sees the j-th granule of keys.
     """
 
     size: int
@@ -32,16 +39,16 @@ class Granules(NamedTuple):
 
     @staticmethod
     def touched(rows: int, size: int) -> int:
-        """Granules that so many rows touch at most, wherever they start."""
+        """The largest number of granules that `rows` consecutive positions touch."""
         return 1 + (rows + size - 2) // size
 
 
-class Steps(NamedTuple):
+class BlockSteps(NamedTuple):
     """Grid steps of one launch: those of the blocks `first` to `stop` of queries (or of keys).
 
     Attributes:
-      own, other: of each step, the block whose result it adds to and the block that it meets; -1 for none.
-      words: the bits of the pairs, 32 at a time.
+      own, other: for each step, the block whose result it adds to and the block that this one meets; -1 for none.
+      words: the bits of the pairs, 32 in each word.
     """
 
     first: int
@@ -53,54 +60,67 @@ class Steps(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockCall:
-    """All that is static about one call.
+    """Everything static about one call.
 
     Attributes:
       queries, keys: lengths of the sequences.
-      block_q, block_k: rows of a block; `tile` queries share one product.
-      rows: for each block of queries the blocks of keys that it meets.
-      mask, granules: of positions, what a query sees inside those blocks; None for all of it.
+      block_q, block_k: rows of a block.
+      rows: for each block of queries, the blocks of keys that it meets.
+      granules: which keys a query sees inside those blocks, from bits; None for all.
+      layout: how heads lie in lanes.
+      vmem_limit: in bytes, to request from the compiler; None requests none.
+      mask: which keys a query sees inside those blocks, from positions; None for all.
       query_position, key_position: positions of the first query and the first key.
       shifted: whether a number known only at run time is added to both positions.
+      segments: whether queries and keys have segment ids.
+      scale: multiplies the scores; positive.
+      interpret: as `pl.pallas_call` takes it.
     """
 
     queries: int
     keys: int
     block_q: int
     block_k: int
-    tile: int
     rows: tuple[tuple[int, ...], ...]
-    mask: Mask | None
     granules: Granules | None
-    query_position: int
-    key_position: int
-    shifted: bool
-    segments: bool
-    layout: Layout
-    scale: float
+    layout: HeadLayout
     vmem_limit: int | None
-    interpret: bool | pltpu.InterpretParams
+    mask: PositionMask | None = None
+    query_position: int = 0
+    key_position: int = 0
+    shifted: bool = False
+    segments: bool = False
+    scale: float = 1.0
+    interpret: bool | pltpu.InterpretParams = False
 
     @property
     def units(self) -> int:
-        return self.block_q // self.tile * self.layout.packed
+        """Products that a pair of blocks consists of: one for each tile of queries and head."""
+        return self.block_q // TILE * self.layout.packed
 
     @property
     def words(self) -> int:
-        """Words of bits of one pair."""
+        """Words that the bits of one pair take."""
         if self.granules is None:
             return 0
         return -(-self.granule_rows * self.granule_columns // WORD)
 
     @property
     def granule_rows(self) -> int:
+        """Granules of queries that a pair touches at most."""
         assert self.granules is not None
         return Granules.touched(self.block_q, self.granules.size)
 
     @property
     def granule_columns(self) -> int:
+        """Granules of keys that a pair touches at most."""
         assert self.granules is not None
         return Granules.touched(self.block_k, self.granules.size)
+
+    @property
+    def pairs_in_a_launch(self) -> int:
+        """Pairs of blocks, with their bits, that one launch lists in scalar memory."""
+        return 2 * MAX_PAIRS // (2 + self.words)
 
     def listed(self, by_key: bool) -> list[list[tuple[int, int]]]:
         """For each block of queries (or of keys) the blocks that it meets, with the bits of each pair."""
@@ -112,34 +132,88 @@ class BlockCall:
                 lists[k if by_key else q].append((q if by_key else k, 0 if bits is None else bits[q][n]))
         return lists
 
-    def pieces(self, by_key: bool) -> Iterator[Steps]:
-        """The steps, cut between blocks wherever scalar memory would not hold the list."""
-        limit = block_sizes.listed_pairs(self.words)
-        held: list[tuple[int, int, int]] = []
+    def pieces(self, by_key: bool) -> Iterator[BlockSteps]:
+        """The steps, divided between blocks into launches whose lists fit in scalar memory."""
+        pending: list[tuple[int, int, int]] = []
         first = 0
         for own, pairs in enumerate(self.listed(by_key)):
             steps = [(own, other, bits) for other, bits in pairs] or [(own, -1, 0)]
-            if len(held) + len(steps) > limit:
-                yield self._steps(first, own, held)
-                held, first = [], own
-            held += steps
-        yield self._steps(first, held[-1][0] + 1, held)
+            if len(pending) + len(steps) > self.pairs_in_a_launch:
+                yield self._steps(first, own, pending)
+                pending, first = [], own
+            pending += steps
+        yield self._steps(first, pending[-1][0] + 1, pending)
 
-    def _steps(self, first: int, stop: int, held: list[tuple[int, int, int]]) -> Steps:
-        own, other = (np.asarray([step[n] for step in held], np.int32) for n in (0, 1))
+    def _steps(self, first: int, stop: int, listed: list[tuple[int, int, int]]) -> BlockSteps:
+        own, other = (np.asarray([step[n] for step in listed], np.int32) for n in (0, 1))
         words = None
         if self.granules is not None:
             mask = (1 << WORD) - 1
-            split = [[bits >> WORD * n & mask for n in range(self.words)] for _, _, bits in held]
+            split = [[bits >> WORD * n & mask for n in range(self.words)] for _, _, bits in listed]
             words = np.asarray(split, np.uint32).view(np.int32).reshape(-1)
-        return Steps(first, stop, own, other, words)
+        return BlockSteps(first, stop, own, other, words)
 
     def check_lists(self) -> None:
-        """Raises ValueError where scalar memory does not even hold the list of a single block."""
-        limit = block_sizes.listed_pairs(self.words)
-        for by_key, what in ((False, "queries"), (True, "keys")):
-            longest = max(len(pairs) for pairs in self.listed(by_key))
+        """Raises ValueError where the list of a single block does not fit in scalar memory."""
+        limit = self.pairs_in_a_launch
+        longest_by_query = max(len(row) for row in self.rows)
+        longest_by_key = max(
+            np.bincount(np.concatenate([np.asarray(row, int) for row in self.rows])), default=0
+        )
+        for longest, what in ((longest_by_query, "queries"), (longest_by_key, "keys")):
             if longest > limit:
                 raise ValueError(
                     f"a block of {what} meets {longest} others, scalar memory holds {limit}: choose larger blocks"
                 )
+
+
+def pair_bytes(block_q: int, block_k: int, width: int, itemsize: int) -> int:
+    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, sums, the scores in
+    flight."""
+    rows = (2 * block_q + 4 * block_k) * width * itemsize
+    return 2 * rows + 2 * max(block_q, block_k) * width * 4 + 2 * 8 * 4 * block_q + 8 * block_k * 128 * 4
+
+
+def _check_key_blocks(rows, blocks_q: int, blocks_k: int, granules: Granules | None) -> None:
+    if len(rows) != blocks_q:
+        raise ValueError(
+            f"key_blocks must have a list for each of {blocks_q} blocks of queries, got {len(rows)}"
+        )
+    for number, row in enumerate(rows):
+        if any(k < 0 or k >= blocks_k for k in row) or len(set(row)) != len(row):
+            raise ValueError(
+                f"key_blocks[{number}] must name blocks from 0 to {blocks_k - 1}, each once, got {list(row)[:8]}"
+            )
+    if granules is not None and [len(bits) for bits in granules.bits] != [len(row) for row in rows]:
+        raise ValueError("granules must hold bits for each block that key_blocks lists")
+
+
+def plan_block(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    *,
+    key_blocks: Sequence[Sequence[int]],
+    block_q: int,
+    block_k: int,
+    granules: Granules | None,
+    chip: str | None,
+) -> BlockCall:
+    """The part of a call that shapes, dtypes and lists determine; arguments as for `block_attention`.
+
+    Raises:
+      ValueError, NotImplementedError: as `block_attention`, for every reason that lies in shapes, dtypes and lists.
+    """
+    check_attention(query, key, value)
+    chip = resolve_chip(chip, query)
+    check_multiple_of_128(block_q=block_q, block_k=block_k)
+    _, queries, heads, head_dim = query.shape
+    _, keys, key_heads, _ = key.shape
+    rows = tuple(tuple(int(k) for k in row) for row in key_blocks)
+    _check_key_blocks(rows, -(-queries // block_q), -(-keys // block_k), granules)
+    layout = layout_of(heads, key_heads, head_dim)
+    needed = pair_bytes(block_q, block_k, layout.width, query.dtype.itemsize)
+    limit = vmem_limit("block_attention", needed, chip, "choose smaller blocks")
+    call = BlockCall(queries, keys, block_q, block_k, rows, granules, layout, limit)
+    call.check_lists()
+    return call

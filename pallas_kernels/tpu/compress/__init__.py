@@ -1,1 +1,1 @@
-"""Differential cross-attention from a history into a few tokens."""
+"""Differential cross-attention from a few compressed tokens to a history."""

@@ -1,1 +1,1 @@
-"""What the TPU kernels share: inputs, the layout of heads, block sizes, scores."""
+"""Shared by the TPU kernels: inputs, the layout of heads, arithmetic, chips and their memory."""

@@ -1,23 +1,42 @@
-"""Argument checks and the two ways of saying that a token is not there: lengths and segment ids."""
+"""Checks of arguments, obstacles, and absent tokens, given by lengths and by segment ids."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.tpu.core.heads import MAX_HEAD_DIM, alike
+from pallas_kernels.absent import mark_absent
+from pallas_kernels.tpu.core.heads import MAX_HEAD_DIM
+from pallas_kernels.tpu.core.varying import vary_alike
+
+#: Compressed tokens that compress and propagate keep in VMEM.
+MAX_COMPRESSED = 1024
+
+#: What the plan of a call is made from: only the shape, the dtype and the mesh of an array count.
+Shaped = Array | jax.ShapeDtypeStruct
 
 
-def check_arrays(arrays: dict[str, Array]) -> None:
-    """Checks that all have four axes, nothing empty, one dtype that the kernels compute in, and a head dim
-    they hold.
+def obstacle_of(plan_call: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
+    """The message of the error with which `plan_call` refuses its arguments; None where it accepts them."""
+    try:
+        plan_call(*arguments, **options)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return None
+
+
+def check_arrays(arrays: dict[str, Shaped]) -> None:
+    """Checks that all arrays have four axes, none of them empty, and one dtype and head dimension that the kernels
+    support.
 
     Raises:
-      ValueError: on shapes or dtypes that differ or are empty.
-      NotImplementedError: on a dtype or a head dim that no kernel has.
+      ValueError: on shapes that differ or are empty, and on dtypes that differ.
+      NotImplementedError: on a dtype or a head dimension that no kernel supports.
     """
     first_name, first = next(iter(arrays.items()))
     for name, x in arrays.items():
@@ -40,8 +59,12 @@ def check_arrays(arrays: dict[str, Array]) -> None:
         raise NotImplementedError(f"TPU kernels take a head_dim up to {MAX_HEAD_DIM}, got {first.shape[3]}")
 
 
-def check_attention(query, key, value) -> None:
-    """`check_arrays` for attention, with as many queries' heads as a multiple of the keys'."""
+def check_attention(query: Shaped, key: Shaped, value: Shaped) -> None:
+    """`check_arrays` for attention: key and value of one shape, whose heads divide those of the query.
+
+    Raises:
+      ValueError, NotImplementedError: as `check_arrays`.
+    """
     check_arrays({"query": query, "key": key, "value": value})
     if value.shape != key.shape:
         raise ValueError(f"value must have key's shape {key.shape}, got {value.shape}")
@@ -51,10 +74,26 @@ def check_attention(query, key, value) -> None:
         )
 
 
-def positive_scale(query: Float[Array, ...], scale: float | None) -> tuple[Float[Array, ...], float]:
-    """(query, scale) with a scale above zero, the default being 1 / sqrt(head_dim).
+def check_multiple_of_128(**sizes: int) -> None:
+    """Raises ValueError unless each size is a positive multiple of 128."""
+    for name, size in sizes.items():
+        if size < 128 or size % 128:
+            raise ValueError(f"{name} must be a positive multiple of 128, got {size}")
 
-    The kernels take a row's maximum before they scale, so that scaling and log2(e) are one multiplication.
+
+def check_compressed(name: str, count: int) -> None:
+    """Raises ValueError for more compressed tokens than the kernels keep in VMEM."""
+    if count > MAX_COMPRESSED:
+        raise ValueError(f"{name} must hold at most {MAX_COMPRESSED} compressed tokens, got {count}")
+
+
+def positive_scale(query: Float[Array, "..."], scale: float | None) -> tuple[Float[Array, "..."], float]:
+    """(query, scale) with a positive scale that gives the same scores; the default is 1 / sqrt(head_dim).
+
+    The kernels take the maximum of a row before they scale it, so that the scale and log2(e) are one multiplication.
+
+    Raises:
+      ValueError: for a scale that is infinite or NaN.
     """
     if scale is None:
         return query, 1.0 / math.sqrt(query.shape[-1])
@@ -65,48 +104,40 @@ def positive_scale(query: Float[Array, ...], scale: float | None) -> tuple[Float
     return query * jnp.asarray(-1 if scale < 0 else 0, query.dtype), abs(float(scale)) or 1.0
 
 
-def token_rows(
-    name: str,
-    batch: int,
-    length: int,
-    segment_ids: Int[Array, "B T"] | None,
-    lengths: Int[Array, " B"] | None,
-    absent: int,
-) -> tuple[Int[Array, "B 1 T"], Bool[Array, "B T"] | None]:
-    """Segment ids as the kernels read them, `absent` where there is no token, and which tokens there are."""
-    if segment_ids is None:
-        ids = jnp.zeros((batch, length), jnp.int32)
-    elif segment_ids.shape != (batch, length) or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+def _check_ids(name: str, ids: Int[Array, "B T"] | None, batch: int, length: int) -> None:
+    if ids is not None and (ids.shape != (batch, length) or not jnp.issubdtype(ids.dtype, jnp.integer)):
         raise ValueError(
-            f"{name}_segment_ids must be ints of shape {(batch, length)}, "
-            f"got {segment_ids.dtype} of {segment_ids.shape}"
+            f"{name}_segment_ids must be ints of shape {(batch, length)}, got {ids.dtype} of {ids.shape}"
         )
-    else:
-        ids = segment_ids.astype(jnp.int32)
+
+
+def _existing(
+    name: str, lengths: Int[Array, " B"] | None, batch: int, length: int
+) -> Bool[Array, "B T"] | None:
+    """Which tokens exist; None for all of them."""
     if lengths is None:
-        return ids[:, None, :], None
+        return None
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"{name}_lengths must be ints of shape {(batch,)}, got {lengths.dtype} of {lengths.shape}"
         )
-    there = jnp.arange(length, dtype=jnp.int32)[None, :] < lengths.astype(jnp.int32)[:, None]
-    return jnp.where(there, ids, jnp.int32(absent))[:, None, :], there
+    return jnp.arange(length, dtype=jnp.int32)[None, :] < lengths.astype(jnp.int32)[:, None]
 
 
-def only(x: Float[Array, "B T N H"], there: Bool[Array, "B T"] | None) -> Float[Array, "B T N H"]:
-    """x with zeros where there is no token: what lies there may be NaN, and must reach no sum and no
+def zero_absent(x: Float[Array, "B T N H"], exists: Bool[Array, "B T"] | None) -> Float[Array, "B T N H"]:
+    """x with zeros where no token exists: an absent token may hold NaN, which must reach neither a sum nor a
     gradient."""
-    return x if there is None else jnp.where(there[:, :, None, None], x, jnp.zeros((), x.dtype))
+    return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
-class Tokens(NamedTuple):
-    """A call's arrays with what does not exist marked and set to zero.
+class MarkedTokens(NamedTuple):
+    """The arrays of a call, in which absent tokens are zero and have segment ids of their own.
 
     Attributes:
-      segments: ids of the queries and of the keys as the kernels read them; None where every token is there and sees
-        every other.
-      shift: passed through; all arrays vary over the same mesh axes.
-      query_there: which queries exist; None for all.
+      query, key, value: absent tokens are zero.
+      segments: ids of the queries and of the keys; None where all tokens exist and see each other.
+      shift: as given. All arrays vary over the same mesh axes.
+      query_exists: which queries exist; None for all.
     """
 
     query: Float[Array, "B T N H"]
@@ -114,7 +145,7 @@ class Tokens(NamedTuple):
     value: Float[Array, "B S K H"]
     segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None
     shift: Int[Array, "1"] | None
-    query_there: Bool[Array, "B T"] | None
+    query_exists: Bool[Array, "B T"] | None
 
 
 def mark_tokens(
@@ -126,22 +157,33 @@ def mark_tokens(
     query_lengths: Int[Array, " B"] | None,
     key_lengths: Int[Array, " B"] | None,
     shift: Int[Array, "1"] | None = None,
-) -> Tokens:
-    """Segment ids and lengths as one pair of ids.
+) -> MarkedTokens:
+    """Combines segment ids and lengths into one pair of segment ids.
 
     Raises:
-      ValueError: on one kind of segment ids without the other, and on shapes or dtypes that don't fit.
+      ValueError: on segment ids of queries without those of keys or the reverse, and on wrong shapes or dtypes.
     """
     if (query_segment_ids is None) != (key_segment_ids is None):
         raise ValueError("query_segment_ids and key_segment_ids belong together: give both or neither")
     rows: list[Array] = []
-    query_there = None
+    query_exists = None
     if any(x is not None for x in (query_segment_ids, query_lengths, key_lengths)):
         batch, length, keys = query.shape[0], query.shape[1], key.shape[1]
-        query_rows, query_there = token_rows("query", batch, length, query_segment_ids, query_lengths, -2)
-        key_rows, key_there = token_rows("key", batch, keys, key_segment_ids, key_lengths, -1)
-        query, key, value = only(query, query_there), only(key, key_there), only(value, key_there)
-        rows = [query_rows, key_rows]
-    query, key, value, *rest = alike(query, key, value, *rows, *([] if shift is None else [shift]))
+        _check_ids("query", query_segment_ids, batch, length)
+        _check_ids("key", key_segment_ids, batch, keys)
+        query_exists = _existing("query", query_lengths, batch, length)
+        key_exists = _existing("key", key_lengths, batch, keys)
+        query, key, value = (
+            zero_absent(query, query_exists),
+            zero_absent(key, key_exists),
+            zero_absent(value, key_exists),
+        )
+        query_mask, key_mask = query_exists, key_exists
+        if query_segment_ids is None:
+            query_mask = jnp.ones((1, length), bool) if query_mask is None else query_mask
+            key_mask = jnp.ones((1, keys), bool) if key_mask is None else key_mask
+        ids = mark_absent(query_segment_ids, key_segment_ids, query_mask, key_mask, batch)
+        rows = [x[:, None, :] for x in ids]
+    query, key, value, *rest = vary_alike(query, key, value, *rows, *([] if shift is None else [shift]))
     segments = (rest[0], rest[1]) if rows else None
-    return Tokens(query, key, value, segments, None if shift is None else rest[-1], query_there)
+    return MarkedTokens(query, key, value, segments, None if shift is None else rest[-1], query_exists)

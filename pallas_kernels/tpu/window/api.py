@@ -1,4 +1,4 @@
-"""Sliding-window attention on TPU: the call that takes heads as they come and can be differentiated."""
+"""Sliding-window attention on TPU: the differentiable call, and what stands in its way."""
 
 from __future__ import annotations
 
@@ -6,101 +6,62 @@ import dataclasses
 import functools
 
 import jax
-import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tpu.core import heads, inputs
-from pallas_kernels.tpu.core import sizes as block_sizes
-from pallas_kernels.tpu.core.heads import Layout
-from pallas_kernels.tpu.core.sizes import WindowBlocks
-from pallas_kernels.tpu.window import backward as window_backward
-from pallas_kernels.tpu.window import forward as window_forward
-from pallas_kernels.tpu.window.plan import WindowPlan
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """All that is static about one call."""
-
-    forward: WindowPlan
-    backward: WindowPlan
-    layout: Layout
-    scale: float
-    forward_limit: int | None
-    backward_limit: int | None
-    with_log_sum: bool
-    interpret: bool | pltpu.InterpretParams
-
-    def run_forward(self, query, key, value, segments):
-        return window_forward.forward(
-            query,
-            key,
-            value,
-            segments,
-            plan=self.forward,
-            layout=self.layout,
-            scale=self.scale,
-            vmem_limit=self.forward_limit,
-            interpret=self.interpret,
-        )
+from pallas_kernels.tpu.core.arithmetic import log_sum_exp
+from pallas_kernels.tpu.core.heads import pack, unpack, unpack_rows
+from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
+from pallas_kernels.tpu.window.backward import window_backward
+from pallas_kernels.tpu.window.forward import window_forward
+from pallas_kernels.tpu.window.plan import WindowCall
+from pallas_kernels.tpu.window.sizes import WindowBlocks, plan_window
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _packed(query, key, value, segments, call: _Call):
+def _packed(query, key, value, segments, call: WindowCall):
     return _packed_fwd(query, key, value, segments, call)[0]
 
 
-def _packed_fwd(query, key, value, segments, call: _Call):
-    out, statistics = call.run_forward(query, key, value, segments)
-    result = (out, heads.log_sum_exp(statistics, call.scale)) if call.with_log_sum else out
+def _packed_fwd(query, key, value, segments, call: WindowCall):
+    out, statistics = window_forward(query, key, value, segments, call)
+    result = (out, log_sum_exp(statistics, call.scale)) if call.with_log_sum else out
     return result, (query, key, value, segments, statistics)
 
 
-def _packed_bwd(call: _Call, kept, grads):
-    query, key, value, segments, statistics = kept
-    grad, shift = grads if call.with_log_sum else (grads, None)
-    grads = window_backward.backward(
-        query,
-        key,
-        value,
-        segments,
-        statistics,
-        shift,
-        grad,
-        plan=call.backward,
-        layout=call.layout,
-        scale=call.scale,
-        vmem_limit=call.backward_limit,
-        interpret=call.interpret,
-    )
+def _packed_bwd(call: WindowCall, residuals, grads):
+    query, key, value, segments, statistics = residuals
+    grad, grad_log_sum = grads if call.with_log_sum else (grads, None)
+    grads = window_backward(query, key, value, segments, statistics, grad_log_sum, grad, call)
     return *grads, None
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
-def _table(query, layout: Layout, left: int, right: int, chip: str | None) -> WindowBlocks | None:
-    length, itemsize = query.shape[1], query.dtype.itemsize
-    return block_sizes.window_blocks(left, right, length, layout, itemsize, chip)
-
-
-def window_fits(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
+def window_obstacle(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    *,
     left: int,
     right: int,
     chip: str | None = None,
-) -> bool:
-    """Whether `window_attention` has block sizes for a window; wider ones are for `block_attention`.
+    blocks: WindowBlocks | None = None,
+) -> str | None:
+    """Why `window_attention` cannot serve a call, known from shapes and dtypes without tracing it.
 
-    Raises:
-      ValueError, NotImplementedError: on arrays that neither takes.
+    Args:
+      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the mesh
+        count.
+      left, right, chip, blocks: as in `window_attention`.
+
+    Returns:
+      The message of the error that `window_attention` would raise: a dtype or head dimension that no kernel supports,
+      shapes that do not match, a window that is too wide (`block_attention` serves those), or too little VMEM. None
+      where nothing stands in the way.
     """
-    inputs.check_attention(query, key, key)
-    layout = heads.layout_of(query.shape[2], key.shape[2], query.shape[3])
-    last, chip = query.shape[1] - 1, block_sizes.resolve_chip(chip, query)
-    return _table(query, layout, min(left, last), min(right, last), chip) is not None
+    return obstacle_of(plan_window, query, key, value, left=left, right=right, chip=chip, blocks=blocks)
 
 
 def window_attention(
@@ -122,78 +83,45 @@ def window_attention(
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Softmax attention in which query i sees keys i - left to i + right, at linear cost and memory.
 
-    One softmax pass over each query's window, each block of keys read once and its halo of at most a
-    window's side once more. Differentiable in query, key and value (000 eq. 1 over a sliding window; the
-    weights are recomputed in the backward pass from the log-sum-exp, as in Dao et al. 2022, arXiv
-    2205.14135).
+    One softmax pass runs over the window of each query. Each block of keys is read once, and once more as the halo of
+    its neighbours, as far as a side of the window reaches. Differentiable in query, key and value. This is
+    BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl) eq. 1 over a sliding window; the backward pass recomputes the
+    weights from the log-sum-exp, as FlashAttention does (Dao et al., arXiv:2205.14135).
 
     Args:
       query: (B, T, N, H), float32 or bfloat16, H up to 256.
       key, value: (B, T, K, H), the same dtype, N a multiple of K; query head g reads key head g // (N / K).
-      left, right: how many keys a query sees before and after its own. Causal attention over w keys is (w -
-        1, 0).
+      left, right: how many keys a query sees before and after its own. Causal attention over w keys is (w - 1, 0).
       scale: multiplies the scores; 1 / sqrt(H) by default.
-      query_segment_ids, key_segment_ids: (B, T) ints, both or neither; a query sees the keys of its own
+      query_segment_ids, key_segment_ids: (B, T) ints of any value, both or neither; a query sees the keys of its own
         segment.
-      query_lengths, key_lengths: (B,) ints, how many tokens exist; what lies beyond is never read into a
-        result.
-      return_log_sum_exp: also return the natural log of each row's sum of exponentials.
-      chip: "v4", "v5e", "v5p", "v6e" or "7x" picks its block sizes; None takes that of the mesh which query lies
-        on, or which is in use, else of the chip that this process runs on; where nothing says it, sizes that fit
-        every chip.
-      blocks: sizes to use instead of the table's.
+      query_lengths, key_lengths: (B,) ints, how many tokens exist; absent tokens never influence a result.
+      return_log_sum_exp: also return the natural log of the sum of exponentials of each row.
+      chip: "v4", "v5e", "v5p", "v6e" or "7x", whose block sizes are used. None takes the chip of the mesh on which
+        query lies, or of the mesh in use, or of this process; where none of these determines it, sizes that fit every
+        chip.
+      blocks: block sizes to use instead of the chip's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
     Returns:
-      (B, T, N, H) in query's dtype, zero where a query sees nothing; with `return_log_sum_exp` also (B, T,
-      N) float32, -inf where a query sees nothing.
+      (B, T, N, H) in query's dtype, zero where a query sees nothing; with `return_log_sum_exp` also (B, T, N) float32,
+      -inf where a query sees nothing.
 
     Raises:
-      ValueError: on shapes that don't fit, one kind of segment ids without the other, a negative window
-        side, a window too wide for the kernel, blocks that do not hold the window or do not fit in the
+      ValueError: on shapes that do not match, segment ids of queries without those of keys or the reverse, a negative
+        window side, a window that is too wide for the kernel, blocks that do not hold the window or do not fit in the
         chip's memory.
       NotImplementedError: on another dtype or a wider head.
     """
-    inputs.check_attention(query, key, value)
-    chip = block_sizes.resolve_chip(chip, query)
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(f"key must be as long as query ({query.shape[1]} tokens), got {key.shape[1]}")
-    for name, side in (("left", left), ("right", right)):
-        if not isinstance(side, (int, np.integer)) or isinstance(side, bool) or side < 0:
-            raise ValueError(f"{name} must be an int of at least 0, got {side!r}")
-    length, count, head_dim = query.shape[1:]
-    # A window never reaches further than the sequence; what it would see beyond costs tiles.
-    left, right = min(int(left), length - 1), min(int(right), length - 1)
-    tokens = inputs.mark_tokens(
-        query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths
-    )
-    query, scale = inputs.positive_scale(tokens.query, scale)
-    packed_query, packed_key, packed_value, layout = heads.pack(query, tokens.key, tokens.value)
-
-    if blocks is None:
-        blocks = _table(query, layout, left, right, chip)
-    if blocks is None:
-        raise ValueError(
-            f"a window of {left} keys before and {right} after is too wide for the window kernel "
-            f"(head width {layout.width}, {query.dtype.itemsize} bytes a number): use the block-sparse kernel"
-        )
-    plans = (
-        WindowPlan(left, right, length, blocks.tile, blocks.block),
-        WindowPlan(left, right, length, blocks.backward_tile, blocks.backward_block),
-    )
-    forward_limit, backward_limit = (
-        block_sizes.vmem_limit(
-            f"window_attention's {name} pass",
-            block_sizes.window_bytes(plan, layout, query.dtype.itemsize, backward=name == "backward"),
-            chip,
-            f"choose a block below {plan.block}",
-        )
-        for name, plan in zip(("forward", "backward"), plans)
-    )
-    call = _Call(*plans, layout, scale, forward_limit, backward_limit, return_log_sum_exp, interpret)
+    call = plan_window(query, key, value, left=left, right=right, chip=chip, blocks=blocks)
+    heads, head_dim = query.shape[2:]
+    tokens = mark_tokens(query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths)
+    query, scale = positive_scale(tokens.query, scale)
+    call = dataclasses.replace(call, scale=scale, with_log_sum=return_log_sum_exp, interpret=interpret)
+    packed_query, packed_key, packed_value, layout = pack(query, tokens.key, tokens.value)
     result = _packed(packed_query, packed_key, packed_value, tokens.segments, call)
-    out = heads.unpack(result[0] if return_log_sum_exp else result, layout, count, head_dim)
-    out = inputs.only(out, tokens.query_there)
+    out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
+    out = zero_absent(out, tokens.query_exists)
     if not return_log_sum_exp:
         return out
-    return out, heads.unpack_rows(result[1], count)
+    return out, unpack_rows(result[1], heads)

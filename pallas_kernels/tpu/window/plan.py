@@ -1,4 +1,4 @@
-"""Which tiles of keys a tile of queries sees under a sliding window, worked out once, in Python."""
+"""What a call of sliding-window attention does step by step, worked out in Python from shapes alone."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
+
+from pallas_kernels.tpu.core.heads import HeadLayout
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowPlan:
-    """Query i sees key j iff i - left <= j <= i + right; a grid step holds `block` queries, cut in tiles of
-    `tile`.
+    """Query i sees key j iff i - left <= j <= i + right. A grid step processes `block` queries in tiles of `tile`.
 
-    A step is unrolled over its tiles, and a tile of queries meets the tiles of keys at distances `before` to
-    `after`. The two tiles at the window's two ends are usually half visible each, in complementary halves:
-    such a pair is folded into one tile of scores, which halves the exponentials spent on masked entries.
+    A step is unrolled over its tiles, and a tile of queries meets the tiles of keys at distances `before` to `after`.
+    The two tiles at the ends of the window are usually half visible each, in complementary halves: such a pair is
+    folded into one tile of scores, which halves the exponentials spent on masked entries.
     """
 
     left: int
@@ -46,15 +48,17 @@ class WindowPlan:
 
     @property
     def blocks(self) -> int:
-        """Blocks in the sequence, the ragged last one included."""
+        """Blocks in the sequence; the last one may be incomplete."""
         return -(-self.length // self.block)
 
     @property
     def before(self) -> int:
+        """Tiles of keys before its own that a tile of queries meets."""
         return -(-self.left // self.tile)
 
     @property
     def after(self) -> int:
+        """Tiles of keys after its own that a tile of queries meets."""
         return -(-self.right // self.tile)
 
     @property
@@ -65,7 +69,7 @@ class WindowPlan:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Which blocks of keys a step reads: its own (0), and with it those before (-1) and after (1)."""
+        """The blocks of keys that a step reads: its own (0), and where needed those before (-1) and after (1)."""
         return (0, *((-1,) if self.left else ()), *((1,) if self.right else ()))
 
     @property
@@ -75,47 +79,50 @@ class WindowPlan:
 
     @property
     def late(self) -> bool:
-        """Whether dk and dv of a block wait for the queries of the next step.
+        """Whether the gradients of a block of keys wait for the queries of the next step.
 
         Where no query sees a key after it, the backward pass takes the blocks from the last to the first, and a block
-        of keys has met all later queries when its own come. Otherwise it takes them in order, and one step more.
+        of keys has met all later queries when the step of its own block begins. Otherwise it takes the blocks in order
+        and needs one step more.
         """
         return self.right > 0
 
     @property
     def backward_steps(self) -> int:
+        """Steps of the backward pass."""
         return self.blocks + self.late
 
     def backward_block(self, step):
-        """The block of queries that a step of the backward pass takes; the step more stays on the last one."""
+        """The block of queries that a step of the backward pass takes; the additional last step stays on the last
+        block."""
         return jnp.minimum(step, self.blocks - 1) if self.late else self.blocks - 1 - step
 
     def written_block(self, step):
-        """The block of keys whose dk and dv a step of the backward pass writes."""
+        """The block of keys whose gradients a step of the backward pass writes."""
         return jnp.maximum(step - 1, 0) if self.late else self.blocks - 1 - step
 
     @property
     def ragged(self) -> bool:
+        """Whether the last block is incomplete."""
         return self.length % self.block != 0
 
     def distances(self) -> range:
         """Distances, in tiles, from a tile of queries to the tiles of keys that it meets."""
         return range(-self.before, self.after + 1)
 
-    def _seen(self, distance: int) -> np.ndarray:
+    def _seen(self, distance: int) -> Bool[np.ndarray, "tile tile"]:
         """(key, query) mask inside one pair of tiles."""
         index = np.arange(self.tile)
         offset = distance * self.tile + index[:, None] - index[None, :]
         return (offset >= -self.left) & (offset <= self.right)
 
     def columns(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
-        """Tiles of scores after folding: the distances that share one, and whether some entry of it stays
+        """Tiles of scores after folding: the distances that share a tile, and whether some entry of it stays
         masked."""
         return _columns(self)
 
     def visible(self, distance: int, offset: Int[Array, "tile tile"]) -> Bool[Array, "tile tile"] | None:
-        """The mask at a distance from key-minus-query offsets inside the tile; None when everything is
-        visible."""
+        """The mask at a distance, from key-minus-query offsets inside the tile; None when everything is visible."""
         low, high = distance * self.tile - (self.tile - 1), distance * self.tile + (self.tile - 1)
         mask = None
         if low < -self.left:
@@ -151,3 +158,26 @@ def tile_offsets(tile: int) -> Int[Array, "tile tile"]:
     """Key index minus query index inside a pair of tiles, keys in rows."""
     shape = (tile, tile)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowCall:
+    """Everything static about one call of the window kernels.
+
+    Attributes:
+      forward, backward: the plans of the two passes.
+      forward_limit, backward_limit: VMEM limits in bytes to request from the compiler; None requests none.
+      layout: how heads lie in lanes.
+      scale: multiplies the scores; positive.
+      with_log_sum: whether the log-sum-exp is a result too.
+      interpret: as `pl.pallas_call` takes it.
+    """
+
+    forward: WindowPlan
+    backward: WindowPlan
+    forward_limit: int | None
+    backward_limit: int | None
+    layout: HeadLayout
+    scale: float = 1.0
+    with_log_sum: bool = False
+    interpret: bool | pltpu.InterpretParams = False

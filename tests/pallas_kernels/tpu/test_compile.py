@@ -23,7 +23,7 @@ from brl_jax.attention.local.patterns import (
     Strided,
 )
 from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
-from pallas_kernels.tpu.core import sizes as block_sizes
+from pallas_kernels.tpu.block import plan
 
 pytestmark = [
     pytest.mark.skipif(
@@ -199,7 +199,7 @@ def test_prefill_behind_a_cache():
 
 def test_lists_longer_than_scalar_memory(monkeypatch):
     """Calls are cut in pieces, each with the results of some blocks."""
-    monkeypatch.setattr(block_sizes, "MAX_PAIRS", 50)
+    monkeypatch.setattr(plan, "MAX_PAIRS", 50)
     f = functools.partial(local_attention, pattern=Strided(16))
     attend("v5e", 4096, 2, 2, 64, f)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tpu import Granules, block_attention
-from pallas_kernels.tpu.core import sizes as block_sizes
+from pallas_kernels.tpu.block import plan
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
@@ -108,9 +108,9 @@ def test_poisoned_memory_with_bits(hostile):
 def test_lists_in_pieces(monkeypatch):
     """Lists that scalar memory does not hold at once, forward and by keys; one list too long is an error."""
     rows = [[0], [0, 1], [], [1, 2, 3], [4]]
-    monkeypatch.setattr(block_sizes, "MAX_PAIRS", 3)
+    monkeypatch.setattr(plan, "MAX_PAIRS", 3)
     check(rows, (600, 600), (2, 1, 64), mask=causal)
-    monkeypatch.setattr(block_sizes, "MAX_PAIRS", 2)
+    monkeypatch.setattr(plan, "MAX_PAIRS", 2)
     with pytest.raises(ValueError, match="a block of queries meets 3 others, scalar memory holds 2"):
         check(rows, (600, 600), (2, 1, 64))
 

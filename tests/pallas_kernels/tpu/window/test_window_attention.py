@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import WindowBlocks, window_attention
-from pallas_kernels.tpu.core import sizes as block_sizes
+from pallas_kernels.tpu.core.chips import resolve_chip
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
@@ -248,8 +248,8 @@ def test_bad_input(change, error, words):
 
 def test_without_a_mesh_the_chip_is_the_process_own(monkeypatch):
     x = jnp.zeros((1,))
-    assert block_sizes.resolve_chip(None, x) is None
+    assert resolve_chip(None, x) is None
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU v6 lite")])
-    assert block_sizes.resolve_chip(None, x) == "v6e"
-    assert block_sizes.resolve_chip("v4", x) == "v4"
+    assert resolve_chip(None, x) == "v6e"
+    assert resolve_chip("v4", x) == "v4"

@@ -1,4 +1,8 @@
-"""One pair of blocks inside the block-sparse kernels: where it lies, what it holds, who sees what in it."""
+"""One pair of blocks, of queries and of keys, inside the block-sparse kernels.
+
+`StepLists` reads from scalar memory which pair a grid step works on. `BlockPair` gives the queries and keys of that
+pair, tile by tile and head by head, and masks its scores.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.positions import floor_divide
-from pallas_kernels.tpu.block.plan import WORD, BlockCall
-from pallas_kernels.tpu.core import heads
-from pallas_kernels.tpu.core.heads import MASKED
+from pallas_kernels.tpu.block.plan import TILE, WORD, BlockCall
+from pallas_kernels.tpu.core import arithmetic, heads
+from pallas_kernels.tpu.core.arithmetic import MASKED
 
 
-class Lists:
+class StepLists:
     """What a step reads from scalar memory: which blocks it works on, their bits, the shift of positions."""
 
     def __init__(self, call: BlockCall, refs: Sequence[Any]):
@@ -33,7 +37,7 @@ class Lists:
         return first, (self.step == last) | (self.own[jnp.minimum(self.step + 1, last)] != own)
 
     def meet(self, by_key: bool, body) -> None:
-        """Runs the body, unless this step stands for a block that meets none."""
+        """Runs the body, except in the step of a block that meets no other."""
         if all(self.call.listed(by_key)):
             body()
         else:
@@ -45,11 +49,11 @@ class Lists:
         return (other, own) if by_key else (own, other)
 
 
-class Pair:
-    """One pair of blocks inside a kernel: its queries and keys, cleaned of what lies past the ends, and its mask."""
+class BlockPair:
+    """The queries, keys and mask of one pair of blocks; rows past the ends of the sequences are zero."""
 
-    def __init__(self, lists: Lists, by_key: bool, query, key, value, segment_refs):
-        self.call, self.lists, self.query = lists.call, lists, query
+    def __init__(self, lists: StepLists, by_key: bool, key, value, segment_refs):
+        self.call, self.lists = lists.call, lists
         call = self.call
         q_block, k_block = lists.blocks(by_key)
         self.first_key, self.first_query = k_block * call.block_k, q_block * call.block_q
@@ -59,23 +63,24 @@ class Pair:
         self.segments = None
         if segment_refs:
             query_segments, key_segments = segment_refs
-            self.segments = query_segments, heads.column(key_segments[0], call.tile)
+            self.segments = query_segments, arithmetic.column(key_segments[0], TILE)
 
     @staticmethod
     def _below(x, limit, ragged):
-        return heads.rows_below(x, limit) if ragged else x
+        return arithmetic.rows_below(x, limit) if ragged else x
 
     def split(self, unit: int) -> tuple[int, slice]:
+        """The head of a unit, and the rows of its tile of queries in their block."""
         tile, head = divmod(unit, self.call.layout.packed)
-        return head, slice(tile * self.call.tile, (tile + 1) * self.call.tile)
+        return head, slice(tile * TILE, (tile + 1) * TILE)
 
     def lanes_of(self, unit: int) -> slice:
-        """The lanes of one head, as rows of what is held turned."""
+        """The lanes of one head, which are rows of arrays that are stored transposed."""
         head, size = unit % self.call.layout.packed, self.call.layout.head_dim
         return slice(head * size, (head + 1) * size)
 
     def rows(self, ref, unit: int) -> Float[Array, "tile width"]:
-        """One head's queries, or their gradients, of one tile."""
+        """The queries of one head and tile, or the gradients of their outputs."""
         head, rows = self.split(unit)
         x = self._below(
             ref[0, rows, :],
@@ -85,18 +90,18 @@ class Pair:
         return heads.lanes_of_head(x, head, self.call.layout)
 
     def statistics(self, ref, unit: int, count: int) -> list[Float[Array, "1 tile"]]:
-        """One head's rows of `count` statistics of one tile, 0 past the end of the sequence."""
+        """`count` statistics of one head and tile, 0 past the end of the sequence."""
         head, lanes = self.split(unit)
         packed = self.call.layout.packed
         rows = [ref[0, 0, n * packed + head : n * packed + head + 1, lanes] for n in range(count)]
         if self.call.queries % self.call.block_q == 0:
             return rows
         lane = jax.lax.broadcasted_iota(jnp.int32, rows[0].shape, 1)
-        there = lane < self.call.queries - self.first_query - lanes.start
-        return [jnp.where(there, x, 0.0) for x in rows]
+        exists = lane < self.call.queries - self.first_query - lanes.start
+        return [jnp.where(exists, x, 0.0) for x in rows]
 
-    def _granted(self, queries, keys) -> Bool[Array, "block_k tile"]:
-        """What the bits of this pair say of positions."""
+    def _bits_at(self, queries, keys) -> Bool[Array, "block_k tile"]:
+        """Whether the bits of this pair are set for positions of queries and keys."""
         call, words = self.call, self.lists.words
         assert call.granules is not None
         assert words is not None
@@ -116,11 +121,11 @@ class Pair:
         return (found & 1) == 1
 
     def masked(self, scores: Float[Array, "block_k tile"], unit: int) -> Float[Array, "block_k tile"]:
-        """Scores with MASKED where a query of the tile does not see a key."""
+        """The scores, MASKED where a query of the tile does not see a key."""
         call = self.call
         _, rows = self.split(unit)
         keys = self.first_key + jax.lax.broadcasted_iota(jnp.int32, (call.block_k, 1), 0)
-        queries = self.first_query + rows.start + jax.lax.broadcasted_iota(jnp.int32, (1, call.tile), 1)
+        queries = self.first_query + rows.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
         seen = []
         if call.keys % call.block_k:
             seen.append(keys < call.keys)
@@ -134,7 +139,16 @@ class Pair:
             if call.mask is not None:
                 seen.append(call.mask(queries, keys))
             if call.granules is not None:
-                seen.append(self._granted(queries, keys))
+                seen.append(self._bits_at(queries, keys))
         for mask in seen:
             scores = jnp.where(mask, scores, MASKED)
         return scores
+
+
+def split_refs(
+    call: BlockCall, refs: Sequence[Any], scalars: int, operands: int
+) -> tuple[StepLists, Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The references of a kernel: its lists, its operands, their segment ids (none or two), results and scratch."""
+    stop = scalars + operands
+    last = stop + (2 if call.segments else 0)
+    return StepLists(call, refs[:scalars]), refs[scalars:stop], refs[stop:last], refs[last:]

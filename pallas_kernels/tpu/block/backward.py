@@ -1,0 +1,155 @@
+"""The backward kernels of block-sparse attention: the gradient of the queries runs over the listed pairs by blocks of
+queries, those of keys and values by blocks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.tpu.block.block_pair import BlockPair, StepLists, split_refs
+from pallas_kernels.tpu.block.launch import BlockLaunch, Segments
+from pallas_kernels.tpu.block.plan import BlockCall
+from pallas_kernels.tpu.core import arithmetic, heads
+from pallas_kernels.tpu.core.arithmetic import LOG2E, NN, NT
+from pallas_kernels.tpu.core.pipeline import pipelined
+
+
+class GradientPair(BlockPair):
+    """A pair of blocks with the gradients of the outputs of its queries and their statistics."""
+
+    def __init__(self, lists: StepLists, by_key: bool, operands: Sequence[Any], segment_refs: Sequence[Any]):
+        self.query, key, value, self.grad, self.row_statistics = operands
+        super().__init__(lists, by_key, key, value, segment_refs)
+
+    def changes(self, unit: int):
+        """Weights and the gradients of their scores, both transposed, with the queries and their output gradients."""
+        q, g = self.rows(self.query, unit), self.rows(self.grad, unit)
+        top, log_total, mean, rest = self.statistics(self.row_statistics, unit, 4)
+        products = self.masked(arithmetic.dot(self.key, q, NT), unit)
+        weights = jnp.exp2((products - top) * (self.call.scale * LOG2E) - log_total)
+        changes = weights * ((arithmetic.dot(self.value, g, NT) - mean) - rest)
+        return weights, changes, q, g
+
+
+def _rest_kernel(*refs, call: BlockCall, scalars: int):
+    lists, operands, segment_refs, (output,) = split_refs(call, refs, scalars, 5)
+    first = lists.ends()[0]
+
+    @pl.when(first)
+    def _():
+        output[...] = jnp.zeros_like(output)
+
+    def meet():
+        pair = GradientPair(lists, False, operands, segment_refs)
+
+        def score(unit):
+            return (pair.changes(unit)[1],)
+
+        def add(unit, changes):
+            head, lanes = pair.split(unit)
+            output[0, 0, head : head + 1, lanes] += changes.sum(axis=0, keepdims=True)
+
+        pipelined(call.units, score, add)
+
+    lists.meet(False, meet)
+
+
+def _query_kernel(*refs, call: BlockCall, scalars: int):
+    lists, operands, segment_refs, (output, sums) = split_refs(call, refs, scalars, 5)
+    first, last = lists.ends()
+
+    @pl.when(first)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    def meet():
+        pair = GradientPair(lists, False, operands, segment_refs)
+
+        def score(unit):
+            return (pair.changes(unit)[1].astype(pair.query.dtype),)
+
+        def read_out(unit, changes):
+            head, lanes = pair.split(unit)
+            sums[pair.lanes_of(unit), lanes] += heads.transposed_product(pair.key, changes, head, call.layout)
+
+        pipelined(call.units, score, read_out)
+
+    lists.meet(False, meet)
+
+    @pl.when(last)
+    def _():
+        output[0] = (sums[...].T * call.scale).astype(output.dtype)
+
+
+def _key_kernel(*refs, call: BlockCall, scalars: int):
+    lists, operands, segment_refs, results = split_refs(call, refs, scalars, 5)
+    grad_key, grad_value, key_sums, value_sums = results
+    member = pl.program_id(3)
+    first, last = lists.ends()
+
+    @pl.when(first & (member == 0))
+    def _():
+        key_sums[...] = jnp.zeros_like(key_sums)
+        value_sums[...] = jnp.zeros_like(value_sums)
+
+    def meet():
+        pair = GradientPair(lists, True, operands, segment_refs)
+        dtype = pair.query.dtype
+
+        def score(unit):
+            weights, changes, q, g = pair.changes(unit)
+            return weights.astype(dtype), changes.astype(dtype), q, g
+
+        def read_out(unit, weights, changes, q, g):
+            value_sums[...] += arithmetic.dot(weights, g, NN)
+            key_sums[...] += arithmetic.dot(changes, q, NN)
+
+        pipelined(call.units, score, read_out)
+
+    lists.meet(True, meet)
+
+    @pl.when(last & (member == call.layout.group - 1))
+    def _():
+        grad_key[0] = (key_sums[...] * call.scale).astype(grad_key.dtype)
+        grad_value[0] = value_sums[...].astype(grad_value.dtype)
+
+
+def block_backward(
+    query: Float[Array, "B T L"],
+    key: Float[Array, "B S M"],
+    value: Float[Array, "B S M"],
+    segments: Segments,
+    shift: Int[Array, "1"] | None,
+    grad: Float[Array, "B T L"],
+    statistics: Float[Array, "B tiles 2*packed T"],
+    mean: Float[Array, "B tiles packed T"],
+    grad_log_sum: Float[Array, "B tiles packed T"] | None,
+    call: BlockCall,
+) -> tuple[Float[Array, "B T L"], Float[Array, "B S M"], Float[Array, "B S M"]]:
+    """Gradients of packed arrays; `mean` is the sum of weight times change of each row, from the rounded output.
+
+    The remainder that those rounded sums leave is computed first: where a softmax is almost one-hot, its derivative is
+      a
+    small difference of large numbers, and the rounding of the sums would show in it.
+    """
+    width = call.layout.width
+
+    def operands(rest):
+        every = jnp.concatenate([statistics, mean, rest], axis=2)
+        return [("q", query), ("k", key), ("k", value), ("q", grad), ("s", every)]
+
+    (rest,) = BlockLaunch(_rest_kernel, "block_attention_backward_rest", call, "r").run(
+        operands(jnp.zeros_like(mean)), segments, shift
+    )
+    given = operands(rest if grad_log_sum is None else rest - grad_log_sum)
+    (grad_query,) = BlockLaunch(
+        _query_kernel, "block_attention_backward_query", call, "q", [(width, call.block_q)]
+    ).run(given, segments, shift)
+    grad_key, grad_value = BlockLaunch(
+        _key_kernel, "block_attention_backward_key", call, "kk", [(call.block_k, width)] * 2, by_key=True
+    ).run(given, segments, shift)
+    return grad_query, grad_key, grad_value

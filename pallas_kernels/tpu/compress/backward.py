@@ -1,0 +1,152 @@
+"""The backward kernels of compress: all gradients in one pass over the history."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.scores import elementwise_slopes
+from pallas_kernels.tpu.compress.history import (
+    HistoryStep,
+    history_specs,
+    launch,
+    reader_spec,
+    slot_spec,
+    split_refs,
+)
+from pallas_kernels.tpu.compress.plan import CompressCall
+from pallas_kernels.tpu.core import arithmetic, heads
+from pallas_kernels.tpu.core.arithmetic import LOG2E, MASKED, NN, NT
+from pallas_kernels.tpu.core.pipeline import pipelined
+from pallas_kernels.tpu.core.varying import vary_alike
+
+
+class GradientStep(HistoryStep):
+    """A block of the history with the gradients of the results and their statistics, as `compress_backward` takes
+    them."""
+
+    def __init__(self, call: CompressCall, refs: Sequence[Any], grads: Any, statistics: Any):
+        super().__init__(call, refs)
+        self.grads, self.statistics = grads, statistics
+
+    def score(self, unit: int):
+        """Unscaled scores, the gradients of the weights, queries and gradients of the results."""
+        head, which, _ = self.split(unit)
+        q = self.queries(unit)
+        g = heads.lanes_of_head(self.grads[0, which], head, self.call.layout)
+        return self.products(unit, q), arithmetic.dot(self.value, g, NT), q, g
+
+    def softmax(self, unit: int, products, grad_weights):
+        """The weights of a softmax and the gradients of its scores."""
+        head, _, lanes = self.split(unit)
+        products = self.within(products, MASKED)
+        top, log_total, mean, *rest = (
+            self.statistics[0, 0, 0, row : row + 1, lanes]
+            for row in range(head, self.statistics.shape[3], self.call.layout.packed)
+        )
+        weights = jnp.exp2((products - top) * (self.call.scale * LOG2E) - log_total)
+        change = grad_weights - mean
+        return weights, weights * (change - rest[0] if rest else change)
+
+
+def _rest_kernel(*refs, call: CompressCall):
+    inputs, (grads, statistics, output) = split_refs(call, refs)
+
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        output[...] = jnp.zeros_like(output)
+
+    step = GradientStep(call, inputs, grads, statistics)
+
+    def add(unit, products, grad_weights, q, g):
+        head, _, lanes = step.split(unit)
+        changes = step.softmax(unit, products, grad_weights)[1]
+        output[0, 0, 0, head : head + 1, lanes] += changes.sum(axis=0, keepdims=True)
+
+    pipelined(step.units, step.score, add)
+
+
+def _backward_kernel(*refs, call: CompressCall):
+    inputs, (grads, statistics, grad_query, *grad_keys, grad_value) = split_refs(call, refs)
+
+    @pl.when(pl.program_id(3) == 0)
+    def _():
+        grad_query[...] = jnp.zeros_like(grad_query)
+
+    step = GradientStep(call, inputs, grads, statistics)
+    dtype = step.query.dtype
+    to_value: list[Array] = []
+    to_keys: list[list[Array]] = [[] for _ in step.keys]
+
+    def differentiate(unit, products, grad_weights, q, g):
+        if call.score == "softmax":
+            weights, changes = step.softmax(unit, products, grad_weights)
+        else:
+            weights = step.weights(products)
+            changes = step.within(elementwise_slopes(call.score, products * call.scale)) * grad_weights
+        return weights.astype(dtype), changes.astype(dtype), q, g
+
+    def read_out(unit, weights, changes, q, g):
+        head, which, _ = step.split(unit)
+        k, place = step.keys[which], step.lanes_of(unit)
+        grad_query[0, 0, 0, place] += heads.transposed_product(k, changes, head, call.layout) * call.scale
+        to_value.append(arithmetic.dot(weights, g, NN))
+        to_keys[which].append(arithmetic.dot(changes, q, NN))
+
+    pipelined(step.units, step.score, differentiate, read_out)
+    grad_value[0, 0] = functools.reduce(jnp.add, to_value).astype(grad_value.dtype)
+    for out, parts in zip(grad_keys, to_keys):
+        out[0, 0] = (functools.reduce(jnp.add, parts) * call.scale).astype(out.dtype)
+
+
+def compress_backward(
+    bounds: Int[Array, "B R 1 2"],
+    query: Float[Array, "B Q L"],
+    keys: list[Float[Array, "B S L"]],
+    value: Float[Array, "B S L"],
+    grads: Float[Array, "B keys Q L"],
+    statistics: Float[Array, "B tiles R 3*packed lanes"],
+    call: CompressCall,
+) -> tuple[Float[Array, "B tiles R width Q"], list[Float[Array, "slots B S L"]], Float[Array, "slots B S L"]]:
+    """Gradients of the queries of each reader, transposed and in float32, and of each set of keys and the values, for
+    each slot of readers. Tokens that no reader of a slot reads have undefined gradients there.
+
+    The statistics end with the sum of weight times change of each row. In float32, the remainder that this rounded sum
+    leaves is computed first: where a softmax is almost one-hot, its derivative is a small difference of large numbers,
+    and the rounding of the sum would show in it.
+    """
+    width, shared, packed = call.layout.width, not call.own_queries, call.layout.packed
+    lanes = call.keys * call.queries
+    outer = (query.shape[0], query.shape[2] // width, call.readers)
+    of_grads = pl.BlockSpec(
+        (1, call.keys, call.queries, width), lambda b, t, r, s: (b, 0, 0 if shared else r, t)
+    )
+    specs = [*history_specs(call), of_grads]
+    operands = [bounds, query, *keys, value, grads]
+    if call.score == "softmax" and query.dtype == jnp.float32:
+        (rest,) = launch(
+            _rest_kernel,
+            "compress_backward_rest",
+            call,
+            [*specs, reader_spec(3 * packed, lanes, shared)],
+            [*operands, statistics],
+            [reader_spec(packed, lanes)],
+            [((*outer, packed, lanes), jnp.float32)],
+        )
+        statistics = jnp.concatenate(vary_alike(statistics, call.sum_readers(rest)), axis=3)
+    history = ((call.slots, *value.shape), value.dtype)
+    grad_query, *others = launch(
+        _backward_kernel,
+        "compress_backward",
+        call,
+        [*specs, reader_spec(statistics.shape[3], lanes, shared)],
+        [*operands, statistics],
+        [reader_spec(width, call.queries), *[slot_spec(call)] * (call.keys + 1)],
+        [((*outer, width, call.queries), jnp.float32), *[history] * (call.keys + 1)],
+    )
+    return grad_query, others[:-1], others[-1]

@@ -1,0 +1,133 @@
+"""One grid step over a block of the history, and the launch of a kernel over the steps of all readers.
+
+Both attentions of the differential form run over the same block of keys and values while it is in VMEM, so that each of
+K1, K2 and V is read from HBM once. Scores are stored transposed (history in rows, compressed tokens in lanes).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.scores import elementwise_weights
+from pallas_kernels.tpu.compress.plan import CompressCall
+from pallas_kernels.tpu.core import arithmetic, heads
+from pallas_kernels.tpu.core.arithmetic import NT
+from pallas_kernels.tpu.core.varying import result_like
+
+
+def split_refs(call: CompressCall, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The references that every kernel starts with (bounds, queries, sets of keys, values), and the others."""
+    first = call.keys + 3
+    return refs[:first], refs[first:]
+
+
+class HistoryStep:
+    """A block of keys and values inside a kernel, zero outside the bounds of its reader.
+
+    A unit is one head of a tile with one set of keys.
+    """
+
+    def __init__(self, call: CompressCall, refs: Sequence[Any]):
+        limits, self.query, *keys, value = refs
+        self.call = call
+        self._start, self._stop = call.bounds(limits)
+        self.keys = [self.within(key[0]) for key in keys]
+        self.value = self.within(value[0])
+
+    @property
+    def units(self) -> int:
+        """How many units a step consists of."""
+        return self.call.layout.packed * self.call.keys
+
+    def split(self, unit: int) -> tuple[int, int, slice]:
+        """The head in the tile, the set of keys, and the lanes of this pair's statistics."""
+        head, which = divmod(unit, self.call.keys)
+        return head, which, slice(which * self.call.queries, (which + 1) * self.call.queries)
+
+    def lanes_of(self, unit: int) -> slice:
+        """The lanes of a unit's head, which are rows of arrays that are stored transposed."""
+        head, size = unit // self.call.keys, self.call.layout.head_dim
+        return slice(head * size, (head + 1) * size)
+
+    def within(self, x: Float[Array, "block lanes"], otherwise: float = 0.0) -> Float[Array, "block lanes"]:
+        """x with `otherwise` in the rows out of bounds."""
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        outsides = (
+            None if self._start is None else row < self._start,
+            None if self._stop is None else row >= self._stop,
+        )
+        for outside in outsides:
+            x = x if outside is None else jnp.where(outside, jnp.asarray(otherwise, x.dtype), x)
+        return x
+
+    def queries(self, unit: int) -> Float[Array, "queries width"]:
+        """The queries of a unit, zero in the lanes of other heads."""
+        return heads.lanes_of_head(self.query[0], self.split(unit)[0], self.call.layout)
+
+    def products(self, unit: int, queries: Float[Array, "queries width"]) -> Float[Array, "block queries"]:
+        """Unscaled scores of a unit."""
+        return arithmetic.dot(self.keys[self.split(unit)[1]], queries, NT)
+
+    def weights(self, products: Float[Array, "block queries"]) -> Float[Array, "block queries"]:
+        """Weights of a score that is not normalised, 0 out of bounds."""
+        return self.within(elementwise_weights(self.call.score, products * self.call.scale))
+
+
+def history_specs(call: CompressCall) -> list[pl.BlockSpec]:
+    """Block specs of bounds, queries, each set of keys, and values."""
+    width, own = call.layout.width, call.own_queries
+    of_history = pl.BlockSpec((1, call.block, width), lambda b, t, r, s: (b, call.history_block(r, s), t))
+    return [
+        pl.BlockSpec((1, 1, 1, 2), lambda b, t, r, s: (b, r if own else 0, 0, 0), memory_space=pltpu.SMEM),
+        pl.BlockSpec((1, call.queries, width), lambda b, t, r, s: (b, r if own else 0, t)),
+        *[of_history] * (call.keys + 1),
+    ]
+
+
+def slot_spec(call: CompressCall) -> pl.BlockSpec:
+    """The block spec of a gradient over the history, of which each slot of readers has its own."""
+    return pl.BlockSpec(
+        (1, 1, call.block, call.layout.width),
+        lambda b, t, r, s: (jax.lax.rem(r, np.int32(call.slots)), b, call.history_block(r, s), t),
+    )
+
+
+def reader_spec(rows: int, lanes: int, shared: bool = False) -> pl.BlockSpec:
+    """The block spec of an array (batch, tiles, readers, rows, lanes); `shared` of one in which all readers share an
+    entry."""
+    return pl.BlockSpec((1, 1, 1, rows, lanes), lambda b, t, r, s: (b, t, 0 if shared else r, 0, 0))
+
+
+def launch(
+    kernel: Callable[..., None],
+    name: str,
+    call: CompressCall,
+    specs: Sequence[pl.BlockSpec],
+    operands: Sequence[Array],
+    out_specs: Sequence[pl.BlockSpec],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+) -> list[Array]:
+    """Runs a kernel over the steps of every reader; `results` are shapes and dtypes."""
+    query = operands[1]
+    return pl.pallas_call(
+        functools.partial(kernel, call=call),
+        grid=(query.shape[0], query.shape[2] // call.layout.width, call.readers, call.steps),
+        in_specs=list(specs),
+        out_specs=list(out_specs),
+        out_shape=[result_like(query, shape, dtype) for shape, dtype in results],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=call.vmem_limit,
+        ),
+        interpret=call.interpret,
+        name=name,
+    )(*operands)

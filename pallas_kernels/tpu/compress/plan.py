@@ -1,0 +1,250 @@
+"""What a call of compress does step by step: its readers, its block sizes, and their VMEM.
+
+A reader is one run over one stretch of the history: a part of the sequence (the results of the parts are merged by
+  their
+log-sum-exp), or the history of one block of a long sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.scores import Score
+from pallas_kernels.tpu.core.chips import GRANTED_MIB, MIB, resolve_chip, vmem_limit
+from pallas_kernels.tpu.core.heads import LANES, HeadLayout, layout_of
+from pallas_kernels.tpu.core.inputs import (
+    Shaped,
+    check_arrays,
+    check_compressed,
+    check_multiple_of_128,
+)
+
+#: Blocks of a sequence start at multiples of this number: the rows of a register of bfloat16.
+_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressCall:
+    """Everything static about one call.
+
+    Attributes:
+      length: tokens in the sequence.
+      count: compressed tokens. queries: the same, rounded up to whole lanes.
+      keys: sets of keys, one or two.
+      layout: how heads lie in lanes.
+      block: tokens in a grid step.
+      readers, steps: runs over the history, and grid steps of each.
+      stride: reader r begins at block r * stride.
+      own_queries: whether every reader has queries and bounds of its own; otherwise all share one set.
+      slots: two readers whose numbers differ by a multiple of `slots` never read the same block.
+      above, below: whether a block may hold tokens at or after the end of a reader's bounds, or before their start.
+      vmem_limit: in bytes, to request from the compiler; None requests none.
+      axis_name: the mesh axis over which the sequence is divided, whose devices read the other parts; None for one
+        device.
+      scale: multiplies the scores; positive.
+      score: the score function.
+      interpret: as `pl.pallas_call` takes it.
+    """
+
+    length: int
+    count: int
+    keys: int
+    layout: HeadLayout
+    block: int
+    readers: int
+    steps: int
+    stride: int
+    own_queries: bool
+    slots: int
+    above: bool
+    below: bool
+    vmem_limit: int | None
+    axis_name: str | None = None
+    scale: float = 1.0
+    score: Score = "softmax"
+    interpret: bool | pltpu.InterpretParams = False
+
+    @property
+    def queries(self) -> int:
+        """Compressed tokens, rounded up to whole lanes."""
+        return _whole_lanes(self.count)
+
+    def history_block(self, reader, step):
+        """The block of the history that a reader reads in a step."""
+        return reader * self.stride + step
+
+    def bounds(self, ref) -> tuple[Int[Array, ""] | None, Int[Array, ""] | None]:
+        """The first row of this step's block that its reader reads, and the row before which it stops; None for no
+        bound."""
+        first = self.history_block(pl.program_id(2), pl.program_id(3)) * self.block
+        return (
+            ref[0, 0, 0, 0] - first if self.below else None,
+            ref[0, 0, 0, 1] - first if self.above else None,
+        )
+
+    def sum_readers(self, x: Float[Array, "B tiles R rows lanes"]) -> Float[Array, "B tiles #R rows lanes"]:
+        """The sum over all readers that share a set of queries."""
+        x = x if self.own_queries else x.sum(axis=2, keepdims=True)
+        return x if self.axis_name is None else jax.lax.psum(x, self.axis_name)
+
+
+def _whole_lanes(count: int) -> int:
+    return -(-count // LANES) * LANES
+
+
+def compress_bytes(block: int, queries: int, keys: int, layout: HeadLayout, itemsize: int) -> int:
+    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, results, the scores in
+    flight.
+
+    Products of float32 are made of several of bfloat16: the compiler keeps their parts for all packed heads.
+    """
+    width, packed = layout.width, layout.packed
+    history = (2 * keys + 2) * block * width * itemsize
+    resident = queries * width * (itemsize * (1 + keys) + 4 * (1 + keys)) + 8 * 4 * packed * keys * queries
+    scores = 28 * keys if itemsize == 4 else 6
+    return 2 * (history + resident) + scores * block * queries * 4
+
+
+def compress_block(length: int, queries: int, keys: int, layout: HeadLayout, itemsize: int) -> int:
+    """Tokens in a grid step, halved until they fit in the VMEM that every kernel is granted."""
+    block, most = 1024, GRANTED_MIB * MIB * 7 // 8
+    while block > 128 and (
+        block // 2 >= length or compress_bytes(block, queries, keys, layout, itemsize) > most
+    ):
+        block //= 2
+    return block
+
+
+def _check(query: Shaped, heads: int, head_dim: int, key: Shaped, contrast_key: Shaped | None, value: Shaped):
+    """Checks a history against a query of any number of axes."""
+    batch, count = query.shape[0], query.shape[-3]
+    flat = jax.ShapeDtypeStruct(
+        (batch, query.size // max(1, batch * heads * head_dim), heads, head_dim), query.dtype
+    )
+    check_arrays({"query": flat, "key": key, "value": value})
+    expected = (batch, key.shape[1], heads, head_dim)
+    for name, x in (("key", key), ("contrast_key", contrast_key), ("value", value)):
+        if x is not None and (x.shape != expected or x.dtype != query.dtype):
+            raise ValueError(f"{name} must be {query.dtype} of shape {expected}, got {x.dtype} of {x.shape}")
+    check_compressed("query", count)
+
+
+def _limit(
+    block: int, queries: int, keys: int, layout: HeadLayout, itemsize: int, chip: str | None
+) -> int | None:
+    needed = compress_bytes(block, queries, keys, layout, itemsize)
+    return vmem_limit("compress", needed, chip, f"choose a block below {block}")
+
+
+def plan_compress(
+    query: Shaped,
+    key: Shaped,
+    contrast_key: Shaped | None,
+    value: Shaped,
+    *,
+    bounded: bool,
+    chip: str | None,
+    block: int | None,
+    splits: int | None,
+) -> CompressCall:
+    """The part of a call that shapes and dtypes determine; arguments as for `compress`.
+
+    Args:
+      bounded: whether there are lengths of the history.
+
+    Raises:
+      ValueError, NotImplementedError: as `compress`, for every reason that lies in shapes and dtypes.
+    """
+    if len(query.shape) != 4:
+        raise ValueError(f"query must have shape (batch, length, heads, head_dim), got {query.shape}")
+    if block is not None:
+        check_multiple_of_128(block=block)
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits must be at least 1, got {splits}")
+    batch, count, heads, head_dim = query.shape
+    _check(query, heads, head_dim, key, contrast_key, value)
+    chip = resolve_chip(chip, query)
+    length, keys, itemsize = key.shape[1], 1 if contrast_key is None else 2, query.dtype.itemsize
+    layout, queries = layout_of(heads, heads, head_dim), _whole_lanes(count)
+    size = block or compress_block(length, queries, keys, layout, itemsize)
+    parts = splits or (1 if batch * heads * head_dim >= 2 * layout.width else 2)
+    # Parts are equal: each block of keys belongs to one, and has its gradient written once.
+    while size > LANES and -(-length // size) % parts:
+        size //= 2
+    blocks = -(-length // size)
+    parts = max(n for n in range(1, parts + 1) if blocks % n == 0)
+    return CompressCall(
+        length=length,
+        count=count,
+        keys=keys,
+        layout=layout,
+        block=size,
+        readers=parts,
+        steps=blocks // parts,
+        stride=blocks // parts,
+        own_queries=False,
+        slots=1,
+        above=bounded or length % size != 0,
+        below=False,
+        vmem_limit=_limit(size, queries, keys, layout, itemsize, chip),
+    )
+
+
+def plan_compress_blocks(
+    query: Shaped,
+    key: Shaped,
+    contrast_key: Shaped | None,
+    value: Shaped,
+    *,
+    block_size: int,
+    history_size: int,
+    bounded: bool,
+    chip: str | None,
+) -> CompressCall:
+    """The part of a call that shapes and dtypes determine; arguments as for `compress_blocks`.
+
+    Args:
+      bounded: whether there are lengths of the histories.
+
+    Raises:
+      ValueError, NotImplementedError: as `compress_blocks`, for every reason that lies in shapes and dtypes.
+    """
+    if len(query.shape) != 5:
+        raise ValueError(f"query must have shape (batch, blocks, length, heads, head_dim), got {query.shape}")
+    _, readers, count, heads, head_dim = query.shape
+    needed = history_size + (readers - 1) * block_size
+    if readers < 1 or block_size < 1 or history_size < 1 or key.shape[1] < needed:
+        raise ValueError(
+            f"key must hold history_size + (blocks - 1) * block_size = {history_size} + {readers - 1} * "
+            f"{block_size} tokens, got {key.shape[1]}"
+        )
+    if readers > 1 and block_size % _ROWS:
+        raise NotImplementedError(f"block_size must be a multiple of {_ROWS}, got {block_size}")
+    _check(query, heads, head_dim, key, contrast_key, value)
+    chip = resolve_chip(chip, query)
+    keys, itemsize = 1 if contrast_key is None else 2, query.dtype.itemsize
+    layout, queries = layout_of(heads, heads, head_dim), _whole_lanes(count)
+    size = compress_block(history_size, queries, keys, layout, itemsize)
+    if readers > 1:
+        size = max(n for n in range(_ROWS, size + 1, _ROWS) if block_size % n == 0)
+    stride, steps = max(block_size // size, 1), -(-history_size // size)
+    return CompressCall(
+        length=key.shape[1],
+        count=count,
+        keys=keys,
+        layout=layout,
+        block=size,
+        readers=readers,
+        steps=steps,
+        stride=stride,
+        own_queries=True,
+        slots=min(-(-steps // stride), readers),
+        above=history_size % size != 0,
+        below=bounded,
+        vmem_limit=_limit(size, queries, keys, layout, itemsize, chip),
+    )

@@ -1,0 +1,145 @@
+"""What a call of propagate does step by step: its block sizes, their VMEM, and what a grid step loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.scores import Score, elementwise_weights
+from pallas_kernels.tpu.core import arithmetic, heads
+from pallas_kernels.tpu.core.arithmetic import LOG2E, MASKED
+from pallas_kernels.tpu.core.chips import GRANTED_MIB, MIB, resolve_chip, vmem_limit
+from pallas_kernels.tpu.core.heads import HeadLayout, layout_of
+from pallas_kernels.tpu.core.inputs import (
+    Shaped,
+    check_attention,
+    check_compressed,
+    check_multiple_of_128,
+)
+
+#: The compressed tokens are padded to a multiple of this number of rows: the rows of a register of bfloat16.
+_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class PropagateCall:
+    """Everything static about one call. A grid step processes `block` queries in tiles of `tile`.
+
+    Attributes:
+      length: queries. keys: compressed tokens. padded_keys: the same with padding.
+      layout: how heads lie in lanes.
+      vmem_limit: in bytes, to request from the compiler; None requests none.
+      scale: multiplies the scores; positive.
+      score: the score function.
+      interpret: as `pl.pallas_call` takes it.
+    """
+
+    length: int
+    keys: int
+    padded_keys: int
+    tile: int
+    block: int
+    layout: HeadLayout
+    vmem_limit: int | None
+    scale: float = 1.0
+    score: Score = "softmax"
+    interpret: bool | pltpu.InterpretParams = False
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last block is incomplete."""
+        return self.length % self.block != 0
+
+    @property
+    def units(self) -> int:
+        """Products of a grid step: one for each tile of queries and head."""
+        return self.block // self.tile * self.layout.packed
+
+    def grid(self, query: Float[Array, "B T L"]) -> tuple[int, int, int]:
+        """Batch, tiles of heads, blocks of queries."""
+        return query.shape[0], query.shape[2] // self.layout.width, -(-self.length // self.block)
+
+    def specs(self) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+        """Specs of an array with rows of queries and of one with rows of compressed tokens."""
+        width = self.layout.width
+        return (
+            pl.BlockSpec((1, self.block, width), lambda b, t, i: (b, i, t)),
+            pl.BlockSpec((1, self.padded_keys, width), lambda b, t, i: (b, 0, t)),
+        )
+
+    def load(self, ref, unit: int) -> tuple[Float[Array, "tile width"], slice]:
+        """The queries (or output gradients) of one head and tile, zero past the end of the sequence, and their
+        rows."""
+        tile, head = divmod(unit, self.layout.packed)
+        rows = slice(tile * self.tile, (tile + 1) * self.tile)
+        x = ref[0, rows, :]
+        if self.ragged:
+            x = arithmetic.rows_below(x, self.length - pl.program_id(2) * self.block - tile * self.tile)
+        return heads.lanes_of_head(x, head, self.layout), rows
+
+    def weights(self, products: Float[Array, "m tile"]) -> Float[Array, "m tile"]:
+        """Weights of the keys, in rows, from unscaled scores; rows of padding have weight 0."""
+        exists = None
+        if products.shape[0] != self.keys:
+            exists = jax.lax.broadcasted_iota(jnp.int32, products.shape, 0) < self.keys
+        if self.score == "softmax":
+            s = products if exists is None else jnp.where(exists, products, MASKED)
+            w = jnp.exp2((s - s.max(axis=0, keepdims=True)) * (self.scale * LOG2E))
+            return w * arithmetic.reciprocal(w.sum(axis=0, keepdims=True))
+        w = elementwise_weights(self.score, products * self.scale)
+        return w if exists is None else jnp.where(exists, w, 0.0)
+
+
+def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int) -> int:
+    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks and the scores in flight.
+
+    For float32 the compiler keeps the scores of all packed heads where there are many keys.
+    """
+    scores = 56 if itemsize == 4 and keys > 256 else 8
+    return 2 * (3 * block * width * itemsize + keys * width * (2 * itemsize + 8)) + scores * keys * tile * 4
+
+
+def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple[int, int]:
+    """(tile, block): queries in one product and in a grid step.
+
+    The block is halved until it fits in the VMEM that every kernel is granted, and until the end of the sequence leaves
+    less than an eighth of the work empty.
+    """
+    tile, block, most = 256 if keys <= 256 else 128, 4096, GRANTED_MIB * MIB * 3 // 4
+    while block > tile and (
+        8 * (-length % block) > length or propagate_bytes(block, tile, keys, width, itemsize) > most
+    ):
+        block //= 2
+    return tile, block
+
+
+def plan_propagate(
+    query: Shaped, key: Shaped, value: Shaped, *, block: int | None, chip: str | None
+) -> PropagateCall:
+    """The part of a call that shapes and dtypes determine; arguments as for `propagate`.
+
+    Raises:
+      ValueError, NotImplementedError: as `propagate`, for every reason that lies in shapes and dtypes.
+    """
+    check_attention(query, key, value)
+    chip = resolve_chip(chip, query)
+    _, length, count, head_dim = query.shape
+    keys, itemsize = key.shape[1], query.dtype.itemsize
+    if key.shape[2] != count:
+        raise ValueError(f"key must have query's {count} heads, got {key.shape[2]}")
+    check_compressed("key", keys)
+    layout = layout_of(count, count, head_dim)
+    padded = keys + -keys % _ROWS
+    tile, chosen = propagate_blocks(length, padded, layout.width, itemsize)
+    if block is not None:
+        check_multiple_of_128(block=block)
+        tile, chosen = math.gcd(tile, block), block
+    needed = propagate_bytes(chosen, tile, padded, layout.width, itemsize)
+    limit = vmem_limit("propagate", needed, chip, f"choose a block below {chosen}")
+    return PropagateCall(length, keys, padded, tile, chosen, layout, limit)

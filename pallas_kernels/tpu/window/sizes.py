@@ -1,0 +1,146 @@
+"""Block sizes of the window kernels by chip and shape, their VMEM, and the plan of a call.
+
+The sizes were chosen by the compiler's instruction schedules (`python -m eval.tpu_schedule`), not by timing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from pallas_kernels.tpu.core.chips import GRANTED_MIB, MIB, resolve_chip, vmem_limit, vmem_mib
+from pallas_kernels.tpu.core.heads import HeadLayout, layout_of
+from pallas_kernels.tpu.core.inputs import Shaped, check_attention, check_multiple_of_128
+from pallas_kernels.tpu.window.key_gradient_sums import scratch_rows
+from pallas_kernels.tpu.window.plan import WindowCall, WindowPlan
+
+#: Pairs of tiles in one unrolled step: beyond this number the program, not its data, grows too large.
+MAX_UNROLLED = 96
+
+#: Tile sizes: wide matrix units need wide tiles, and narrow units waste less on narrow ones.
+_TILES = {"v6e": 256, "7x": 256}
+_DEFAULT_TILE = 128
+_BLOCKS = {"v6e": 2048, "7x": 2048}
+_DEFAULT_BLOCK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowBlocks:
+    """Queries in a tile (one softmax) and in a grid step of the window kernels, forward and backward.
+
+    Attributes:
+      tile, block: multiples of 128; the block is a multiple of the tile and at least as long as a side of the window.
+      backward_tile, backward_block: the same for the backward pass.
+    """
+
+    tile: int
+    block: int
+    backward_tile: int
+    backward_block: int
+
+    def __post_init__(self) -> None:
+        check_multiple_of_128(**dataclasses.asdict(self))
+
+
+def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backward: bool) -> int:
+    """VMEM of a step of the window kernels: double-buffered blocks, scratch and the scores in flight.
+
+    Products of float32 are made of several of bfloat16. The compiler keeps their parts for all packed heads: 20 to 33
+    tiles for each head and pair of tiles in the shapes that tests/pallas_kernels/tpu/test_compile.py compiles.
+    """
+    width, group = layout.width, layout.group
+    row = width * itemsize
+    keys = 2 * (plan.block + plan.halo * len(plan.sides[1:]))
+    blocks = (5 if backward else 2) * plan.block + keys
+    statistics = 2 * 8 * 4 * plan.block
+    scratch = 2 * scratch_rows(plan, group) * width * 4 if backward else 0
+    wide = itemsize == 4
+    tiles = 8 + 26 * layout.packed if wide else 6 if backward else 4
+    scores = tiles * len(plan.distances()) * plan.tile**2 * 4
+    total = 2 * blocks * row + statistics + scratch + scores
+    return total * 5 // 4 if wide else total
+
+
+def window_blocks(
+    left: int, right: int, length: int, layout: HeadLayout, itemsize: int, chip: str | None
+) -> WindowBlocks | None:
+    """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; for float32, which needs
+    more than that, in the chip's whole VMEM.
+
+    None when the window is so wide that no block that holds its sides fits.
+    """
+    wide = itemsize == 4
+    room = vmem_mib(chip) if wide else GRANTED_MIB
+
+    def choose(backward: bool) -> tuple[int, int] | None:
+        tile = _DEFAULT_TILE if wide else _TILES.get(chip or "", _DEFAULT_TILE)
+        while tile > 128 and tile >= 2 * max(left, right, 64):
+            tile //= 2
+        block = _BLOCKS.get(chip or "", _DEFAULT_BLOCK)
+        while block // 2 >= max(tile, length):
+            block //= 2
+        while True:
+            smallest = -(-max(left, right, 1) // tile)
+            smallest = tile * (1 << (smallest - 1).bit_length())
+            block = max(block, smallest)
+            plan = WindowPlan(left, right, length, tile, block)
+            fits = window_bytes(plan, layout, itemsize, backward=backward) <= room * MIB * 3 // 4
+            if fits and plan.unrolled <= MAX_UNROLLED:
+                return tile, block
+            if block // 2 >= smallest:
+                block //= 2
+            elif tile < 256 and not plan.unrolled <= MAX_UNROLLED:
+                tile *= 2
+            else:
+                return None
+
+    forward, backward = choose(False), choose(True)
+    return None if forward is None or backward is None else WindowBlocks(*forward, *backward)
+
+
+def plan_window(
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    *,
+    left: int,
+    right: int,
+    chip: str | None,
+    blocks: WindowBlocks | None,
+) -> WindowCall:
+    """The part of a call that shapes and dtypes determine; arguments as for `window_attention`.
+
+    Raises:
+      ValueError, NotImplementedError: as `window_attention`, for every reason that lies in shapes and dtypes.
+    """
+    check_attention(query, key, value)
+    chip = resolve_chip(chip, query)
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(f"key must be as long as query ({query.shape[1]} tokens), got {key.shape[1]}")
+    for name, side in (("left", left), ("right", right)):
+        if not isinstance(side, (int, np.integer)) or isinstance(side, bool) or side < 0:
+            raise ValueError(f"{name} must be an int of at least 0, got {side!r}")
+    _, length, heads, head_dim = query.shape
+    itemsize, layout = query.dtype.itemsize, layout_of(heads, key.shape[2], head_dim)
+    # A window never reaches further than the sequence: keys beyond its ends would only cost tiles.
+    left, right = min(int(left), length - 1), min(int(right), length - 1)
+    if blocks is None:
+        blocks = window_blocks(left, right, length, layout, itemsize, chip)
+    if blocks is None:
+        raise ValueError(
+            f"a window of {left} keys before and {right} after is too wide for the window kernel "
+            f"(head width {layout.width}, {itemsize} bytes a number): use the block-sparse kernel"
+        )
+    forward = WindowPlan(left, right, length, blocks.tile, blocks.block)
+    backward = WindowPlan(left, right, length, blocks.backward_tile, blocks.backward_block)
+    forward_limit, backward_limit = (
+        vmem_limit(
+            f"window_attention's {name} pass",
+            window_bytes(plan, layout, itemsize, backward=name == "backward"),
+            chip,
+            f"choose a block below {plan.block}",
+        )
+        for name, plan in (("forward", forward), ("backward", backward))
+    )
+    return WindowCall(forward, backward, forward_limit, backward_limit, layout)

@@ -1,0 +1,118 @@
+"""What stands in the way of a kernel is known without tracing it, and is what the call itself refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import tpu
+
+
+def shaped(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def window(x, y=None, **options):
+    y = x if y is None else y
+    return tpu.window_obstacle, tpu.window_attention, (x, y, y), {"left": 63, "right": 0} | options, {}
+
+
+def block(x, y=None, **options):
+    y = x if y is None else y
+    options = {"key_blocks": [[0]] * -(-x.shape[1] // 128), "block_q": 128, "block_k": 128} | options
+    return tpu.block_obstacle, tpu.block_attention, (x, y, y), options, {}
+
+
+def compress(x, y, **options):
+    traced = {"gamma": jnp.ones(x.shape[2])}
+    return tpu.compress_obstacle, tpu.compress, (x, y, y, y), options, traced
+
+
+def compress_blocks(x, y, **options):
+    options = {"block_size": 32, "history_size": 32} | options
+    traced = {"gamma": jnp.ones(x.shape[3])}
+    return tpu.compress_blocks_obstacle, tpu.compress_blocks, (x, y, y, y), options, traced
+
+
+def propagate(x, y, **options):
+    return tpu.propagate_obstacle, tpu.propagate, (x, y, y), options, {"strength": jnp.ones(x.shape[2])}
+
+
+LONG, SHORT, MANY = shaped(1, 300, 2, 64), shaped(1, 16, 2, 64), shaped(1, 3, 16, 2, 64)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        window(LONG),
+        block(LONG),
+        compress(SHORT, LONG),
+        compress_blocks(MANY, LONG),
+        propagate(LONG, SHORT),
+        window(shaped(1, 40, 1, 256, dtype=jnp.float32), chip="v5e"),
+    ],
+)
+def test_none_where_the_kernel_serves(case):
+    obstacle, call, arrays, options, traced = case
+    assert obstacle(*arrays, **options) is None
+    jax.eval_shape(functools.partial(call, **options, **traced), *arrays)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (window(shaped(1, 300, 2, 64, dtype=jnp.float16)), "float32 or bfloat16, got query of float16"),
+        (window(shaped(1, 300, 2, 264)), "head_dim up to 256, got 264"),
+        (window(shaped(1, 300, 4, 64), shaped(1, 300, 3, 64)), "must be a multiple of those of key"),
+        (window(LONG, shaped(1, 301, 2, 64)), "as long as query"),
+        (window(shaped(1, 20000, 2, 64), left=9000), "too wide for the window kernel"),
+        (window(shaped(1, 4096, 4, 128, dtype=jnp.float32), left=512, right=512), "too wide for the window"),
+        (window(LONG, blocks=tpu.WindowBlocks(128, 1 << 14, 128, 1 << 14)), "MiB of VMEM"),
+        (block(shaped(1, 300, 2, 64, dtype=jnp.float16)), "float32 or bfloat16"),
+        (block(shaped(1, 300, 2, 264)), "head_dim up to 256"),
+        (block(LONG, block_k=1 << 16), "MiB of VMEM"),
+        (block(LONG, key_blocks=[[0]]), "a list for each of 3 blocks"),
+        (compress(shaped(1, 1025, 2, 64), LONG), "at most 1024 compressed tokens, got 1025"),
+        (compress(SHORT, LONG, block=1 << 17, splits=1), "MiB of VMEM"),
+        (compress(shaped(1, 16, 2, 300), shaped(1, 300, 2, 300)), "head_dim up to 256"),
+        (compress(SHORT, shaped(1, 300, 2, 64, dtype=jnp.float32)), "dtype"),
+        (compress_blocks(MANY, LONG, block_size=20), "block_size must be a multiple of 16, got 20"),
+        (compress_blocks(MANY, LONG, history_size=300), "key must hold"),
+        (compress_blocks(shaped(1, 3, 1025, 2, 64), LONG), "at most 1024 compressed tokens"),
+        (propagate(LONG, shaped(1, 1025, 2, 64)), "at most 1024 compressed tokens"),
+        (propagate(LONG, SHORT, block=1 << 17), "MiB of VMEM"),
+        (propagate(LONG, shaped(1, 16, 1, 64)), "must have query's 2 heads"),
+    ],
+)
+def test_names_what_the_call_refuses(case, words):
+    obstacle, call, arrays, options, traced = case
+    found = obstacle(*arrays, **options)
+    assert found is not None
+    assert words in found
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        jax.eval_shape(functools.partial(call, **options, **traced), *arrays)
+    assert str(error.value) == found
+
+
+def test_lists_too_long_for_scalar_memory(monkeypatch):
+    monkeypatch.setattr(tpu.block.plan, "MAX_PAIRS", 2)
+    x = shaped(1, 512, 2, 64)
+    obstacle, _, arrays, options, _ = block(x, key_blocks=[[0, 1, 2], [0], [0], [0]])
+    assert obstacle(*arrays, **options) == (
+        "a block of queries meets 3 others, scalar memory holds 2: choose larger blocks"
+    )
+    obstacle, _, arrays, options, _ = block(x, key_blocks=[[0], [0], [0], []])
+    assert "a block of keys meets 3 others" in obstacle(*arrays, **options)
+
+
+def test_nothing_is_traced(monkeypatch):
+    """No array is made and no kernel is built, however long the sequence."""
+
+    def fail(*_, **__):
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(jax, "eval_shape", fail)
+    monkeypatch.setattr(jnp, "pad", fail)
+    monkeypatch.setattr(tpu.window.api, "pack", fail)
+    assert tpu.window_obstacle(*[shaped(1, 1 << 20, 8, 128)] * 3, left=511, right=0) is None
