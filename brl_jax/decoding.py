@@ -37,7 +37,7 @@ def generate(
 
     Args:
       model: a decoder, such as `DecoderLM`, with `init_cache(batch, length)`, `logits, cache = model(tokens,
-        cache=cache)` and `unread(length)`.
+        cache=cache)` and `absorbable(length)`.
       variables: its variables.
       prompts: (B, P) ints, filled up on the right where shorter than P.
       max_new_tokens: tokens to add to each prompt, at least 1.
@@ -82,10 +82,10 @@ def generate(
     total = width + max_new_tokens
     prompts = jnp.asarray(prompts, jnp.int32)
     cache = model.init_cache(batch, total)
-    unread = model.unread(common)
-    for start in range(0, unread, _PREFILL):
-        cache = _absorb(model, variables, prompts[:, start : min(start + _PREFILL, unread)], cache)
-    for start in range(unread, common, _PREFILL):
+    absorbed = model.absorbable(common)
+    for start in range(0, absorbed, _PREFILL):
+        cache = _absorb(model, variables, prompts[:, start : min(start + _PREFILL, absorbed)], cache)
+    for start in range(absorbed, common, _PREFILL):
         logits, cache = _prefill(model, variables, prompts[:, start : min(start + _PREFILL, common)], cache)
     new = _continue(
         model,

@@ -3,9 +3,10 @@
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
+from brl_jax.models.networks import make_stack
+from brl_jax.models.pooling import Pooling
 from brl_jax.models.regressor import Regressor, RegressorConfig
 from brl_jax.models.stack import Stack
-from brl_jax.models.tlinformer.stack import make_stack
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, transnormer
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Encoder",
     "EncoderConfig",
     "PairClassifier",
+    "Pooling",
     "Regressor",
     "RegressorConfig",
     "Stack",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
-from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
+from brl_jax.attention.core.checks import check_at_least, require
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
+from brl_jax.models.inputs import Inputs
 from brl_jax.models.losses import cross_entropy
-from brl_jax.models.stack import Stack
-from brl_jax.models.tlinformer.stack import TLinFormerStack, make_stack
+from brl_jax.models.networks import make_stack
+from brl_jax.models.stack import Recall, Stack
 from brl_jax.sharding import constrain
 
 
@@ -34,7 +33,7 @@ class DecoderConfig(StackConfig):
 
     @property
     def dimensions(self) -> Dimensions:
-        """What each layer is told."""
+        """The dimensions that each layer is built with."""
         return self.make_dimensions(is_causal=True)
 
 
@@ -53,12 +52,8 @@ class DecoderLM(nn.Module):
 
     def setup(self):
         c = self.config
-        self.embedding: Any = self.param(
-            "embedding",
-            nn.with_logical_partitioning(nn.initializers.normal(c.embedding_width**-0.5), ("vocab", "embed")),
-            (c.vocab_size, c.d_model),
-            c.dimensions.param_dtype,
-        )
+        self.inputs = Inputs(c.dimensions, c.vocab_size, embedding_width=c.embedding_width)
+        nn.share_scope(self, self.inputs)
         self.stack = make_stack(c.mechanisms, c.dimensions, c.remat)
         self.dropout = nn.Dropout(c.dropout)
 
@@ -66,17 +61,28 @@ class DecoderLM(nn.Module):
         return make_stack(self.config.mechanisms, self.config.dimensions, self.config.remat, parent=None)
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """A decoding cache for `batch` sequences of up to `length` tokens."""
+        """A decoding cache for `batch` sequences of up to `length` tokens.
+
+        Raises:
+          ValueError: a batch or a length below 1.
+        """
         if batch < 1 or length < 1:
             raise ValueError(f"batch and length of a cache must be at least 1, got {batch} and {length}")
-        stack = self._unbound_stack()
-        if isinstance(stack, TLinFormerStack):
-            return stack.init_cache(batch, length, tokens=True)
-        return stack.init_cache(batch, length)
+        return self._unbound_stack().init_cache(batch, length, recalls=True)
 
     def init_memory(self, batch: int) -> Any:
         """The memory at the start of `batch` streams; None if the mechanisms carry nothing."""
         return self._unbound_stack().init_memory(batch)
+
+    def absorbable(self, length: int) -> int:
+        """How many of the first `length` tokens of a sequence `absorb` can take, if only the last one's output
+        counts; 0 for most mechanisms."""
+        return self._unbound_stack().absorbable(length)
+
+    def absorb(self, tokens: Int[Array, "B T"], cache: Any) -> Any:
+        """The cache after tokens whose outputs nobody wants, at less cost than a call; see `absorbable`."""
+        self.inputs.check(tokens)
+        return self.stack.absorb(self.inputs.embed(tokens), cache, Recall(tokens, self.inputs.embed))
 
     def hidden(
         self,
@@ -88,58 +94,46 @@ class DecoderLM(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         deterministic: bool = True,
     ):
-        """The last hidden states (B, T, D), normalised, and the new memory or cache."""
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must have shape (batch, length), not empty, got {tokens.shape}")
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be integers, got {tokens.dtype}")
+        """The last hidden states (B, T, D), normalised, and the new memory or cache.
+
+        Args:
+          tokens: (B, T) ints in 0..vocab_size-1.
+          memory: of the stream so far; see the class.
+          cache: of the tokens so far; excludes memory. More tokens than it was made for are an error where their
+            number is known, and lost or overwritten where it is traced.
+          positions: (1, T) or (B, T) ints, the tokens' places; by default they count on from the cache's tokens, or
+            from 0.
+          segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row; for mechanisms
+            that pack.
+          deterministic: False applies dropout, with the random stream "dropout".
+
+        Raises:
+          ValueError: arguments of another shape or type, and tokens outside the vocabulary where their values are
+            known; a traced one gives NaN.
+        """
+        self.inputs.check(tokens)
+        _check_ints("positions", positions, ((1, tokens.shape[1]), tokens.shape))
+        _check_ints("segment_ids", segment_ids, (tokens.shape,))
         if memory is not None and cache is not None:
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        x = self.dropout(self._embed(tokens), deterministic=deterministic)
-        call = {} if cache is None else self._recall(tokens, cache)
+        x = self.dropout(self.inputs.embed(tokens), deterministic=deterministic)
         return self.stack(
             x,
-            **{"cache": memory if cache is None else cache, **call},
+            cache=memory if cache is None else cache,
             positions=positions,
             segment_ids=segment_ids,
+            recall=None if cache is None else Recall(tokens, self.inputs.embed),
             deterministic=deterministic,
         )
-
-    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        # Inputs of size 1 beside logits of size 1, from one table: else what layers add drowns the tokens at first.
-        x = jnp.take(constrain(self.embedding, ("vocab", None)), tokens, axis=0)
-        x = (x * math.sqrt(self.config.embedding_width)).astype(self.config.dimensions.dtype)
-        return constrain(x, ("batch", "length", "embed"))
-
-    def _recall(self, tokens: Int[Array, "B T"], cache: Any) -> dict[str, Any]:
-        """What a stack's call needs that goes back to the tokens: a cache that holds them, and their embedding."""
-        if not isinstance(self.stack, TLinFormerStack):
-            return {}
-        places = cache["index"] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        past = cache["past"].at[:, places].set(tokens.astype(jnp.int32), mode="drop")
-        return {"cache": {**cache, "past": past}, "embed": self._embed}
-
-    def unread(self, length: int) -> int:
-        """How many of the first `length` tokens of a sequence `absorb` can take, if only the last one's output
-        counts."""
-        mechanism = self.config.mechanism
-        if not isinstance(mechanism, TLinFormerConfig):
-            return 0
-        return (length - 1) // mechanism.window * mechanism.window
-
-    def absorb(self, tokens: Int[Array, "B T"], cache: Any) -> Any:
-        """The cache after tokens whose outputs nobody wants; see `unread` and `TLinFormerStack.absorb`."""
-        cache = self._recall(tokens, cache)["cache"]
-        return self.stack.absorb(self._embed(tokens), cache)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32."""
         base = self.config.mup_base_width
-        # muP: the table's entries do not shrink with the width, so the products of a wider one are scaled down.
+        # muP: the table's entries do not shrink with the width, so a wider network's products are scaled down.
         hidden = hidden if base is None else hidden * jnp.asarray(base / self.config.d_model, hidden.dtype)
-        embedding = self.embedding.astype(hidden.dtype)
+        embedding = self.inputs.embedding.astype(hidden.dtype)
         logits = jnp.einsum("btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32)
         return constrain(logits, ("batch", "length", "vocab"))
 
@@ -155,9 +149,23 @@ class DecoderLM(nn.Module):
         weights: Float[Array, "B T"] | None = None,
         **kwargs: Any,
     ):
-        """Sum of the targets' negative log-likelihoods in nats, sum of weights, and the new memory."""
+        """Sum of the targets' negative log-likelihoods in nats, sum of weights, and the new memory.
+
+        Targets and weights as for `cross_entropy`, the other arguments as for `hidden`.
+        """
         hidden, new = self.hidden(tokens, **kwargs)
         total, weight = cross_entropy(
             hidden, self.logits, targets, weights, vocab_size=self.config.vocab_size
         )
         return total, weight, new
+
+
+def _check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Raises ValueError unless an array is None or integers of one of the shapes."""
+    if array is None:
+        return
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
+    require(
+        shape in shapes and jnp.issubdtype(dtype, jnp.integer),
+        f"{name} must be integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}, got {dtype} {shape}",
+    )

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.layers.core.modules import FeedForward, norm
+from brl_jax.layers.core.modules import norm
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.models.block import Block, Encoded
 from brl_jax.sharding import constrain
 
 Remat = Literal["none", "full", "dots"]
 
 
 def group_layers(mechanisms: Sequence[Mechanism]) -> list[tuple[tuple[Mechanism, ...], int]]:
-    """Cuts a sequence of layers in (period, repeats): one period if the whole repeats, else runs of equal layers.
+    """Cuts a sequence of layers into (period, repeats): one period if all layers repeat it, else runs of equal layers.
 
     [A, A, A] -> [((A,), 3)];  [A, B, A, B] -> [((A, B), 2)];  [A, A, B] -> [((A,), 2), ((B,), 1)].
     """
@@ -35,77 +36,102 @@ def group_layers(mechanisms: Sequence[Mechanism]) -> list[tuple[tuple[Mechanism,
     return groups
 
 
-class Block(nn.Module):
-    """A mechanism and (mostly) a feed-forward network, each added to the residual stream (see `Mechanism.residual`)."""
+class StackCall(NamedTuple):
+    """The arguments of one call of a stack, besides its input; see `Stack.__call__`.
 
-    mechanism: Mechanism
-    dimensions: Dimensions
+    Attributes:
+      count: how many of the new tokens exist, the first ones (traced); None for all of them.
+    """
 
-    def setup(self):
-        d = self.dimensions
-        self.mixer = self.mechanism.layer(d)
-        if self.mechanism.residual != "ffn":
-            self.mixer_norm = norm(d, name="mixer_norm")
-        if self.mechanism.residual != "mixer":
-            self.feed_forward = FeedForward(d)
-            self.feed_forward_norm = norm(d, name="feed_forward_norm")
-        self.dropout = nn.Dropout(d.dropout)
+    positions: Any = None
+    lengths: Any = None
+    segment_ids: Any = None
+    encoded: Encoded | None = None
+    recall: Recall | None = None
+    count: Any = None
 
-    def __call__(self, x, carry, cache, call, deterministic):
-        residual = self.mechanism.residual
-        mixed, carry, cache = self.mixer(
-            self.mixer_norm(x) if residual in ("pre", "mixer") else x,
-            carry=carry,
-            cache=cache,
-            deterministic=deterministic,
-            **call,
-        )
-        if residual == "post":
-            mixed = self.mixer_norm(mixed)
-        x = _whole_width(x + self.dropout(mixed, deterministic=deterministic))
-        if residual == "mixer":
-            return x, carry, cache
-        if residual == "post":
-            mixed = self.feed_forward_norm(self.feed_forward(x))
-        else:
-            mixed = self.feed_forward(self.feed_forward_norm(x))
-        return _whole_width(x + self.dropout(mixed, deterministic=deterministic)), carry, cache
+    @property
+    def of_layers(self) -> dict[str, Any]:
+        """The keyword arguments of each layer."""
+        return {
+            "positions": self.positions,
+            "lengths": self.lengths,
+            "segment_ids": self.segment_ids,
+            "count": self.count,
+        }
 
 
-def _whole_width(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The residual stream, of which each device of a mesh has its rows in full: norms need no word from others."""
-    return constrain(x, ("batch", "length", "embed"))
+class Recall(NamedTuple):
+    """The new tokens and how to embed them, for a stack whose decoding cache goes back to earlier tokens.
+
+    Attributes:
+      tokens: (B, T) ints, those that x is the embedding of. embed: (B, T) ints -> (B, T, D).
+    """
+
+    tokens: Any
+    embed: Callable[[Array], Array]
+
+
+class StackCache(NamedTuple):
+    """A decoding cache.
+
+    Attributes:
+      num_tokens: () int32, the tokens so far.
+      carriers: the caches of the carriers, by name.
+      layers: for each group of equal periods (`group_layers`), the caches of its layers, stacked over the repeats.
+    """
+
+    num_tokens: Any
+    carriers: dict[str, Any]
+    layers: tuple[tuple[Any, ...], ...]
+
+
+class StackMemory(NamedTuple):
+    """What training on streams carries from batch to batch; the parts as in `StackCache`, None where there is none."""
+
+    carriers: dict[str, Any]
+    layers: tuple[tuple[Any, ...], ...]
 
 
 class Period(nn.Module):
-    """The layers that repeat; what `nn.scan` runs over."""
+    """The layers that repeat, over which `nn.scan` runs."""
 
     mechanisms: tuple[Mechanism, ...]
     carriers: tuple[str, ...]
     dimensions: Dimensions
+    cross_attention: bool = False
 
     @nn.compact
-    def __call__(self, state, caches, call, deterministic):
+    def __call__(self, state, caches, call, deterministic, encoded):
         x, carries = state
         caches = list(caches)
         for i, (mechanism, key) in enumerate(zip(self.mechanisms, self.carriers)):
-            block = Block(mechanism, self.dimensions, name=f"block_{i}")
-            x, carry, caches[i] = block(x, carries.get(key), caches[i], call, deterministic)
+            block = Block(mechanism, self.dimensions, self.cross_attention, name=f"block_{i}")
+            x, carry, caches[i] = block(x, carries.get(key), caches[i], call, deterministic, encoded)
             if key in carries:
                 carries = {**carries, key: carry}
         return (x, carries), tuple(caches)
+
+
+class _Parts(NamedTuple):
+    """Unbound modules in the places of their caches, the layers with their repeats."""
+
+    carriers: dict[str, Any]
+    layers: list[tuple[tuple[Any, ...], int]]
 
 
 class Stack(nn.Module):
     """Blocks over `mechanisms`, one for each layer, and a last norm.
 
     `y, cache = stack(x, cache=cache)`: the cache is None, or made by `init_cache` (generation) or `init_memory`
-    (training on streams; None where no layer has one). x and y are (B, T, D).
+    (training on streams; None where no layer has a memory). x and y are (B, T, D). With `cross_attention` every block
+    also attends to an encoder's outputs, given as `encoded`.
     """
 
     mechanisms: tuple[Mechanism, ...]
     dimensions: Dimensions
     remat: Remat = "none"
+    cross_attention: bool = False
 
     def setup(self):
         keys = _carrier_keys(self.mechanisms)
@@ -120,7 +146,11 @@ class Stack(nn.Module):
         groups = group_layers(self.mechanisms)
         self.layers = [
             self._scanned(repeats)(
-                period, tuple(keys[m] for m in period), self.dimensions, name=f"layers_{i}"
+                period,
+                tuple(keys[m] for m in period),
+                self.dimensions,
+                self.cross_attention,
+                name=f"layers_{i}",
             )
             for i, (period, repeats) in enumerate(groups)
         ]
@@ -137,75 +167,88 @@ class Stack(nn.Module):
             module,
             variable_axes={"params": 0, "maps": 0, "intermediates": 0},
             split_rngs={"params": True, "dropout": True, "projection": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=repeats,
             metadata_params={nn.PARTITION_NAME: "layers"},
-            check_constancy_invariants=False,  # it traces the layers once more
+            check_constancy_invariants=False,  # the check traces the layers once more
         )
 
-    def init_cache(self, batch: int, length: int) -> dict[str, Any]:
-        """A decoding cache for sequences of up to `length` tokens."""
-        parts = self._modules()
-        return {
-            "index": jnp.zeros((), jnp.int32),
-            "carriers": {key: m.init_cache(batch, length) for key, m in parts["carriers"].items()},
-            "layers": [
-                tuple(_repeat(module.init_cache(batch, length), repeats) for module in modules)
-                for modules, repeats in parts["layers"]
-            ],
-        }
+    def init_cache(self, batch: int, length: int, *, recalls: bool = False) -> Any:
+        """A decoding cache for sequences of up to `length` tokens.
 
-    def init_memory(self, batch: int) -> dict[str, Any] | None:
+        Args:
+          recalls: every call will come with a `Recall`, so that the cache may keep tokens instead of their embeddings.
+            The ordinary stack has no use for either.
+        """
+        parts = self._parts()
+        return StackCache(
+            num_tokens=jnp.zeros((), jnp.int32),
+            carriers={key: module.init_cache(batch, length) for key, module in parts.carriers.items()},
+            layers=tuple(
+                tuple(_repeat(module.init_cache(batch, length), repeats) for module in modules)
+                for modules, repeats in parts.layers
+            ),
+        )
+
+    def init_memory(self, batch: int) -> Any:
         """What training on streams carries from batch to batch; None if nothing."""
-        parts = self._modules()
-        memory = {
-            "carriers": {key: m.init_memory(batch) for key, m in parts["carriers"].items()},
-            "layers": [
+        parts = self._parts()
+        memory = StackMemory(
+            carriers={key: module.init_memory(batch) for key, module in parts.carriers.items()},
+            layers=tuple(
                 tuple(_repeat(module.init_memory(batch), repeats) for module in modules)
-                for modules, repeats in parts["layers"]
-            ],
-        }
+                for modules, repeats in parts.layers
+            ),
+        )
         return memory if jax.tree.leaves(memory) else None
 
-    def _modules(self) -> dict[str, Any]:
-        """Unbound modules in the places of their caches."""
+    def absorbable(self, length: int) -> int:
+        """How many of the first `length` tokens of a sequence `absorb` can take, if only the last one's output
+        counts."""
+        return 0
+
+    def absorb(self, x: Float[Array, "B T D"], cache: Any, recall: Recall | None = None) -> Any:
+        """The cache after tokens whose outputs nobody wants, at less cost than a call; see `absorbable`."""
+        raise NotImplementedError
+
+    def _parts(self) -> _Parts:
         d = self.dimensions
         carriers = {key: m.carrier(d, parent=None) for m, key in _carrier_keys(self.mechanisms).items()}
-        return {
-            "carriers": {key: module for key, module in carriers.items() if module is not None},
-            "layers": [
+        return _Parts(
+            carriers={key: module for key, module in carriers.items() if module is not None},
+            layers=[
                 (tuple(m.layer(d, parent=None) for m in period), repeats)
                 for period, repeats in group_layers(self.mechanisms)
             ],
-        }
+        )
 
-    def _cache_from_memory(self, memory: Any, batch: int, length: int) -> dict[str, Any]:
-        """A decoding cache that goes on from a training memory (None: from nothing)."""
+    def _resume(self, memory: StackMemory | None, batch: int, length: int) -> StackCache:
+        """A decoding cache that continues after a training memory (None: from nothing)."""
         cache = self.init_cache(batch, length)
         if memory is None:
             return cache
-        parts = self._modules()
+        parts = self._parts()
         carriers = {
-            key: module.resume(cache["carriers"][key], memory["carriers"][key])
-            for key, module in parts["carriers"].items()
+            key: module.resume(cache.carriers[key], memory.carriers[key])
+            for key, module in parts.carriers.items()
         }
-        layers = [
+        layers = tuple(
             tuple(module.resume(c, m) for module, c, m in zip(modules, caches, memories))
-            for (modules, _), caches, memories in zip(parts["layers"], cache["layers"], memory["layers"])
-        ]
-        return {**cache, "carriers": carriers, "layers": layers}
+            for (modules, _), caches, memories in zip(parts.layers, cache.layers, memory.layers)
+        )
+        return cache._replace(carriers=carriers, layers=layers)
 
-    def _memory_from_cache(self, cache: dict[str, Any]) -> dict[str, Any]:
-        parts = self._modules()
-        return {
-            "carriers": {
-                key: m.memory_from_cache(cache["carriers"][key]) for key, m in parts["carriers"].items()
+    def _memory_from_cache(self, cache: StackCache) -> StackMemory:
+        parts = self._parts()
+        return StackMemory(
+            carriers={
+                key: module.memory_from_cache(cache.carriers[key]) for key, module in parts.carriers.items()
             },
-            "layers": [
+            layers=tuple(
                 tuple(jax.vmap(module.memory_from_cache)(c) for module, c in zip(modules, caches))
-                for (modules, _), caches in zip(parts["layers"], cache["layers"])
-            ],
-        }
+                for (modules, _), caches in zip(parts.layers, cache.layers)
+            ),
+        )
 
     def __call__(
         self,
@@ -215,49 +258,65 @@ class Stack(nn.Module):
         positions: Int[Array, "#B T"] | None = None,
         lengths: Int[Array, "B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        encoded: Encoded | None = None,
+        recall: Recall | None = None,
         deterministic: bool = True,
-        **extra: Any,
     ):
+        """The normalised outputs (B, T, D) and the new cache or memory, of the type given.
+
+        Args:
+          x: (B, T, D).
+          cache: a decoding cache, a training memory, or None.
+          positions: (1, T) or (B, T) ints; by default they count on from the cache's tokens, or from 0.
+          lengths: (B,) ints, how many tokens of each row exist, the first ones; for encoders.
+          segment_ids: (B, T) ints, equal for the tokens of one sequence, none of which sees another.
+          encoded: an encoder's outputs; with `cross_attention` only, and then in every call.
+          recall: the tokens of x and their embedding, for a cache made with `recalls=True`.
+          deterministic: False applies dropout, with the random stream "dropout".
+
+        Raises:
+          ValueError: positions or segment_ids for a sequence that is cut in segments; `encoded` missing or out of
+            place.
+        """
+        if (encoded is not None) != self.cross_attention:
+            raise ValueError(
+                f"encoded must {'' if self.cross_attention else 'not '}be given with "
+                f"cross_attention={self.cross_attention}"
+            )
         length, segment = x.shape[1], self.segment
-        call = {
-            "positions": positions,
-            "lengths": lengths,
-            "segment_ids": segment_ids,
-            "count": None,
-            **extra,
-        }
-        decoding = cache is not None and "index" in cache
-        if segment is None or length == 1 or (length <= segment and not decoding):
+        call = StackCall(positions, lengths, segment_ids, encoded, recall)
+        is_memory = cache is None or isinstance(cache, StackMemory)
+        if segment is None or length == 1 or (length <= segment and is_memory):
             return self._run(x, cache, call, deterministic)
         if positions is not None or segment_ids is not None:
             raise ValueError(
                 f"positions and segment_ids need sequences of at most block_size={segment} tokens here, got {length}"
             )
-        if decoding:
+        if not is_memory:
             return self._unaligned_segments(x, cache, call, deterministic)
         y, new = self._aligned_segments(x, cache, call, deterministic)
         return y, None if cache is None else self._memory_from_cache(new)
 
-    def _run(self, x, cache, call, deterministic):
-        caches = {"carriers": {}, "layers": None} if cache is None else cache
-        carries = {key: carrier(x, caches["carriers"].get(key)) for key, carrier in self.carriers.items()}
+    def _run(self, x, cache, call: StackCall, deterministic):
+        """All layers over tokens of one segment."""
+        caches = {} if cache is None else cache.carriers
+        carries = {key: carrier(x, caches.get(key)) for key, carrier in self.carriers.items()}
         state = (x, carries)
         layers = []
         for i, group in enumerate(self.layers):
-            group_cache = (None,) * len(group.mechanisms) if cache is None else caches["layers"][i]
-            state, group_cache = group(state, group_cache, call, deterministic)
+            group_cache = (None,) * len(group.mechanisms) if cache is None else cache.layers[i]
+            state, group_cache = group(state, group_cache, call.of_layers, deterministic, call.encoded)
             layers.append(group_cache)
         y = self.final_norm(state[0])
         if cache is None:
             return y, None
         carriers = {
-            key: carrier.close(y, caches["carriers"].get(key), call["count"])
-            for key, carrier in self.carriers.items()
+            key: carrier.close(y, caches.get(key), call.count) for key, carrier in self.carriers.items()
         }
-        new = {"carriers": carriers, "layers": layers}
-        if "index" in cache:
-            count = x.shape[1] if call["count"] is None else call["count"]
-            new["index"] = cache["index"] + count
+        new = cache._replace(carriers=carriers, layers=tuple(layers))
+        if isinstance(new, StackCache):
+            count = x.shape[1] if call.count is None else call.count
+            new = new._replace(num_tokens=new.num_tokens + count)
         return y, new
 
     def _over_segments(self, step: Any, length: int | None = None) -> Any:
@@ -266,16 +325,16 @@ class Stack(nn.Module):
             variable_broadcast="params",
             split_rngs={"params": False, "dropout": True},
             length=length,
-            # It traces the network once more, and is needed where the parameters are made.
+            # The check traces the network once more, and is needed where the parameters are made.
             check_constancy_invariants=self.is_initializing(),
         )
 
     def _aligned_segments(self, x, memory, call, deterministic):
-        """Segment after segment from a segment's start on, as training needs it: gradients flow through the caches."""
+        """Segment after segment from the start of a segment, for training: gradients flow through the caches."""
         batch, length, width = x.shape
         segment = self.segment
         whole = length // segment
-        cache = self._cache_from_memory(memory, batch, length)
+        cache = self._resume(memory, batch, length)
 
         def step(stack, cache, piece):
             y, cache = stack._run(piece, cache, call, deterministic)
@@ -283,7 +342,7 @@ class Stack(nn.Module):
 
         scan = self._over_segments(step)
         pieces = jnp.moveaxis(x[:, : whole * segment].reshape(batch, whole, segment, width), 1, 0)
-        # Of every segment each device of a mesh takes its share.
+        # Each device of a mesh takes its share of every segment.
         pieces = constrain(pieces, (None, "batch", "length", "embed"))
         cache, y = scan(self, cache, pieces)
         y = jnp.moveaxis(y, 0, 1).reshape(batch, whole * segment, width)
@@ -293,7 +352,7 @@ class Stack(nn.Module):
         return y, cache
 
     def _unaligned_segments(self, x, cache, call, deterministic):
-        """The same from anywhere in a segment: pieces of one size, of which the first tokens exist."""
+        """The same from any place within a segment: pieces of one size, whose first tokens exist."""
         length = x.shape[1]
         segment = self.segment
         size = min(length, segment)
@@ -303,11 +362,11 @@ class Stack(nn.Module):
 
         def step(stack, state, _):
             cache, y, done = state
-            left_in_segment = segment - cache["index"] % segment
+            left_in_segment = segment - cache.num_tokens % segment
             count = jnp.minimum(left_in_segment, length - done)
             piece = jax.lax.dynamic_slice_in_dim(x, done, size, axis=1)
-            out, cache = stack._run(piece, cache, {**call, "count": count}, deterministic)
-            # What lies beyond count is written over by the next piece, or cut off at the end.
+            out, cache = stack._run(piece, cache, call._replace(count=count), deterministic)
+            # Outputs beyond count are overwritten by the next piece, or cut off at the end.
             y = jax.lax.dynamic_update_slice_in_dim(y, out, done, axis=1)
             return (cache, y, done + count), None
 

@@ -85,7 +85,7 @@ class GenerationOptions:
             raise ValueError(f"lengths must be multiples of window={self.window}, got {self.lengths}")
 
     def model(self, name: str) -> DecoderLM:
-        """The network of a row; 003's feed-forward width."""
+        """The network of a row, with the feed-forward width of TLinFormer (arXiv:2508.20407)."""
         width = self.heads * self.head_dim
         mechanism = TLinFormerConfig(self.window, self.context, self.hidden)
         return DecoderLM(
@@ -190,7 +190,7 @@ class _Held:
         self.cache = cache
 
     def program(self, compiled: Any, params: Any, tokens: Any, **places: int) -> Program:
-        """A run of compiled(params, tokens, cache) with the cache at other places than it is ("index", "state")."""
+        """A run of compiled(params, tokens, cache) with the cache's counters set to `places`, by their names."""
 
         def run():
             cache = _at(self.cache, **places)
@@ -202,7 +202,7 @@ class _Held:
 
 def _at(cache: Any, **places: int) -> Any:
     def place(path, leaf):
-        name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else None
+        name = jax.tree_util.keystr(path[-1:], simple=True)
         return jnp.full(leaf.shape, places[name], leaf.dtype) if name in places else leaf
 
     return jax.tree_util.tree_map_with_path(place, cache)
@@ -231,13 +231,13 @@ def _tlinformer(options: GenerationOptions, params: Any, length: int) -> Candida
 
     def read(p, t, c):
         c = model.apply(p, t, c, method="absorb")
-        return c["index"], c
+        return c.num_tokens, c
 
     absorb = _compile(read, params, _token(piece), held.cache)
-    miss = held.program(step, params, _token(1), index=length, state=0)
+    miss = held.program(step, params, _token(1), num_tokens=length, window_index=0)
 
     def first_token():
-        held.cache = _at(held.cache, index=0, state=0)
+        held.cache = _at(held.cache, num_tokens=0, window_index=0)
         for _ in range(length // piece):
             _, held.cache = absorb(params, _token(piece), held.cache)
         return miss.run()
@@ -246,7 +246,11 @@ def _tlinformer(options: GenerationOptions, params: Any, length: int) -> Candida
         "first_token": Program(first_token, None),
         "miss": miss,
         "hit": held.program(
-            step, params, _token(1), index=length + options.window // 2, state=length // options.window
+            step,
+            params,
+            _token(1),
+            num_tokens=length + options.window // 2,
+            window_index=length // options.window,
         ),
     }
     return Candidate(programs, {"cache_bytes": size})
@@ -257,7 +261,7 @@ def _plain(options: GenerationOptions, params: Any, length: int) -> Candidate:
     held = _Held(_cache(options, model, length))
     size = _bytes(held.cache)
     step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), held.cache)
-    return Candidate({"hit": held.program(step, params, _token(1), index=length)}, {"cache_bytes": size})
+    return Candidate({"hit": held.program(step, params, _token(1), num_tokens=length)}, {"cache_bytes": size})
 
 
 def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candidate:

@@ -10,7 +10,7 @@ import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier, transnormer
-from brl_jax.models.encoder import sinusoidal_positions
+from brl_jax.models.inputs import sinusoidal_positions
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
 
@@ -154,7 +154,7 @@ def test_without_compressed_tokens_brl_is_local_attention():
         ({"pooling": "sum"}, "pooling must be one of 'mean', 'max', 'cls', got 'sum'"),
         (
             {"positions": "relative"},
-            "positions must be one of 'rope', 'learned', 'sinusoidal', got 'relative'",
+            "positions must be one of 'rope', 'learned', 'sinusoidal', 'none', got 'relative'",
         ),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
         ({"max_length": 0}, "max_length must be at least 1, got 0"),

@@ -8,7 +8,7 @@ import pytest
 
 from brl_jax import Regressor, RegressorConfig
 from brl_jax.layers import MECHANISMS, FullConfig
-from brl_jax.models.encoder import sinusoidal_positions
+from brl_jax.models.inputs import sinusoidal_positions
 
 
 def small(mechanism, **changes):
@@ -65,8 +65,11 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="num_outputs must be at least 1, got 0"):
         small(FullConfig(), num_outputs=0)
     with pytest.raises(ValueError, match="positions must be"):
-        small(FullConfig(), positions="none")
+        small(FullConfig(), positions="absent")
     model = Regressor(small(FullConfig()))
-    for shape, message in (((2, 5, 4), r"shape \(batch, length, 3\)"), ((2, 13, 3), "at most max_length=12")):
+    for shape, message in (
+        ((2, 5, 4), r"shape \(batch, length, 3\)"),
+        ((2, 13, 3), "inputs must be at most max_length=12 a row, got 13"),
+    ):
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(model.init, jax.random.key(0), jnp.ones(shape))

@@ -182,10 +182,20 @@ def test_more_tokens_than_a_cache_has_room_for(variables):
     with pytest.raises(ValueError, match=message):
         model.apply(variables, tokens(5), cache=cache)
     with pytest.raises(ValueError, match="got 2 after 3"):
-        model.apply(variables, tokens(2), cache={**cache, "index": jnp.int32(3)})
+        model.apply(variables, tokens(2), cache=cache._replace(num_tokens=jnp.int32(3)))
 
 
 def test_auto_context_grows_with_the_history():
     sizes = TLinFormerConfig(window=256, context="auto").context_sizes(5)
     np.testing.assert_array_equal(sizes, [0, 72, 80, 80, 88])  # 12 ln(256) = 66.5, 74.9, 79.7, 83.2
     assert TLinFormerConfig(window=8, context="auto").context_sizes(2)[1] == 8  # never more than there is
+
+
+@pytest.mark.parametrize("room", [3, 4])
+def test_generation_within_one_window_needs_no_history(room):
+    """Prompt and new tokens fit into one window, whose history is empty for ever."""
+    model = decoder()
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    out = generate(model, variables, tokens(2), max_new_tokens=room - 2, temperature=0)
+    logits = jax.jit(model.apply)(variables, out)[0]
+    np.testing.assert_array_equal(out[:, 2:], jnp.argmax(logits[:, 1:-1], axis=-1))

@@ -5,6 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
 
 
 def require(condition: bool, message: str) -> None:
@@ -62,3 +66,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     require(value in choices, f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
+
+
+def concrete_values(array: Any) -> np.ndarray | None:
+    """The values of an array, or None where they are not known: traced, or on devices of another process."""
+    if array is None or isinstance(array, jax.core.Tracer):
+        return None
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return None
+    return np.asarray(array)

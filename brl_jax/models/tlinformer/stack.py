@@ -1,18 +1,18 @@
-"""TLinFormer: exact softmax over all history at linear cost a window (paper 003; `TLinFormerConfig`).
+"""TLinFormer: exact softmax attention over the whole history at a linear cost per window (Tang 2025, arXiv:2508.20407).
 
-A sequence is cut in windows. While one is processed, what came before it is history, seen through the context, its
-last few tokens. A block of H + 2 layers
-  compresses   the context's queries read the whole history, the window's queries itself (causally) and, in a second
-               softmax that is added, the whole history;
-  H times      the context reads itself, the window itself and the context;
-  restores     the history's queries, those of the first layer, read the context: the history for the next block. The
-               last block leaves that out, as nobody reads it.
-The parameters are a plain decoder's, and while there is no history so is everything else.
+A sequence is cut into windows. While one is processed, the tokens before it are its history, which most layers see only
+through the context, the last few tokens of the history. A block of H + 2 layers
+  compresses   the context's queries read the whole history; the window's queries read the window itself (causally) and,
+               in a second softmax whose result is added, the whole history;
+  H times      the context reads itself, the window reads itself and the context;
+  restores     the history's queries, those of the first layer, read the context: the result is the history for the next
+               block. The last block leaves this out, as nothing reads its result.
+The parameters are those of a plain decoder, and while there is no history the computation is a plain decoder's too.
 
-What a window shares with the next: the history's queries, keys and values in the first block, which hang on the tokens
-alone. From the first restoring layer on every row of the history has read the context, which is another one in every
-window: nothing of it can be kept, and n tokens cost n^2 / (2 window) rows of the later blocks. A cache meets that only
-once a window (a miss); within a window (a hit) a token costs its own row.
+The windows share the history's queries, keys and values in the first block, which depend on the tokens alone. After the
+first restoring layer every row of the history has read the context, which differs from window to window: nothing of it
+can be kept, and n tokens cost n^2 / (2 window) rows in the later blocks. A decoding cache meets this cost only once a
+window (a miss); within a window (a hit) a token costs its own row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -28,16 +28,53 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.checks import concrete_values
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
-from brl_jax.models.stack import Stack
+from brl_jax.models.stack import Recall, Stack, StackCall
 from brl_jax.models.tlinformer.layers import Layers, train_window
 
 # History rows that a miss restores at a time.
 _PIECE = 1024
 
 
+class KeyValue(NamedTuple):
+    """Keys and values (..., S, K, H)."""
+
+    key: Array
+    value: Array
+
+
+class TLinFormerCache(NamedTuple):
+    """A decoding cache for up to L tokens.
+
+    Attributes:
+      num_tokens: () int32, the tokens so far.
+      window_index: () int32, the window whose history the context and the later blocks hold; window 0 has none.
+      past: the tokens (B, L) int32, or their embeddings (B, L, D).
+      history: for each block, keys and values (B, L, K, H) of the history in its first layer.
+      context: for each block, keys and values (H + 1, B, C, K, H) of the context in its other layers.
+      window: keys and values (layers, B, W, K, H) of the present window.
+    """
+
+    num_tokens: Any
+    window_index: Any
+    past: Any
+    history: tuple[KeyValue, ...]
+    context: tuple[KeyValue, ...]
+    window: KeyValue
+
+
 class TLinFormerStack(Stack):
-    """A `Stack` whose layers TLinFormer organises; the same call, and the same parameters as with full attention."""
+    """A `Stack` whose layers TLinFormer arranges; the same call, and the same parameters as with full attention.
+
+    Raises:
+      ValueError: with `cross_attention`, which has no place in its blocks.
+    """
+
+    def __post_init__(self):
+        if self.cross_attention:
+            raise ValueError("cross_attention must be False with TLinFormerConfig, got True")
+        super().__post_init__()
 
     @property
     def _mechanism(self) -> TLinFormerConfig:
@@ -45,13 +82,12 @@ class TLinFormerStack(Stack):
         assert isinstance(mechanism, TLinFormerConfig)
         return mechanism
 
-    def init_cache(self, batch: int, length: int, tokens: bool = False) -> dict[str, Any]:
+    def init_cache(self, batch: int, length: int, *, recalls: bool = False) -> TLinFormerCache:
         """A decoding cache for sequences of up to `length` tokens.
 
         Args:
-          tokens: the caller keeps the tokens in the cache's "past" (B, length) and gives `embed`, a function from
-            tokens to rows, with every call; otherwise the rows themselves are kept, for half as much memory again
-            (and less with more blocks).
+          recalls: every call comes with a `Recall`, and the cache keeps tokens; otherwise it keeps their embeddings,
+            for half as much memory again (and less with more blocks).
         """
         d, m = self.dimensions, self._mechanism
         blocks = len(self.mechanisms) // m.group
@@ -60,19 +96,17 @@ class TLinFormerStack(Stack):
 
         def pair(*shape):
             shape = (*shape, d.num_kv_heads, d.head_dim)
-            return {"key": jnp.zeros(shape, d.dtype), "value": jnp.zeros(shape, d.dtype)}
+            return KeyValue(jnp.zeros(shape, d.dtype), jnp.zeros(shape, d.dtype))
 
-        return {
-            "index": jnp.zeros((), jnp.int32),
-            # The window whose history the context and the later blocks hold; the first has none.
-            "state": jnp.zeros((), jnp.int32),
-            "past": jnp.zeros((batch, length), jnp.int32)
-            if tokens
-            else jnp.zeros((batch, length, d.d_model), d.dtype),
-            "history": [pair(batch, length) for _ in range(blocks)],
-            "context": [pair(m.group - 1, batch, context) for _ in range(blocks)],
-            "window": pair(len(self.mechanisms), batch, min(m.window, length)),
-        }
+        past = jnp.zeros((batch, length), jnp.int32)
+        return TLinFormerCache(
+            num_tokens=jnp.zeros((), jnp.int32),
+            window_index=jnp.zeros((), jnp.int32),
+            past=past if recalls else jnp.zeros((batch, length, d.d_model), d.dtype),
+            history=tuple(pair(batch, length) for _ in range(blocks)),
+            context=tuple(pair(m.group - 1, batch, context) for _ in range(blocks)),
+            window=pair(len(self.mechanisms), batch, min(m.window, length)),
+        )
 
     def init_memory(self, batch: int) -> None:
         return None
@@ -82,33 +116,39 @@ class TLinFormerStack(Stack):
         drops = self.dimensions.dropout > 0 and not deterministic
         return Layers(self._mechanism, self.dimensions, params, self.make_rng("dropout") if drops else None)
 
-    def __call__(self, x, *, cache: Any = None, **call: Any):
+    def __call__(self, x, *, cache: Any = None, recall: Recall | None = None, **call: Any):
         if cache is not None:
             _check_room(x, cache)
-        return super().__call__(x, cache=cache, **call)
+            cache = _note_tokens(cache, recall)
+        return super().__call__(x, cache=cache, recall=recall, **call)
 
-    def absorb(self, x: Float[Array, "B T D"], cache: Any) -> Any:
-        """The cache after whole windows of tokens whose outputs nobody wants: for each the first block's keys and
-        values alone.
+    def absorbable(self, length: int) -> int:
+        return (length - 1) // self._mechanism.window * self._mechanism.window
 
-        What is absorbed must begin and end, after any number of calls, at a window's start, and one more token at
-        least must follow.
+    def absorb(
+        self, x: Float[Array, "B T D"], cache: TLinFormerCache, recall: Recall | None = None
+    ) -> TLinFormerCache:
+        """The cache after whole windows of tokens whose outputs nobody wants: for each token only the keys and values
+        of the first block are computed.
+
+        What is absorbed must begin and end, after any number of calls, at the start of a window, and at least one more
+        token must follow.
         """
         _check_room(x, cache)
         length, layers = x.shape[1], self._layers(True)
-        places = cache["index"] + jnp.arange(length, dtype=jnp.int32)
+        places = cache.num_tokens + jnp.arange(length, dtype=jnp.int32)
         _, key, value = layers.project(0, x, places[None])
-        cache = _remember(cache, x, key, value, places)
-        return {**cache, "index": cache["index"] + length}
+        cache = _remember(_note_tokens(cache, recall), x, key, value, places)
+        return cache._replace(num_tokens=cache.num_tokens + length)
 
-    def _run(self, x, cache, call, deterministic):
+    def _run(self, x, cache, call: StackCall, deterministic):
         if cache is None:
-            return super()._run(x, cache, {k: v for k, v in call.items() if k != "embed"}, deterministic)
+            return super()._run(x, cache, call, deterministic)
         layers = self._layers(True)
         batch, length, _ = x.shape
-        count = length if call["count"] is None else call["count"]
-        index, m = cache["index"], self._mechanism
-        room = cache["past"].shape[1]
+        count = length if call.count is None else call.count
+        index, m = cache.num_tokens, self._mechanism
+        room = cache.past.shape[1]
         window = index // m.window
         history = window * m.window
         sizes = jnp.asarray(m.context_sizes(-(-room // m.window)))
@@ -118,34 +158,39 @@ class TLinFormerStack(Stack):
         first = layers.project(0, x, places[None])
         # Written before anything reads the history, which ends before: else XLA copies it.
         cache = _remember(cache, x, *first[1:], jnp.where(exist, places, room))
-        miss = _Miss(layers, cache["past"], call.get("embed"), history, num_context)
-        cache = miss.update(cache, window)
+        # A cache for one window never has a history, nor room for a context.
+        has_history = room > m.window
+        if has_history:
+            embed = None if call.recall is None else call.recall.embed
+            cache = _Miss(layers, cache.past, embed, history, num_context).update(cache, window)
 
         slots = jnp.where(exist, places - history, m.window)
         lengths = jnp.broadcast_to(num_context, (batch,))
-        kept = cache["window"]
+        kept = cache.window
         for number in range(len(self.mechanisms)):
             block, inner = divmod(number, m.group)
             query, key, value = layers.project(number, x, places[None]) if number else first
-            kept = {
-                "key": kept["key"].at[number, :, slots].set(jnp.moveaxis(key, 1, 0), mode="drop"),
-                "value": kept["value"].at[number, :, slots].set(jnp.moveaxis(value, 1, 0), mode="drop"),
-            }
-            offset = index - history
-            own = layers.attend(
-                query, kept["key"][number], kept["value"][number], is_causal=True, query_offset=offset
+            kept = KeyValue(
+                kept.key.at[number, :, slots].set(jnp.moveaxis(key, 1, 0), mode="drop"),
+                kept.value.at[number, :, slots].set(jnp.moveaxis(value, 1, 0), mode="drop"),
             )
-            if inner == 0:
-                past = cache["history"][block]
-                read = layers.attend_history(query, past["key"], past["value"], history)
-            else:
-                pair = (cache["context"][block][name][inner - 1] for name in ("key", "value"))
-                read = layers.attend(query, *pair, key_value_seq_lengths=lengths)
-            x = layers.finish(number, x, own + read)
-        return self.final_norm(x), {**cache, "window": kept, "index": index + count}
+            offset = index - history
+            attended = layers.attend(
+                query, kept.key[number], kept.value[number], is_causal=True, query_offset=offset
+            )
+            if has_history and inner == 0:
+                past = cache.history[block]
+                attended += layers.attend_history(query, past.key, past.value, history)
+            elif has_history:
+                context = cache.context[block]
+                attended += layers.attend(
+                    query, context.key[inner - 1], context.value[inner - 1], key_value_seq_lengths=lengths
+                )
+            x = layers.finish(number, x, attended)
+        return self.final_norm(x), cache._replace(window=kept, num_tokens=index + count)
 
     def _aligned_segments(self, x, memory, call, deterministic):
-        """All windows of a sequence for training, each made again in the backward pass."""
+        """All windows of a sequence for training, each computed again in the backward pass."""
         del memory
         if self.is_initializing():
             return self._run(x, None, call, deterministic)
@@ -168,8 +213,11 @@ class TLinFormerStack(Stack):
 
 @dataclasses.dataclass(frozen=True)
 class _Miss:
-    """Brings a cache up to a new window, whose history is the first `history` tokens; `past` and `embed` as in
-    `TLinFormerStack.init_cache`."""
+    """Brings a cache up to a new window, whose history is the first `history` tokens.
+
+    Attributes:
+      past: as in the cache, in which `embed` is None where it holds embeddings.
+    """
 
     layers: Layers
     past: Array
@@ -184,13 +232,13 @@ class _Miss:
     def rows(self, past: Array) -> Array:
         return past if self.embed is None else self.embed(past)
 
-    def update(self, cache: Any, window: Array) -> Any:
-        """The cache with the context and the later blocks' history of `window`, or as it is where it has them.
+    def update(self, cache: TLinFormerCache, window: Array) -> TLinFormerCache:
+        """The cache with the context and the later blocks' history of `window`, unchanged where it has them already.
 
-        Only the loops write what is as long as the history, and they write it in place; on a hit they make no step.
+        Only the loops write arrays that are as long as the history, in place; on a hit they run no iteration.
         """
-        missed = window != cache["state"]
-        slots = jnp.arange(cache["context"][0]["key"].shape[2], dtype=jnp.int32)
+        missed = window != cache.window_index
+        slots = jnp.arange(cache.context[0].key.shape[2], dtype=jnp.int32)
         places = jnp.minimum(self.history - self.num_context + slots, self.past.shape[1] - 1)
 
         def first_rows():
@@ -198,7 +246,7 @@ class _Miss:
 
         shape = jax.eval_shape(first_rows)
         x = lax.cond(missed, first_rows, lambda: jnp.zeros(shape.shape, shape.dtype))
-        histories, contexts = list(cache["history"]), list(cache["context"])
+        histories, contexts = list(cache.history), list(cache.context)
         for block, first in enumerate(self.layers.blocks):
             if block:
                 histories[block] = self._restored(histories[block], contexts[:block], missed)
@@ -206,17 +254,17 @@ class _Miss:
             x, contexts[block] = lax.cond(
                 missed, compute, lambda x, past, old: (x, old), x, histories[block], contexts[block]
             )
-        return {**cache, "history": histories, "context": contexts, "state": window}
+        return cache._replace(history=tuple(histories), context=tuple(contexts), window_index=window)
 
-    def _context(self, first: int, places: Array, x: Array, past: Any, _: Any) -> tuple[Array, Any]:
-        """Through the block of layer `first`: see `Layers.context`."""
+    def _context(self, first: int, places: Array, x: Array, past: KeyValue, _: Any) -> tuple[Array, KeyValue]:
+        """The context through the block of layer `first`: see `Layers.context`."""
         query, _, _ = self.layers.project(first, x, places)
-        read = self.layers.attend_history(query, past["key"], past["value"], self.history)
+        read = self.layers.attend_history(query, past.key, past.value, self.history)
         x, pairs = self.layers.context(first, x, query, read, places, self.num_context)
         keys, values = zip(*pairs)
-        return x, {"key": jnp.stack(keys), "value": jnp.stack(values)}
+        return x, KeyValue(jnp.stack(keys), jnp.stack(values))
 
-    def _restored(self, pair: Any, contexts: list[Any], missed: Array) -> Any:
+    def _restored(self, pair: KeyValue, contexts: list[KeyValue], missed: Array) -> KeyValue:
         """The history's keys and values in the block after `contexts`."""
         room = self.past.shape[1]
         piece = min(_PIECE, room)
@@ -225,25 +273,25 @@ class _Miss:
             start = jnp.minimum(i * piece, room - piece)
             here = (start + jnp.arange(piece, dtype=jnp.int32))[None]
             x = self.rows(lax.dynamic_slice_in_dim(self.past, start, piece, axis=1))
-            # Made again from the tokens for every block: kept, the rows would be as long as the history.
+            # Computed again from the tokens for every block: keeping the rows would take as much memory as the history.
             for block, context in enumerate(contexts):
                 query, _, _ = self.layers.project(block * self.group, x, here)
-                last = (context["key"][-1], context["value"][-1])
+                last = (context.key[-1], context.value[-1])
                 x = self.layers.restore(block * self.group, x, query, last, self.num_context)
             _, key, value = self.layers.project(len(contexts) * self.group, x, here)
-            return {
-                name: lax.dynamic_update_slice_in_dim(pair[name], new, start, axis=1)
-                for name, new in (("key", key), ("value", value))
-            }
+            return KeyValue(
+                lax.dynamic_update_slice_in_dim(pair.key, key, start, axis=1),
+                lax.dynamic_update_slice_in_dim(pair.value, value, start, axis=1),
+            )
 
         steps = jnp.where(missed, (self.history + piece - 1) // piece, 0)
         return lax.fori_loop(jnp.int32(0), steps.astype(jnp.int32), step, pair)
 
 
-def _check_room(x: Array, cache: Any) -> None:
-    """Raises ValueError where new tokens don't fit in a cache; what is there already counts where it is known."""
-    room, index = cache["past"].shape[1], cache["index"]
-    there = 0 if isinstance(index, jax.core.Tracer) else int(index)
+def _check_room(x: Array, cache: TLinFormerCache) -> None:
+    """Raises ValueError if new tokens do not fit into a cache; the tokens in it count where their number is known."""
+    room, known = cache.past.shape[1], concrete_values(cache.num_tokens)
+    there = 0 if known is None else int(known)
     if there + x.shape[1] > room:
         raise ValueError(
             f"cache: has room for {room} tokens, got {x.shape[1]} after {there}; "
@@ -251,23 +299,24 @@ def _check_room(x: Array, cache: Any) -> None:
         )
 
 
-def _remember(cache: Any, x: Array, key: Array, value: Array, places: Array) -> Any:
-    """The cache with new tokens' rows, and their keys and values in the first block, at `places`; dropped beyond."""
-    first, *later = cache["history"]
-    first = {
-        "key": first["key"].at[:, places].set(key, mode="drop"),
-        "value": first["value"].at[:, places].set(value, mode="drop"),
-    }
-    past = cache["past"]
+def _note_tokens(cache: TLinFormerCache, recall: Recall | None) -> TLinFormerCache:
+    """The cache with new tokens in its past, if it keeps tokens."""
+    if cache.past.ndim == 3:
+        return cache
+    if recall is None:
+        raise ValueError("recall must be given with a cache that was made with recalls=True")
+    places = cache.num_tokens + jnp.arange(recall.tokens.shape[1], dtype=jnp.int32)
+    return cache._replace(past=cache.past.at[:, places].set(recall.tokens.astype(jnp.int32), mode="drop"))
+
+
+def _remember(cache: TLinFormerCache, x: Array, key: Array, value: Array, places: Array) -> TLinFormerCache:
+    """The cache with new tokens' embeddings, and their keys and values in the first block, at `places`; those beyond
+    its end are dropped."""
+    first, *later = cache.history
+    first = KeyValue(
+        first.key.at[:, places].set(key, mode="drop"), first.value.at[:, places].set(value, mode="drop")
+    )
+    past = cache.past
     if past.ndim == 3:
         past = past.at[:, places].set(x, mode="drop")
-    return {**cache, "past": past, "history": [first, *later]}
-
-
-def make_stack(mechanisms: tuple[Any, ...], *args: Any, **kwargs: Any) -> Stack:
-    """The network that these mechanisms name (`Mechanism.network`)."""
-    network = mechanisms[0].network
-    return (Stack if network is None else _NETWORKS[network])(mechanisms, *args, **kwargs)
-
-
-_NETWORKS: dict[str, type[Stack]] = {"tlinformer": TLinFormerStack}
+    return cache._replace(past=past, history=(first, *later))

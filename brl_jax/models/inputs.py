@@ -1,0 +1,167 @@
+"""The entrance of every network: tokens or feature vectors become rows of the model's width, with their positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import concrete_values, require
+from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.sharding import constrain
+
+InputKind = Literal["embed", "scale", "features"]
+Positions = Literal["rope", "learned", "sinusoidal", "none"]
+
+
+def sinusoidal_positions(length: int, width: int) -> Float[Array, "T D"]:
+    """Sines in the even features, cosines in the odd ones, of t / 10000^(i / width) for feature i (float32).
+
+    Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
+    """
+    feature = jnp.arange(width, dtype=jnp.int32)
+    even = (feature - feature % 2).astype(jnp.float32)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * jnp.exp(even * (-math.log(1e4) / width))[None]
+    return jnp.where(feature[None] % 2 == 0, jnp.sin(angle), jnp.cos(angle))
+
+
+def without_rotation(dimensions: Dimensions, positions: Positions) -> Dimensions:
+    """The dimensions without rotary positions, unless `positions` asks for them."""
+    return dimensions if positions == "rope" else dataclasses.replace(dimensions, rope_theta=None)
+
+
+def check_lengths(lengths: Any, shape: tuple[int, ...], longest: int) -> None:
+    """Raises ValueError unless `lengths` is None or integers of `shape` in 1..longest.
+
+    The range is checked where the values are known; of traced lengths, those beyond `longest` mean all tokens.
+    """
+    if lengths is None:
+        return
+    given = (getattr(lengths, "shape", None), getattr(lengths, "dtype", type(lengths).__name__))
+    require(
+        given[0] == shape and jnp.issubdtype(given[1], jnp.integer),
+        f"lengths must be integers of shape {shape}, got {given[1]} {given[0]}",
+    )
+    known = concrete_values(lengths)
+    if known is not None:
+        wrong = known[(known < 1) | (known > longest)]
+        require(wrong.size == 0, f"lengths must be 1 to {longest}, got {wrong[:5].tolist()}")
+
+
+def existing(lengths: Int[Array, "B"], length: int) -> Array:
+    """(B, length) bools: which tokens of each row exist."""
+    return jnp.arange(length, dtype=lengths.dtype)[None] < lengths[:, None]
+
+
+class Inputs(nn.Module):
+    """Rows (B, T, D) in the computation's dtype for tokens (B, T) ints or features (B, T, `size`) real numbers.
+
+    Kinds: "embed" looks up a learned vector for each of `size` tokens and multiplies it by sqrt(embedding_width), so
+    that inputs of size 1 meet logits of size 1 from one table: otherwise what the layers add drowns the tokens at
+    first. "scale" takes the number of a token, scaled to -1..1, through a linear map. "features" takes vectors of
+    `size` numbers through a linear map. Positions "learned" and "sinusoidal" are added here; "rope" is left to the
+    layers, and "none" leaves the order out.
+
+    Raises:
+      ValueError: inputs of another shape or type, or longer than `max_length`. Tokens outside 0..size-1 where their
+        values are known; traced ones become NaN rows.
+    """
+
+    dimensions: Dimensions
+    size: int
+    kind: InputKind = "embed"
+    embedding_width: int | None = None
+    added: Positions = "rope"
+    max_length: int | None = None
+
+    def setup(self):
+        d = self.dimensions
+        if self.kind == "embed":
+            width = d.d_model if self.embedding_width is None else self.embedding_width
+            init = nn.initializers.normal(width**-0.5)
+            self.embedding: Any = parameter(
+                self, "embedding", init, (self.size, d.d_model), ("vocab", "embed")
+            )
+            self.factor = math.sqrt(width)
+        else:
+            axis = "pixel" if self.kind == "scale" else "inputs"
+            self.embedding = dense(d, d.d_model, (axis, "embed"), name="embedding", use_bias=True)
+        if self.added == "learned":
+            assert self.max_length is not None
+            unit = nn.initializers.normal(1.0)  # the size of the tokens
+            shape = (self.max_length, d.d_model)
+            self.position_table: Any = parameter(self, "positions", unit, shape, ("position", "embed"))
+
+    def check(self, inputs: Any, lengths: Any = None) -> None:
+        """Raises ValueError for inputs that the network cannot take; see the class."""
+        name = "inputs" if self.kind == "features" else "tokens"
+        require(
+            hasattr(inputs, "shape") and hasattr(inputs, "dtype"),
+            f"{name} must be an array, got {type(inputs).__name__}",
+        )
+        if self.kind == "features":
+            require(
+                inputs.ndim == 3 and 0 not in inputs.shape and inputs.shape[2] == self.size,
+                f"inputs must have shape (batch, length, {self.size}), not empty, got {inputs.shape}",
+            )
+            require(
+                jnp.issubdtype(inputs.dtype, jnp.floating) or jnp.issubdtype(inputs.dtype, jnp.integer),
+                f"inputs must be real numbers, got {inputs.dtype}",
+            )
+        else:
+            require(
+                inputs.ndim == 2 and 0 not in inputs.shape,
+                f"tokens must have shape (batch, length), not empty, got {inputs.shape}",
+            )
+            require(jnp.issubdtype(inputs.dtype, jnp.integer), f"tokens must be integers, got {inputs.dtype}")
+        batch, length = inputs.shape[:2]
+        require(
+            self.max_length is None or length <= self.max_length,
+            f"{name} must be at most max_length={self.max_length} a row, got {length}",
+        )
+        check_lengths(lengths, (batch,), length)
+        known = None if self.kind == "features" else concrete_values(inputs)
+        if known is None:
+            return
+        wrong = (known < 0) | (known >= self.size)
+        if lengths is not None:
+            ends = concrete_values(lengths)
+            if ends is None:
+                return
+            wrong &= np.arange(length)[None] < ends[:, None]
+        require(
+            not wrong.any(),
+            f"tokens must be 0 to vocab_size-1={self.size - 1}, got {known[wrong][:5].tolist()}",
+        )
+
+    def embed(self, inputs: Array) -> Float[Array, "B T D"]:
+        """The rows without what is added for their positions; the inputs are not checked."""
+        return self._finish(self._map(inputs))
+
+    def _map(self, inputs: Array) -> Float[Array, "B T D"]:
+        if self.kind == "embed":
+            table = constrain(self.embedding, ("vocab", None))
+            # A negative token would otherwise count from the table's end.
+            x = table.at[inputs].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+            return x * self.factor
+        if self.kind == "scale":
+            return self.embedding(inputs.astype(jnp.float32)[..., None] * (2.0 / max(self.size - 1, 1)) - 1.0)
+        return self.embedding(inputs.astype(self.dimensions.dtype))
+
+    def _finish(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return constrain(x.astype(self.dimensions.dtype), ("batch", "length", "embed"))
+
+    def __call__(self, inputs: Array, lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
+        self.check(inputs, lengths)
+        x = self._map(inputs)
+        if self.added == "learned":
+            x = x + self.position_table[: inputs.shape[1]].astype(x.dtype)[None]
+        elif self.added == "sinusoidal":
+            x = x + sinusoidal_positions(inputs.shape[1], self.dimensions.d_model).astype(x.dtype)[None]
+        return self._finish(x)
