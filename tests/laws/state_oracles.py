@@ -53,12 +53,20 @@ def elu(z):
 FEATURES = {"elu+1": lambda z: elu(z) + 1, "elu": elu, "relu": lambda z: z * (np.real(z) > 0)}
 
 
+def turned(x):
+    """Features (n, h) of one head, rotated."""
+    return rotary(x[:, None], np.arange(len(x)))[:, 0]
+
+
 def linear_mix(u, p, m, d):
+    """The features are rotated, those of the sum that divides are not."""
     phi = FEATURES[m.feature_map]
+    mask = full_mask(len(u), d, m)
     heads = []
-    for q, k, v in head_inputs(u, p, d):
-        w = phi(q) @ phi(k).T * full_mask(len(u), d, m)
-        heads.append((w / w.sum(-1, keepdims=True) if m.normalize else w) @ v)
+    for q, k, v in head_inputs(u, p, d, rotated=False):
+        w = turned(phi(q)) @ turned(phi(k)).T * mask
+        total = (phi(q) @ phi(k).T * mask).sum(-1, keepdims=True)
+        heads.append((w / total if m.normalize else w) @ v)
     return merge(heads, p)
 
 
@@ -81,7 +89,8 @@ def delta_mix(u, p, m, d):
 
 def norm_mix(u, p, m, d):
     phi = FEATURES[m.feature_map]
-    heads = [phi(q) @ phi(k).T * full_mask(len(u), d, m) @ v for q, k, v in head_inputs(u, p, d)]
+    inputs = head_inputs(u, p, d, rotated=False)
+    heads = [turned(phi(q)) @ turned(phi(k)).T * full_mask(len(u), d, m) @ v for q, k, v in inputs]
     merged = norm(np.concatenate(heads, -1), {"scale": p["norm_scale"].reshape(-1)}, m.norm)
     return merged @ p["out"]["kernel"].reshape(merged.shape[-1], -1)
 
@@ -125,10 +134,10 @@ def gated_network(attend):
                 rotary((z * scale + offset)[:, None], places)[:, 0]
                 for scale, offset in zip(p["scale"], p["offset"])
             ]
-            turned = [
+            left, right = (
                 rotary(np.stack([p[f"bias_{side}"]] * len(x)), places)[:, 0] for side in ("left", "right")
-            ]
-            attended = attend(maps, silu(u @ p["value"]["kernel"]), turned[0] @ turned[1].T, mechanism, d)
+            )
+            attended = attend(maps, silu(u @ p["value"]["kernel"]), left @ right.T, mechanism, d)
             x = x + (silu(u @ p["gate"]["kernel"]) * attended) @ p["out"]["kernel"]
         return norm(x, params["final_norm"], d.norm)
 

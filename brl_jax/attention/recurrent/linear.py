@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
-from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.checks import check_choice, require
+from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_both_directions, scan_chunks
 from brl_jax.attention.recurrent.rows import (
@@ -32,7 +34,7 @@ class LinearState(NamedTuple):
     """What `linear_attention` and `norm_attention` keep of the tokens so far.
 
     Attributes:
-      key_value: the sum of phi(k) v^T over the tokens.
+      key_value: the sum of phi(k) v^T over the tokens, phi(k) rotated where there are rotary positions.
       key: the sum of phi(k); None if outputs are not divided by the sum of the weights.
     """
 
@@ -68,6 +70,8 @@ def linear_attention(
     feature_map: FeatureMap = "elu+1",
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
+    rope_theta: float = 10000.0,
     state: LinearState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
@@ -92,6 +96,10 @@ def linear_attention(
       segment_ids: (B, T) ints; a query sees the keys of its own segment only. A segment is a run of equal ids: an id
         that recurs later begins a new segment. The given state is the past of the first segment, and the returned
         state is that of the last.
+      positions: (B, T) or (1, T) ints, with rotary positions, for queries and keys that are the same tokens; None
+        without. They rotate phi(q) and phi(k), so that the weights depend on distances only. The sum that divides is of
+        the weights without rotation, which are not negative (Su et al. 2021, arXiv:2104.09864, eq. 19).
+      rope_theta: the base of their frequencies.
       state: the state of the tokens before these (causal only), from an earlier call or `init_linear_state`; None if
         there are none.
       return_state: if True, the result is (out, state) with the state after these tokens.
@@ -106,8 +114,9 @@ def linear_attention(
     """
     (total, weight), state = linear_sums(
         query, key, value, feature_map=feature_map, normalize=normalize, is_causal=is_causal,
-        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state,
-        return_state=return_state, chunk_size=chunk_size, implementation=implementation,
+        positions=positions, rope_theta=rope_theta, key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
+        implementation=implementation,
     )  # fmt: skip
     out = total
     if weight is not None:
@@ -117,14 +126,31 @@ def linear_attention(
 
 
 def linear_sums(
-    query: Array, key: Array, value: Array, *, feature_map: FeatureMap, **options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    feature_map: FeatureMap,
+    positions: Any = None,
+    rope_theta: float = 10000.0,
+    **options: Any,
 ) -> tuple[tuple[Array, Array | None], LinearState]:
-    """`feature_sums` of an elementwise feature map."""
+    """`feature_sums` of an elementwise feature map, with or without rotary positions."""
     check_choice("feature_map", feature_map, get_args(FeatureMap))
 
     def features(x: Array, positions: Any) -> Array:
         return apply_feature_map(feature_map, x)
 
+    if positions is not None:
+        batch, length = query.shape[:2]
+        require(
+            key.shape[1] == length and positions.shape in ((1, length), (batch, length)),
+            f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
+            f"tokens, got {positions.shape} with {key.shape[1]} keys",
+        )
+        positions = jnp.broadcast_to(positions, (batch, length))
+        options["positions"] = (positions, positions)
+        options["rotation"] = functools.partial(rotate, theta=rope_theta)
     return feature_sums(query, key, value, features, features, num_features=query.shape[-1], **options)
 
 
@@ -154,6 +180,7 @@ def feature_sums(
     state: LinearState | None,
     chunk_size: int,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    rotation: Features | None = None,
     **options: Any,
 ) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B T N 1"] | None], LinearState]:
     """The numerator and the denominator of linear attention with any features, which are computed chunk by chunk.
@@ -164,6 +191,7 @@ def feature_sums(
       query_features, key_features: the feature maps.
       num_features: the number of features F.
       positions: of the queries and keys, for features that depend on them.
+      rotation: applied to the features of the numerator, whose number it must not change.
 
     Returns:
       The weighted sums of the values, the sums of the weights (None without normalize), both float32, and the state
@@ -178,9 +206,13 @@ def feature_sums(
     state = check_state(state, fresh, "init_linear_state")
     query_positions, key_positions = (None, None) if positions is None else positions
 
+    def both(features: Features, x: Array, positions: Any) -> _Both:
+        made = features(x.astype(jnp.float32), positions)
+        return _Both(made if rotation is None else rotation(made, positions), made)
+
     def step(state: LinearState, chunk: Any, visibility: ChunkVisibility) -> tuple[LinearState, Any]:
-        q = query_features(chunk["query"].astype(jnp.float32), chunk["query_positions"])
-        k = key_features(chunk["key"].astype(jnp.float32), chunk["key_positions"])
+        q = both(query_features, chunk["query"], chunk["query_positions"])
+        k = both(key_features, chunk["key"], chunk["key_positions"])
         return _step(q, k, chunk["value"], state, visibility)
 
     inputs = {
@@ -196,43 +228,64 @@ def feature_sums(
         past, future = scan_both_directions(step, fresh, inputs, segments, chunk_size=chunk_size)
         sums = jax.tree.map(jnp.add, past, future)
     else:
-        k = heads_first(key_features(key.astype(jnp.float32), key_positions))
-        k = k if segments is None else zero_unless((segments >= 0)[:, None], k)
+        k = jax.tree.map(heads_first, both(key_features, key, key_positions))
+        k = k if segments is None else jax.tree.map(lambda x: zero_unless((segments >= 0)[:, None], x), k)
         state = _add_to_state(k, heads_first(value), fresh)
-        q = group_rows(query_features(query.astype(jnp.float32), query_positions), kv_heads)
+        q = jax.tree.map(lambda x: group_rows(x, kv_heads), both(query_features, query, query_positions))
         sums = tuple(None if x is None else ungroup_rows(x, query.shape[1]) for x in _read_state(q, state))
     return sums, state
 
 
+class _Both(NamedTuple):
+    """Features of queries or keys for the two sums, which are the same array without rotation."""
+
+    numerator: Array
+    denominator: Array
+
+
 def _step(
-    q: Float[Array, "B C N F"],
-    k: Float[Array, "B C K F"],
+    q: _Both,
+    k: _Both,
     v: Float[Array, "B C K V"],
     state: LinearState,
     visibility: ChunkVisibility,
 ) -> tuple[LinearState, tuple[Float[Array, "B C N V"], Float[Array, "B C N 1"] | None]]:
-    """One chunk: the next state and, for each query, the weighted sum of the values and the sum of the weights."""
-    length = k.shape[1]
-    rows, k, v = group_rows(q, k.shape[2]), heads_first(k), heads_first(v)
-    scores = mask_scores(visibility.pairs, jnp.einsum("bkrf,bkcf->bkrc", rows, k))
-    total, weight = _read_state(mask_rows(visibility.reads_state, rows), state)
-    total = total + jnp.einsum("bkrc,bkch->bkrh", scores, v)
+    """One chunk: the next state and, for each query, the weighted sum of the values and the sum of the weights.
+
+    Args:
+      q: features (B, C, N, F). k: features (B, C, K, F).
+    """
+    length, kv_heads = v.shape[1:3]
+    rotated = q.numerator is not q.denominator
+    rows, k = jax.tree.map(lambda x: group_rows(x, kv_heads), q), jax.tree.map(heads_first, k)
+    v = heads_first(v)
+
+    def scores(rows: Array, k: Array) -> Array:
+        return mask_scores(visibility.pairs, jnp.einsum("bkrf,bkcf->bkrc", rows, k))
+
+    weights = scores(rows.numerator, k.numerator)
+    total, weight = _read_state(jax.tree.map(lambda x: mask_rows(visibility.reads_state, x), rows), state)
+    total = total + jnp.einsum("bkrc,bkch->bkrh", weights, v)
     if weight is not None:
-        weight = ungroup_rows(weight + scores.sum(axis=-1, keepdims=True), length)
-    added = k if visibility.enters_state is None else zero_unless(visibility.enters_state[:, None], k)
+        weights = scores(rows.denominator, k.denominator) if rotated else weights
+        weight = ungroup_rows(weight + weights.sum(axis=-1, keepdims=True), length)
+    enters = visibility.enters_state
+    added = k if enters is None else jax.tree.map(lambda x: zero_unless(enters[:, None], x), k)
     kept = jax.tree.map(lambda leaf: zero_unless(visibility.keeps_state, leaf), state)
     return _add_to_state(added, v, kept), (ungroup_rows(total, length), weight)
 
 
 def _read_state(
-    rows: Float[Array, "B K R F"], state: LinearState
+    rows: _Both, state: LinearState
 ) -> tuple[Float[Array, "B K R V"], Float[Array, "B K R 1"] | None]:
-    """The weighted sums of the values and the sums of the weights that feature rows read from a state."""
-    total = jnp.einsum("bkrf,bkfh->bkrh", rows, state.key_value)
-    return total, None if state.key is None else jnp.einsum("bkrf,bkf->bkr", rows, state.key)[..., None]
+    """The weighted sums of the values and the sums of the weights that feature rows (B, K, R, F) read from a state."""
+    total = jnp.einsum("bkrf,bkfh->bkrh", rows.numerator, state.key_value)
+    if state.key is None:
+        return total, None
+    return total, jnp.einsum("bkrf,bkf->bkr", rows.denominator, state.key)[..., None]
 
 
-def _add_to_state(k: Float[Array, "B K C F"], v: Float[Array, "B K C V"], state: LinearState) -> LinearState:
-    """The state with keys and values added."""
-    key_value = state.key_value + jnp.einsum("bkcf,bkch->bkfh", k, v)
-    return LinearState(key_value, None if state.key is None else state.key + k.sum(axis=2))
+def _add_to_state(k: _Both, v: Float[Array, "B K C V"], state: LinearState) -> LinearState:
+    """The state with keys (B, K, C, F) and values added."""
+    key_value = state.key_value + jnp.einsum("bkcf,bkch->bkfh", k.numerator, v)
+    return LinearState(key_value, None if state.key is None else state.key + k.denominator.sum(axis=2))

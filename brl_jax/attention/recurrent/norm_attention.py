@@ -26,6 +26,8 @@ def norm_attention(
     epsilon: float = 1e-5,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
+    rope_theta: float = 10000.0,
     state: LinearState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
@@ -43,7 +45,7 @@ def norm_attention(
       norm: "rms" or "layer" (which subtracts the mean first).
       norm_scale: (N, V), multiplies the normalised outputs; 1 by default.
       epsilon: added to the mean square by whose root the norm divides.
-      key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
+      key_value_seq_lengths, segment_ids, positions, rope_theta, chunk_size, implementation: as for `linear_attention`.
       state: as for `linear_attention`, from `init_linear_state(..., normalize=False)` or an earlier call.
       return_state: if True, the result is (out, state) with the state after these tokens.
 
@@ -57,8 +59,9 @@ def norm_attention(
     check_choice("norm", norm, get_args(Norm))
     (total, _), new_state = linear_sums(
         query, key, value, feature_map=feature_map, normalize=False, is_causal=is_causal,
-        key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, state=state,
-        return_state=return_state, chunk_size=chunk_size, implementation=implementation,
+        positions=positions, rope_theta=rope_theta, key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
+        implementation=implementation,
     )  # fmt: skip
     if norm_scale is not None:
         require(

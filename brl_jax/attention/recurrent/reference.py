@@ -11,9 +11,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.rotary import rotate
 
 
 def linear_attention(
@@ -24,15 +25,22 @@ def linear_attention(
     is_causal: bool = False,
     normalize: bool = True,
     feature_map: str = "elu+1",
+    positions: Int[Array, "#B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Weights phi(q_i) . phi(k_j), divided by their sum with `normalize` (arXiv:2006.16236, eqs. 4 and 5)."""
+    """Weights phi(q_i) . phi(k_j), divided by their sum with `normalize` (arXiv:2006.16236, eqs. 4 and 5).
+
+    With positions the weights are of rotated features, and the sum is still of phi(q_i) . phi(k_j) (arXiv:2104.09864,
+    eq. 19).
+    """
     query, key, value = _float32_heads(query, key, value)
-    phi = _FEATURE_MAPS[feature_map]
-    weights = jnp.einsum("btnh,bsnh->bnts", phi(query), phi(key))
-    weights = jnp.where(_visible(weights, is_causal), weights, 0.0)
-    if normalize:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+    query, key = _FEATURE_MAPS[feature_map](query), _FEATURE_MAPS[feature_map](key)
+    sums = jnp.einsum("btnh,bsnh->bnts", query, key)
+    visible = _visible(sums, is_causal)
+    sums = jnp.where(visible, sums, 0.0).sum(-1, keepdims=True)
+    if positions is not None:
+        query, key = rotate(query, positions), rotate(key, positions)
+    weights = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", query, key), 0.0)
+    return jnp.einsum("bnts,bsnv->btnv", weights / sums if normalize else weights, value)
 
 
 def norm_attention(
@@ -45,9 +53,12 @@ def norm_attention(
     norm: str = "rms",
     norm_scale: Float[Array, "N V"] | None = None,
     epsilon: float = 1e-5,
+    positions: Int[Array, "#B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Linear attention without its denominator, then a norm over the merged heads (arXiv:2210.10340, eq. 14)."""
-    sums = linear_attention(query, key, value, is_causal=is_causal, normalize=False, feature_map=feature_map)
+    sums = linear_attention(
+        query, key, value, is_causal=is_causal, normalize=False, feature_map=feature_map, positions=positions
+    )
     if norm == "layer":
         sums = sums - sums.mean((2, 3), keepdims=True)
     normed = sums / jnp.sqrt(jnp.square(sums).mean((2, 3), keepdims=True) + epsilon)

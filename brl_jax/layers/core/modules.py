@@ -144,12 +144,12 @@ class FeedForward(nn.Module):
 def project_qkv(
     dimensions: Dimensions,
     x: Float[Array, "B T D"],
-    positions: Int[Array, "#B T"],
+    positions: Int[Array, "#B T"] | None,
     *,
     qk_norm: bool = False,
     root_scores: bool = True,
-):
-    """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions.
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions (None: not rotated).
 
     Call it inside a compact module, which gets the parameters `query`, `key`, `value`, `query_norm` and `key_norm`.
 
@@ -165,11 +165,25 @@ def project_qkv(
     if qk_norm:
         query = norm(d, name="query_norm", axis="head_dim")(query)
         key = norm(d, name="key_norm", axis="head_dim")(key)
-    if d.rope_theta is not None:
+    if d.rope_theta is not None and positions is not None:
         query, key = rotate(query, positions, d.rope_theta), rotate(key, positions, d.rope_theta)
     if root_scores:
         query = scale_scores(query, d.head_score_factor)
     return query, key, value
+
+
+def project_unrotated(
+    dimensions: Dimensions, x: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """`project_qkv` for mechanisms whose queries and keys are not rotated, and whose scores have no root."""
+    return project_qkv(dimensions, x, None, root_scores=False)
+
+
+def rotary_options(dimensions: Dimensions, positions: Int[Array, "#B T"]) -> dict[str, Any]:
+    """Arguments of the attention functions that rotate features, by the network's rotary positions if it has them."""
+    if dimensions.rope_theta is None:
+        return {}
+    return {"positions": positions, "rope_theta": dimensions.rope_theta}
 
 
 def scale_scores(query: Array, factor: float) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
-from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.modules import project_unrotated
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
@@ -49,8 +49,7 @@ class CosformerAttention(StateLayer):
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         m = self.mechanism
-        unrotated = dataclasses.replace(self.dimensions, rope_theta=None)
-        query, key, value = project_qkv(unrotated, x, positions, root_scores=False)
+        query, key, value = project_unrotated(self.dimensions, x)
         function = functools.partial(
             cosformer_attention, query, key, max_length=m.max_length, chunk_size=m.chunk_size
         )

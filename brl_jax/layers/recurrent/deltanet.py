@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.delta import DeltaState, delta_rule, init_delta_state
-from brl_jax.layers.core.modules import dense, head_norm, merge_heads, project_qkv
+from brl_jax.layers.core.modules import dense, head_norm, merge_heads, project_unrotated
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
@@ -47,9 +47,7 @@ class DeltaNet(StateLayer):
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d = self.dimensions
-        unrotated = dataclasses.replace(d, rope_theta=None)
-        projected = project_qkv(unrotated, x, positions, root_scores=False)
-        query, key, value = (jax.nn.silu(part) for part in projected)
+        query, key, value = (jax.nn.silu(part) for part in project_unrotated(d, x))
         beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
         function = functools.partial(delta_rule, query, key, beta=beta, chunk_size=self.mechanism.chunk_size)
         return StateAttention(function, value)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
-from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.modules import project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
@@ -39,7 +39,7 @@ class LinearConfig(Mechanism):
 
 
 class LinearAttention(StateLayer):
-    """`linear_attention` on rotated queries and keys: the rotation comes before phi, which keeps weights positive."""
+    """`linear_attention`. Rotary positions rotate the features, so that the weights depend on distances only."""
 
     def init_state(self, batch: int, length: int) -> LinearState:
         d = self.dimensions
@@ -49,7 +49,7 @@ class LinearAttention(StateLayer):
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         m = self.mechanism
-        query, key, value = project_qkv(self.dimensions, x, positions, root_scores=False)
+        query, key, value = project_unrotated(self.dimensions, x)
         function = functools.partial(
             linear_attention,
             query,
@@ -57,5 +57,6 @@ class LinearAttention(StateLayer):
             normalize=m.normalize,
             feature_map=m.feature_map,
             chunk_size=m.chunk_size,
+            **rotary_options(self.dimensions, positions),
         )
         return StateAttention(function, value)

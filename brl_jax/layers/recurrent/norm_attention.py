@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.norm_attention import Norm, norm_attention
-from brl_jax.layers.core.modules import parameter, project_qkv
+from brl_jax.layers.core.modules import parameter, project_unrotated, rotary_options
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
@@ -42,7 +42,7 @@ class NormConfig(Mechanism):
 
 
 class NormAttention(StateLayer):
-    """`norm_attention` on rotated queries and keys."""
+    """`norm_attention`. Rotary positions rotate the features, as in the authors' code."""
 
     def init_state(self, batch: int, length: int) -> LinearState:
         d = self.dimensions
@@ -50,11 +50,15 @@ class NormAttention(StateLayer):
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
         d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, positions, root_scores=False)
+        query, key, value = project_unrotated(d, x)
         scale = parameter(
             self, "norm_scale", nn.initializers.ones_init(), (d.num_heads, d.head_dim), ("heads", "head_dim")
         )
-        options = {"feature_map": m.feature_map, "chunk_size": m.chunk_size}
+        options = {
+            "feature_map": m.feature_map,
+            "chunk_size": m.chunk_size,
+            **rotary_options(d, positions),
+        }
         return StateAttention(
             functools.partial(norm_attention, query, key, norm=m.norm, norm_scale=scale, **options),
             value,

@@ -66,3 +66,25 @@ def test_equals_its_plain_form(name, kind, options, length):
         *arrays
     )
     close(got, expected, 1e-4)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    ("name", "options"), [("linear_attention", {}), ("norm_attention", {"feature_map": "elu"})]
+)
+def test_rotated_features_equal_their_plain_form(name, options, is_causal):
+    """Each row has positions of its own."""
+    positions = jnp.asarray([[5], [1000]]) + jnp.arange(67)[None]
+    options = {**options, "is_causal": is_causal, "positions": positions}
+    function, plain = (getattr(module, name) for module in (brl_jax, reference))
+    arrays = inputs(67, heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE)
+    expected = plain(*arrays, **options)
+    close(function(*arrays, **options, chunk_size=24), expected, 1e-4)
+    assert np.abs(plain(*arrays, **options | {"positions": None}) - expected).max() > 0.1
+
+
+def test_positions_of_another_shape_are_refused():
+    query, key, value = inputs(6)
+    for keys, positions in ((6, jnp.arange(6)), (6, jnp.arange(7)[None]), (5, jnp.arange(6)[None])):
+        with pytest.raises(ValueError, match=r"positions must have shape \(1, 6\) or \(2, 6\)"):
+            brl_jax.linear_attention(query, key[:, :keys], value[:, :keys], positions=positions)

@@ -1,0 +1,29 @@
+"""Rotary positions of layers with a recurrent state."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import LinearConfig, NormConfig
+from tests.laws.cases import dimensions
+
+
+@pytest.mark.parametrize("config", [LinearConfig(), LinearConfig(normalize=False), NormConfig()])
+def test_scores_depend_on_the_distance_only(config):
+    """The attention matrix of two tokens at positions (3, 5), (103, 105) and (1003, 1005); another distance differs."""
+    layer = config.layer(dimensions(True))
+    x = jax.random.normal(jax.random.key(0), (1, 2, 16))
+    variables = nn.unbox(layer.init(jax.random.key(1), x))
+
+    def matrix(*positions):
+        at = {"positions": jnp.asarray([positions]), "mutable": "maps"}
+        _, sown = layer.apply({"params": variables["params"]}, x, **at)
+        return np.asarray(sown["maps"]["weights"][0])
+
+    near = matrix(3, 5)
+    assert np.abs(near[0, :, 1, 0]).min() > 1e-3
+    np.testing.assert_allclose(matrix(103, 105), near, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(matrix(1003, 1005), near, rtol=1e-3, atol=1e-4)
+    assert np.abs(matrix(3, 6) - near).max() > 1e-2
