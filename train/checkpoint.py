@@ -72,7 +72,12 @@ def _split(state: TrainState) -> dict[str, Any]:
 
 
 def _silence_abandoned_reads() -> None:
-    """Keeps Orbax's reads beside one that failed from complaining on stderr, with tracebacks, as they end."""
+    """Keeps reads that Orbax abandons from printing tracebacks on stderr when they end.
+
+    Where one array of a checkpoint is damaged, Orbax closes its event loop while TensorStore's threads still read the
+    other arrays; each of these then finds the loop closed, at any moment until long after the error was raised. The
+    hook must therefore be in place before a read begins, and stay.
+    """
     before = sys.unraisablehook
     if getattr(before, "silences_abandoned_reads", False):
         return
@@ -273,6 +278,7 @@ class Checkpoints:
     def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
         """Items of one checkpoint; raises OSError where they are not all there and whole, and JaxRuntimeError where
         another process is gone."""
+        _silence_abandoned_reads()
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(
@@ -282,7 +288,6 @@ class Checkpoints:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                 raise
             reason = one_line(error)
-        _silence_abandoned_reads()
         raise OSError(reason)
 
     def _read_checked(

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 Schedule = Callable[[Any], Any]
 
-# Axes that make no matrix out of a vector: the one that stacks equal layers, the one that cuts features in
+# Axes that do not turn a vector into a matrix: the one that stacks equal layers, the one that splits features into
 # heads (it comes with "heads"), those without a name, and the cores of structured weights, whose size is limited
 # where they are used.
 _NO_FEATURES = ("layers", "head_dim", "block_in", None)
@@ -28,9 +28,9 @@ class OptimizerConfig:
     learning_rate: float = 5e-4
     """The highest learning rate, reached at the end of the warm-up."""
     warmup_steps: int = 100
-    """Steps in which the learning rate grows from nearly 0."""
+    """Steps in which the learning rate grows from nearly 0 to its highest value."""
     decay: Literal["cosine", "inverse_sqrt", "constant"] = "cosine"
-    """How it falls after that: "cosine" down to final_share of it at the last step, "inverse_sqrt" by
+    """How it falls after that: "cosine" to final_share of the highest rate at the last step, "inverse_sqrt" by
     sqrt(warmup_steps / step)."""
     final_share: float = 0.1
     """Share of the highest learning rate that "cosine" ends with."""
@@ -39,11 +39,11 @@ class OptimizerConfig:
     beta2: float = 0.95
     """Decay of the running mean of their squares."""
     epsilon: float = 1e-8
-    """Added to the root of the latter."""
+    """Added to the square root of that mean."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; biases, norms and other vectors have none."""
+    """Decoupled weight decay of matrices; biases, norms and other vectors are not decayed."""
     clip_norm: float = 1.0
-    """Gradients of a larger global norm are scaled down to it; 0 switches clipping off."""
+    """Gradients with a larger global norm are scaled down to this norm; 0 switches clipping off."""
 
     def __post_init__(self):
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
@@ -62,8 +62,8 @@ class OptimizerConfig:
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     """The learning rate as a function of the number of steps done (int or int32 scalar) -> float32 scalar.
 
-    Linear warm-up: step s (from 0) of `warmup_steps` has the share (s + 1) / warmup_steps, so the first step
-    is not wasted. Then, for k steps done: cosine, final + (1 - final) (1 + cos(pi (k - warmup) / (steps -
+    Linear warm-up: step s (from 0) of `warmup_steps` has the share (s + 1) / warmup_steps, so that the first step
+    moves the parameters too. Then, after k steps: cosine, final + (1 - final) (1 + cos(pi (k - warmup) / (steps -
     warmup))) / 2 (Loshchilov & Hutter 2017, eq. 5), or inverse square root, sqrt(warmup / k) (Vaswani et al.
     2017, section 5.3).
 
@@ -71,31 +71,29 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
       config: the optimiser's settings.
       steps: the number of steps of the whole run, where "cosine" ends.
     """
-    warmup = config.warmup_steps
+    highest, warmup = config.learning_rate, config.warmup_steps
+    match config.decay:
+        case "cosine":
+            decay = optax.cosine_decay_schedule(highest, max(steps - warmup, 1), config.final_share)
+        case "inverse_sqrt":
+            first = max(warmup, 1)
 
-    def schedule(count):
-        done = jnp.asarray(count, jnp.float32)
-        rise = jnp.minimum(1.0, (done + 1.0) / max(warmup, 1))
-        match config.decay:
-            case "cosine":
-                progress = jnp.clip((done - warmup) / max(steps - warmup, 1), 0.0, 1.0)
-                share = config.final_share + (1.0 - config.final_share) * 0.5 * (
-                    1.0 + jnp.cos(math.pi * progress)
-                )
-            case "inverse_sqrt":
-                share = jnp.sqrt(max(warmup, 1) / jnp.maximum(done, max(warmup, 1)))
-            case _:
-                share = jnp.float32(1.0)
-        return config.learning_rate * rise * share
-
-    return schedule
+            def decay(count):
+                done = jnp.asarray(count, jnp.float32) + warmup
+                return highest * jnp.sqrt(first / jnp.maximum(done, first))
+        case _:
+            decay = optax.constant_schedule(highest)
+    if not warmup:
+        return decay
+    # optax counts the steps of each schedule from its own start.
+    rise = optax.linear_schedule(highest / warmup, highest, warmup - 1)
+    return optax.join_schedules([rise, decay], [warmup])
 
 
 def decayed(boxed_params: Any) -> Any:
     """Which parameters are matrices: a pytree of bools like the unboxed parameters.
 
-    A parameter's logical axis names tell a stack of vectors (one a layer) from a matrix, which shapes alone
-    can't.
+    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not.
 
     Args:
       boxed_params: the parameters as `model.init` returns them, with their logical axis names, or their
@@ -114,8 +112,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Clipping, then AdamW with `schedule` and weight decay where `decay_mask` (see `decayed`) is True.
 
-    `rates`: what the learning rate of each parameter is multiplied by (`train.mup`), a pytree of floats like the
-    parameters; None for one rate. The decay keeps the schedule's rate: a width's smaller rates do not weaken it.
+    `rates`: the factor on the learning rate of each parameter (`train.mup`), a pytree of floats like the parameters;
+    None for one rate. The weight decay keeps the schedule's rate: the smaller rates of a wide model do not weaken it.
     """
     adamw = optax.chain(
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
@@ -136,13 +134,13 @@ def make_optimizer(
 def optimizer_of(
     config: OptimizerConfig, steps: int, boxed_params: Any, rates: Any
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optimiser of a run of so many steps, and its schedule; see `decayed` and `make_optimizer`."""
+    """The optimiser of a run with this number of steps, and its schedule; see `decayed` and `make_optimizer`."""
     schedule = make_schedule(config, steps)
     return make_optimizer(config, schedule, decayed(boxed_params), rates), schedule
 
 
 def _scale_each(rates: Any) -> optax.GradientTransformation:
-    """Updates times the float at their place."""
+    """Multiplies each update by its float in `rates`."""
     return optax.stateless(
         lambda updates, params: jax.tree.map(lambda u, rate: u * jnp.asarray(rate, u.dtype), updates, rates)
     )

@@ -1,10 +1,12 @@
 import json
 import resource
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from train.checkpoint import Checkpoints, digest
@@ -192,6 +194,33 @@ def test_params_alone(tmp_path):
     _flip(tmp_path / "5")
     with pytest.raises(UserError, match="5 is damaged"):
         checkpoints.restore_params(_state(0).params, 5)
+
+
+class _Unraisable:
+    """An object whose end raises where nobody can catch it."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __del__(self):
+        raise self.error
+
+
+def test_reads_abandoned_beside_a_damaged_one_end_in_silence(tmp_path, monkeypatch):
+    """TensorStore's threads find the event loop closed while the error of the damaged array is on its way."""
+    _write(tmp_path, [5])
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+
+    def fails(*_, **__):
+        _Unraisable(RuntimeError("Event loop is closed"))
+        _Unraisable(ValueError("something else"))
+        raise ValueError("damaged")
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", fails)
+    with pytest.raises(UserError, match="5 is damaged"):
+        Checkpoints(tmp_path).restore_params(_state(0).params, 5)
+    assert seen == ["something else"]
 
 
 def test_every_bit_counts_in_the_digest():
