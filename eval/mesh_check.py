@@ -1,8 +1,8 @@
-"""The same training on many meshes, for each listed mechanism: python -m eval.mesh_check.
+"""The same training on many meshes, for each listed mechanism: python -m eval.mesh_check [--task NAME].
 
-A small decoder with each mechanism takes the same steps on one device and, on eight devices of this machine's CPU, cut
-in every way; once more with the eight in two processes. Printed is how far the losses are from those of one device,
-relative to them, at the worst step. Exit status 1 where that is more than 1e-4.
+A small model of the task with each mechanism takes the same steps on one device and on eight devices of this machine's
+CPU, sharded in every way, and once more with the eight devices in two processes. Printed is the largest difference of a
+step's loss from that on one device, relative to it. The exit status is 1 where that is more than 1e-4.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jax.sharding import Mesh
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
-from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.sharding import MeshConfig, make_mesh
-from train.config import LoopConfig, parse_options
+from train.config import parse, parse_options
 from train.errors import RunError, command, one_line
 from train.hosts import HostsConfig, is_lead, join
 from train.mesh import host_rows, place_batch, training_programs
 from train.optimizer import OptimizerConfig
-from train.tasks.lm import lm_objective
+from train.task import Task
+from train.tasks import TASKS
 
-_ROWS, _LENGTH, _VOCABULARY = 8, 64, 64
+_ROWS = 8
 _CLOSE = 1e-4
 _DEVICES = 8
 
@@ -46,14 +46,22 @@ _TWO = "fsdp 8 in two processes"
 # Programs as small as these take longer to optimise than to run.
 _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
-# Of the mechanisms' sizes, those that a row of 64 tokens is to show: several chunks, a window beyond a stretch of 8.
+# The options that make a task's default preset small, with rows of 64 tokens.
+_OPTIONS = {
+    "lm": "--length 64 --tokenizer chars:max=64",
+    "lra": "--length 64 --buckets 64",
+    "regression": "--pairs 32 --input_dim 4 --mup_base_width 32",
+    "forecast": "--lookback 32 --horizon 32 --split 96 96 96",
+    "forecast_tokens": "--lookback 32 --horizon 33 --split 96 96 96 --bins 64",
+}
+# The mechanisms' sizes that fit a row of 64 tokens: several chunks, and a window longer than the 8 tokens of a device.
 _SMALL = {
     "window": 12,
     "chunk_size": 8,
     "block_size": 8,
     "num_compressed": 4,
     "context": 8,
-    "max_length": 2 * _LENGTH,
+    "max_length": 128,
 }
 
 
@@ -61,16 +69,21 @@ _SMALL = {
 class CheckOptions:
     """What to run."""
 
+    task: str = "lm"
+    """The task that is trained."""
     mechanisms: tuple[str, ...] = ()
-    """Names of listed mechanisms, and brl-layer for BRL with memory per layer; empty: all that have a causal form."""
+    """Names of listed mechanisms, and brl-layer for BRL with memory per layer; empty: all that serve
+    the task."""
     meshes: tuple[str, ...] = (*_MESHES, _TWO)
     """Which of the meshes."""
     steps: int = 20
     """Steps of each."""
 
     def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
         for name, given, known in (
-            ("mechanisms", self.mechanisms, candidates()),
+            ("mechanisms", self.mechanisms, candidates(TASKS[self.task])),
             ("meshes", self.meshes, (*_MESHES, _TWO)),
         ):
             for word in given:
@@ -79,83 +92,109 @@ class CheckOptions:
         check_at_least(self, "steps")
 
 
-def candidates() -> dict[str, Mechanism]:
-    """Small configurations of the mechanisms that have a causal form, by name."""
+def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:
+    """Small configurations of the mechanisms that serve a task, by name."""
     every = {name: _small(config()) for name, config in MECHANISMS.items()}
-    causal = {name: mechanism for name, mechanism in every.items() if mechanism.causal}
-    brl = causal["brl"]
+    brl = every["brl"]
     assert isinstance(brl, BRLConfig)
-    return causal | {
-        # By default heads this small would have a level of two features, of which a LayerNorm leaves the sign alone:
-        # rounding decides what is learned.
+    every |= {
+        # With heads this small its default would have a level of two features, of which a LayerNorm leaves only the
+        # sign: rounding would decide what is learned.
         "bilinear_mlr": BilinearMLRConfig(ranks=(4, 4)),
         "brl": dataclasses.replace(brl, block_size=16),
         "brl-layer": dataclasses.replace(brl, memory="layer", history_size=20),
     }
+    return {name: mechanism for name, mechanism in every.items() if small_config(task, mechanism) is not None}
+
+
+def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
+    """A small configuration of a task with a mechanism; None where the mechanism has no form for the task."""
+    sizes = (
+        f"--num_layers 1 --d_model 32 --num_heads 4 --d_ff 64 --batch {_ROWS} --accumulation 1 --dropout 0"
+    )
+    options = f"{sizes} --mechanism full {_OPTIONS[task.name]}"
+    config = parse(task.presets, task.default_preset, options.split(), prog="", about="")
+    try:
+        model = dataclasses.replace(config.model, num_layers=2 * mechanism.group, mechanism=mechanism)
+    except ValueError:
+        return None
+    optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
+    return task.sized(dataclasses.replace(config, model=model, optimizer=optimizer))
+
+
+def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
+    """A batch of random numbers in the shapes of a task's batches. Tokens with a target each are a text that can be
+    learned: three times out of four a token follows from the one before it."""
+    rng = np.random.default_rng([5, step])
+    shapes = task.batch_shapes(config, _ROWS)
+    batch: dict[str, Any] = {}
+    for name, x in shapes.items():
+        if name == "tokens":
+            size = config.model.vocab_size
+            text = rng.integers(size, size=(*x.shape[:-1], x.shape[-1] + 1)).astype(np.int32)
+            for t in range(1, text.shape[-1]):
+                follows = rng.random(x.shape[:-1]) < 0.75
+                text[..., t] = np.where(follows, (text[..., t - 1] * 5 + 1) % size, text[..., t])
+            batch["tokens"], batch["targets"] = text[..., :-1], text[..., 1:]
+        elif name == "targets" and shapes["tokens"].shape != x.shape:
+            batch[name] = rng.integers(config.model.num_classes, size=x.shape).astype(np.int32)
+        elif name == "lengths":
+            batch[name] = np.full(x.shape, shapes["tokens"].shape[-1], np.int32)
+        elif name == "weights":
+            batch[name] = np.ones(x.shape, np.float32)
+        elif name != "targets":
+            batch[name] = rng.standard_normal(x.shape).astype(np.float32)
+    return batch | {"reset": np.bool_(step == 0)}
 
 
 def _small(mechanism: Mechanism) -> Mechanism:
     names = {field.name for field in dataclasses.fields(mechanism)} & _SMALL.keys()
-    # A size that says "auto" or "none" by default is no number to make smaller.
+    # A size whose default is "auto" or "none" stays what it is.
     sizes = {name: _SMALL[name] for name in names if isinstance(getattr(mechanism, name), int)}
     return dataclasses.replace(mechanism, **sizes)
 
 
-def losses(mechanism: Mechanism, mesh: Mesh, steps: int) -> list[float]:
+def losses(task: Task[Any, Any], mechanism: Mechanism, mesh: Mesh, steps: int) -> list[float]:
     """The loss of each training step on a mesh, in float32."""
-    model = DecoderLM(
-        DecoderConfig(
-            num_layers=2 * mechanism.group,
-            d_model=32,
-            num_heads=4,
-            d_ff=64,
-            vocab_size=_VOCABULARY,
-            mechanism=mechanism,
-        )
-    )
-    settings = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
+    config = small_config(task, mechanism)
+    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, steps=steps))
+    own = host_rows(mesh, _ROWS)
     taken = []
     with jax.set_mesh(mesh):
-        programs = training_programs(
-            mesh, lm_objective(model), settings, LoopConfig(batch=_ROWS, steps=steps)
-        )
+        objective = task.objective(task.model(config), config)
+        programs = training_programs(mesh, objective, config.optimizer, config.loop)
         state = programs.fresh()
-        for i in range(steps):
-            # A text that can be learned: each token follows from the one before it, three times out of four.
-            rng = np.random.default_rng([5, i])
-            text = rng.integers(_VOCABULARY, size=(_ROWS, _LENGTH + 1)).astype(np.int32)
-            for t in range(1, _LENGTH + 1):
-                text[:, t] = np.where(
-                    rng.random(_ROWS) < 0.75, (text[:, t - 1] * 5 + 1) % _VOCABULARY, text[:, t]
-                )
-            held = text[host_rows(mesh, _ROWS)]
-            batch = {"tokens": held[:, :-1], "targets": held[:, 1:], "reset": np.bool_(i == 0)}
+        for step in range(steps):
+            batch = {
+                name: x if name == "reset" else x[own] for name, x in make_batch(task, config, step).items()
+            }
             state, metrics = programs.step(state, place_batch(mesh, batch, _ROWS))
             taken.append(float(metrics["loss"]))
     return taken
 
 
 def work(request: str) -> None:
-    """In a process of its own, whose devices are set: a line of JSON for each mechanism on each mesh of `request`."""
-    told = json.loads(request)
-    join(HostsConfig(**told["hosts"]))
-    mechanisms = candidates()
-    for name in told["mechanisms"]:
-        for where in told["meshes"]:
+    """Runs in a process of its own with its own devices; prints a line of JSON for each mechanism and mesh."""
+    asked = json.loads(request)
+    join(HostsConfig(**asked["hosts"]))
+    task = TASKS[asked["task"]]
+    mechanisms = candidates(task)
+    for name in asked["mechanisms"]:
+        for where in asked["meshes"]:
             answer: dict[str, Any] = {"mechanism": name, "mesh": where}
             try:
                 one = where == "one"
                 config = MeshConfig() if one else _MESHES[where.partition(" in ")[0]]
                 mesh = make_mesh(config, jax.devices()[:1] if one else None)
-                answer["losses"] = losses(mechanisms[name], mesh, told["steps"])
-            except Exception as error:  # told in its place of the table; the others go on
+                answer["losses"] = losses(task, mechanisms[name], mesh, asked["steps"])
+            except Exception as error:  # reported in its cell of the table; the others continue
                 answer["error"] = one_line(error)
             if is_lead():
                 print(json.dumps(answer), flush=True)
 
 
 def _run(request: dict[str, Any], devices: int) -> Iterator[dict[str, Any]]:
-    """What a process with so many CPU devices answers."""
+    """The answers of a process with this many CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
     settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": flags}
     line = [
@@ -181,7 +220,7 @@ def _all_answers(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _run_two(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """What two processes with four devices each answer together."""
+    """The answers of two processes that have four devices each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -192,7 +231,8 @@ def _run_two(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def difference(answer: dict[str, Any], one: dict[str, Any]) -> float | str:
-    """How far the losses of an answer are from those of one device, relative to them; what went wrong, if anything."""
+    """The largest difference of an answer's losses from those of one device, relative to them; or the error, if
+    there is one."""
     for either in (one, answer):
         if "error" in either:
             return either["error"]
@@ -206,9 +246,10 @@ def main(argv: Sequence[str]) -> None:
     options = parse_options(
         CheckOptions(), argv, prog="python -m eval.mesh_check", about="The same losses on every mesh."
     )
-    names = options.mechanisms or tuple(candidates())
+    names = options.mechanisms or tuple(candidates(TASKS[options.task]))
     here = [where for where in options.meshes if where != _TWO]
-    request = {"mechanisms": names, "meshes": ["one", *here], "steps": options.steps, "hosts": {}}
+    request: dict[str, Any] = {"task": options.task, "mechanisms": names, "meshes": ["one", *here]}
+    request |= {"steps": options.steps, "hosts": {}}
     answers: dict[tuple[str, str], dict[str, Any]] = {}
     for answer in _run(request, _DEVICES):
         answers[answer["mechanism"], answer["mesh"]] = answer

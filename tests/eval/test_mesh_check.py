@@ -7,6 +7,7 @@ import pytest
 
 from eval import mesh_check
 from train.errors import RunError, UserError
+from train.tasks import TASKS
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,21 @@ def test_two_processes_take_the_steps_of_one_device(capsys):
     assert math.log(64) < first < math.log(64) + 2
     assert last < first
     assert far < 1e-5
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_is_a_candidate(name):
+    """Its random batches are those that its objective takes, and have no token or class that the model has not."""
+    task = TASKS[name]
+    mechanisms = mesh_check.candidates(task)
+    assert {"full", "local", "brl"} <= mechanisms.keys()
+    config = mesh_check.small_config(task, mechanisms["local"])
+    batch = mesh_check.make_batch(task, config, 0)
+    assert {key: (x.shape, x.dtype) for key, x in batch.items() if key != "reset"} == {
+        key: (x.shape, x.dtype) for key, x in task.batch_shapes(config, 8).items()
+    }
+    if "tokens" in batch:
+        assert 0 <= batch["tokens"].min() <= batch["tokens"].max() < config.model.vocab_size
+    if name == "lra":
+        assert batch["targets"].max() < config.model.num_classes
+    task.build(config)

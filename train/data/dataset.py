@@ -14,8 +14,10 @@ from etils import epath
 
 from train.data.corpus import Corpus, open_corpus, read_corpus, reading
 from train.data.files import write_whole
-from train.data.sources import SPLITS, Source, open_source
-from train.data.tokenizers import Tokenizer, check_tokenizer, load_tokenizer, train_tokenizer
+from train.data.sources import open_source
+from train.data.splits import SPLITS, Source
+from train.data.tokenizer import Tokenizer
+from train.data.tokenizers import check_tokenizer, load_tokenizer, train_tokenizer
 from train.errors import UserError
 from train.fields import Free
 

@@ -1,43 +1,29 @@
 """Where text comes from: the standard library, files, TensorFlow Datasets and Hugging Face datasets.
 
 A source is splits of bytes and nothing more: it knows no tokens. Documents that follow each other in a split
-are separated by a line end; that joined text is what bits per byte are counted over.
+are separated by a line end; bits per byte are counted over that joined text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import functools
 import glob
 import gzip
 import hashlib
-import importlib
-import json
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from train.data.named_sources import open_hf_text, open_tfds_text
+from train.data.splits import SPLIT_NAMES, SPLITS, Source, Split, digest
 from train.errors import UserError
 
-SPLITS = ("train", "valid", "test")
 _EXPECTED = "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG]"
 _BLOCK = 1 << 20
-_ROWS = 256
-_SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "valid": "valid",
-    "validation": "valid",
-    "val": "valid",
-    "dev": "valid",
-    "test": "test",
-}
 # Folders of the standard library that are not its own, hold tests, or whose files programs wrote (help texts,
 # character tables: one of them would be most of the held-out text).
 _NOT_STDLIB = {
@@ -51,22 +37,6 @@ _NOT_STDLIB = {
     "test",
     "tests",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The text of one split: `blocks()` reads it from the start; `size` is its bytes where known."""
-
-    blocks: Callable[[], Iterator[bytes]]
-    size: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The splits of a text, by name, and a fingerprint that changes when the text does."""
-
-    fingerprint: str
-    splits: Mapping[str, Split]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +61,7 @@ def open_source(spec: str, holdout: float) -> Source:
     if not 0 < holdout < 1:
         raise UserError(f"--holdout: expected a share between 0 and 1, got {holdout}")
     kind, _, rest = spec.partition(":")
-    openers = {"text": _open_text, "tfds": _open_tfds, "hf": _open_hf}
+    openers = {"text": _open_text, "tfds": open_tfds_text, "hf": open_hf_text}
     if spec == "stdlib":
         return _open_stdlib(holdout)
     if kind not in openers:
@@ -101,14 +71,6 @@ def open_source(spec: str, holdout: float) -> Source:
     if not rest:
         raise UserError(f"--data: {spec!r} names nothing after the colon, expected {_EXPECTED}")
     return openers[kind](rest, holdout)
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-# --- files
-# --------------------------------------------------------------------------------------------------------
 
 
 def _open_file(path: Path):
@@ -182,13 +144,13 @@ def _open_stdlib(holdout: float) -> Source:
             "too few to train and hold out; use --data text:GLOB"
         )
     return Source(
-        _digest("stdlib", seen, holdout), {name: _split_of_segments(s) for name, s in splits.items()}
+        digest("stdlib", seen, holdout), {name: _split_of_segments(s) for name, s in splits.items()}
     )
 
 
 def _split_of_name(name: str) -> str:
     """train, valid or test where the file's name has such a word, train otherwise."""
-    found = [_SPLIT_NAMES[w] for w in re.findall("[a-z]+", name.lower()) if w in _SPLIT_NAMES]
+    found = [SPLIT_NAMES[w] for w in re.findall("[a-z]+", name.lower()) if w in SPLIT_NAMES]
     return found[0] if found else "train"
 
 
@@ -214,7 +176,7 @@ def _open_text(pattern: str, holdout: float) -> Source:
     if "train" in splits and "valid" not in splits:
         splits["train"], splits["valid"] = _hold_out(by_split["train"], holdout)
     return Source(
-        _digest("text", stats, holdout),
+        digest("text", stats, holdout),
         {name: _split_of_segments(splits[name]) for name in SPLITS if name in splits},
     )
 
@@ -246,150 +208,3 @@ def _hold_out(paths: Sequence[Path], holdout: float) -> tuple[list[_Segment], li
     train += [_Segment(paths[index], 0, position)] if position else []
     valid = [_Segment(paths[index], position, sizes[index])] if position < sizes[index] else []
     return train, valid + [_Segment(p) for p in paths[index + 1 :]]
-
-
-# --- data sets by name
-# --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _naming(option: str) -> Iterator[None]:
-    """Makes one line of what a library raises, whatever part it comes from: network, hub, parser, files."""
-    try:
-        yield
-    except ModuleNotFoundError:
-        raise
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{option}: {first_line}") from error
-
-
-def _join(texts: Iterable[str | bytes | None]) -> bytes:
-    """Documents as one block, each ending its last line."""
-    parts = [t.encode() if isinstance(t, str) else (t or b"") for t in texts]
-    return b"".join(p if p.endswith(b"\n") else p + b"\n" for p in parts)
-
-
-def _text_field(option: str, fields: Sequence[str], asked: str | None) -> str:
-    """The field that holds the text: the one asked for, `text`, the only one, or the only one named so."""
-    if asked:
-        if asked not in fields:
-            raise UserError(
-                f"{option}: no text field {asked!r}, the data set has {', '.join(fields) or 'none'}"
-            )
-        return asked
-    if "text" in fields:
-        return "text"
-    candidates = [f for f in fields if f.endswith("_text")] or list(fields)
-    if len(candidates) != 1:
-        raise UserError(f"{option}: cannot tell which field is the text among {', '.join(fields) or 'none'}")
-    return candidates[0]
-
-
-def _split_rows(
-    option: str,
-    rows: Mapping[str, int],
-    blocks: Callable[[str, int, int], Iterator[bytes]],
-    holdout: float,
-) -> dict[str, Split]:
-    """Splits by the data set's own names; without a validation split, the last share of the training rows."""
-    named: dict[str, str] = {}
-    for name in rows:
-        if name in _SPLIT_NAMES:
-            named.setdefault(_SPLIT_NAMES[name], name)
-    if not named:
-        raise UserError(f"{option}: expected a split named train, got {', '.join(rows) or 'no split at all'}")
-    bounds = {split: (name, 0, rows[name]) for split, name in named.items()}
-    if "train" in bounds and "valid" not in bounds:
-        name, _, count = bounds["train"]
-        if count < 2:
-            raise UserError(
-                f"{option}: split {name!r} has {count} rows, too few to train and hold out a share"
-            )
-        cut = count - min(max(round(count * holdout), 1), count - 1)
-        bounds["train"], bounds["valid"] = (name, 0, cut), (name, cut, count)
-    return {s: Split(functools.partial(blocks, *bounds[s]), None) for s in SPLITS if s in bounds}
-
-
-def open_tfds(option: str, name: str) -> Mapping[str, Any]:
-    """The splits of a data set of TensorFlow Datasets, rows by number.
-
-    Args:
-      option: begins the errors.
-
-    Raises:
-      UserError: it is not known, not prepared here and cannot be, or has no splits.
-    """
-    try:
-        import tensorflow_datasets as tfds
-
-        importlib.import_module("tensorflow_datasets.text")  # registers wiki40b and its like
-        with _naming(option):
-            sources: dict[str, Any] = tfds.data_source(name)
-    except ModuleNotFoundError as error:
-        if "'tensorflow'" in str(error):
-            raise UserError(
-                f"{option}: not prepared on this machine, and preparing it (once) needs TensorFlow: "
-                f"pip install tensorflow, or run `tfds build {name} --file_format=array_record` where it is"
-            ) from error
-        raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
-    if not sources:
-        raise UserError(f"{option}: the data set has no splits")
-    return sources
-
-
-def _open_tfds(rest: str, holdout: float) -> Source:
-    option = f"--data tfds:{rest}"
-    # A version (pg19:0.1.1) is the data set's; a word after the colon is a field.
-    match = re.fullmatch(r"(?P<name>.+?)(?::(?P<field>[A-Za-z_]\w*))?", rest)
-    assert match is not None
-    name, field = match["name"], match["field"]
-    sources = open_tfds(option, name)
-    import tensorflow_datasets as tfds
-
-    features = next(iter(sources.values())).dataset_info.features
-    texts = sorted(n for n, f in features.items() if isinstance(f, tfds.features.Text))
-    key = _text_field(option, texts, field)
-
-    def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
-        for low in range(start, stop, _ROWS):
-            with _naming(option):
-                examples = [sources[split][i] for i in range(low, min(low + _ROWS, stop))]
-            yield _join(example[key] for example in examples)
-
-    rows = {str(split): len(source) for split, source in sources.items()}
-    info = next(iter(sources.values())).dataset_info
-    fingerprint = _digest("tfds", info.full_name, key, rows, holdout)
-    return Source(fingerprint, _split_rows(option, rows, blocks, holdout))
-
-
-def _open_hf(rest: str, holdout: float) -> Source:
-    option = f"--data hf:{rest}"
-    folder = Path(rest).expanduser()
-    name, _, config = rest.partition(":")
-    try:
-        import datasets
-
-        with _naming(option):
-            if folder.is_dir():
-                saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
-                loaded: Any = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder))
-            else:
-                loaded = datasets.load_dataset(name, config or None)
-    except ModuleNotFoundError as error:
-        raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
-    tables: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
-    columns = {} if not tables else next(iter(tables.values())).features
-    texts = [n for n, f in columns.items() if getattr(f, "dtype", None) in ("string", "large_string")]
-    key = _text_field(option, texts, None)
-
-    def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
-        for low in range(start, stop, _ROWS):
-            with _naming(option):
-                texts = tables[split][low : min(low + _ROWS, stop)][key]
-            yield _join(texts)
-
-    rows = {str(split): len(table) for split, table in tables.items()}
-    files = sorted(f["filename"] for table in tables.values() for f in table.cache_files)
-    stats = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-    return Source(_digest("hf", rest, key, rows, stats, holdout), _split_rows(option, rows, blocks, holdout))

@@ -10,7 +10,8 @@ import pytest
 
 from train.data import DataConfig, EvalStream, load, load_tokenizer
 from train.data import corpus as corpus_module
-from train.data.tokenizers import BytesTokenizer, text_pieces
+from train.data.tokenizer import text_pieces
+from train.data.tokenizers import BytesTokenizer
 from train.errors import UserError
 
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.data import load_tokenizer
-from train.data.tokenizers import text_pieces, train_tokenizer
+from train.data.tokenizer import text_pieces
+from train.data.tokenizers import train_tokenizer
 from train.errors import UserError
 
 SPECS = ("bytes", "bpe:300", "words", "words:2", "words:max=8", "chars", "chars:max=8")

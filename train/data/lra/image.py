@@ -13,7 +13,7 @@ import numpy as np
 from train.data.lra.examples import Chunk, Source, digest
 from train.data.lra.files import SPLIT_OF, file_stats, rows_of
 from train.data.lra.pathfinder import image_chunk
-from train.data.sources import open_tfds
+from train.data.named_sources import open_tfds
 from train.errors import UserError, one_line
 
 NUM_CLASSES = 10

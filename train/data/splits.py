@@ -1,0 +1,41 @@
+"""What a source of text is: its splits, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+SPLITS = ("train", "valid", "test")
+# The words by which data sets and files name them.
+SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "test": "test",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The text of one split: `blocks()` reads it from the start; `size` is its bytes where known."""
+
+    blocks: Callable[[], Iterator[bytes]]
+    size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The splits of a text, by name, and a fingerprint that changes when the text does."""
+
+    fingerprint: str
+    splits: Mapping[str, Split]
+
+
+def digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
