@@ -29,14 +29,10 @@ from brl_jax.attention.core.dispatch import (
     bias_obstacle,
     check_implementation,
     dispatch,
-    traced_obstacle,
 )
-from brl_jax.attention.local.blocks import Inputs, Spec
+from brl_jax.attention.local import xla
+from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
-from brl_jax.attention.local.xla import attend
-
-# Of the TPU kernels: queries whose scores are computed together; positions in a block of a pattern's block mask.
-_TILE, _MIN_GRANULE = 128, 8
 
 
 def local_attention(
@@ -118,44 +114,27 @@ def local_attention(
             segment_ids is not None, query_offset,
         )  # fmt: skip
     check_implementation(implementation, None, "xla", "cudnn", "pallas", "pallas_interpret")
-    spec = Spec(pattern, bool(is_causal), scale, int(query_offset), static_key_offset)
-    inputs = Inputs(key_lengths, query_lengths, query_segments, key_segments, traced_key_offset)
-
-    return _choose(spec, implementation, query, key, value, bias, inputs)
+    call = PatternCall(
+        pattern, bool(is_causal), scale, query.shape[1], key.shape[1], int(query_offset), static_key_offset
+    )
+    arrays = CallArrays(
+        query, key, value, bias, query_lengths, key_lengths, query_segments, key_segments, traced_key_offset
+    )
+    return _choose(call, implementation, arrays)
 
 
 # Compiled by itself, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _choose(spec: Spec, implementation: Implementation | None, query, key, value, bias, inputs: Inputs):
-    def kernel(query, key, value, bias, inputs, *, interpret):
-        from brl_jax.attention.local import (
-            tpu as local_kernels,  # imported where needed: Pallas costs import time
-        )
-
-        return local_kernels.attend(spec, query, key, value, inputs, interpret=interpret)
-
-    operands = (query, key, value, bias, inputs)
+def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
+    from brl_jax.attention.local import tpu  # imported where needed: Pallas costs import time
 
     def obstacle() -> str | None:
-        return _kernel_obstacle(spec, bias) or traced_obstacle(kernel, *operands)
+        return bias_obstacle(x.bias) or tpu.obstacle(call, x.query, x.key)
 
-    # The kernels compute scores for whole tiles of queries, most of which would be empty in a decoding step.
-    few = query.shape[1] < min(_TILE, key.shape[1])
-    backends = {"tpu": Backend("pallas", kernel, obstacle, unsuited=few)}
-    return dispatch("local_attention", implementation, backends, functools.partial(attend, spec), *operands)
-
-
-def _kernel_obstacle(spec: Spec, bias: Any) -> str | None:
-    """Why the TPU kernels cannot serve a call; None if they do."""
-    granule = spec.pattern.granule
-    if bias is not None:
-        return bias_obstacle(bias)
-    if granule is not None and granule < _MIN_GRANULE:
-        name = type(spec.pattern).__name__
-        return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {granule}"
-    if granule is not None and spec.key_offset is None:
-        return f"key_offset must be a static int with {type(spec.pattern).__name__}, got it traced"
-    return None
+    kernel = Backend("pallas", functools.partial(tpu.attend, call), obstacle, unsuited=tpu.prefers_xla(call))
+    return dispatch(
+        "local_attention", implementation, {"tpu": kernel}, functools.partial(xla.attend, call), x
+    )
 
 
 def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:

@@ -18,29 +18,8 @@ from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.products import CACHE_BYTES, Product
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, block_sums, softmax_gradient
+from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.parts import Part
-from brl_jax.attention.local.patterns import Pattern
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """The static side of one call."""
-
-    pattern: Pattern
-    is_causal: bool
-    scale: float
-    query_offset: int
-    key_offset: int | None
-
-
-class Inputs(NamedTuple):
-    """The arrays of one call besides query, key and value; absent ones are None."""
-
-    key_lengths: Array | None  # (B,)
-    query_lengths: Array | None  # (B,)
-    query_segments: Array | None  # (B, T)
-    key_segments: Array | None  # (B, S)
-    key_offset: Array | None  # (), where the spec's is None
 
 
 class Block(NamedTuple):
@@ -57,30 +36,29 @@ class Block(NamedTuple):
     key_segments: Array | None  # (b, s)
 
 
-def block_positions(spec: Spec, block: Block, key_offset: Array | None) -> tuple[Array, Array]:
-    offset: Any = spec.key_offset if key_offset is None else key_offset
-    return block.query_index + (spec.query_offset + offset), block.key_index + offset
+def block_positions(call: PatternCall, block: Block, key_offset: Array | None) -> tuple[Array, Array]:
+    offset: Any = call.key_offset if key_offset is None else key_offset
+    return block.query_index + (call.query_offset + offset), block.key_index + offset
 
 
 def block_scores(
-    spec: Spec,
+    call: PatternCall,
     part: Part,
-    num_keys: int,
     key_offset: Array | None,
     bias: Any,
     block: Block,
     product: Product,
 ) -> Array:
     """Scaled, biased and masked scores (b, k, G, t, s) in float32."""
-    scores = product("bkgtd,bksd->bkgts", block.query, block.key) * spec.scale
-    positions = block_positions(spec, block, key_offset)
+    scores = product("bkgtd,bksd->bkgts", block.query, block.key) * call.scale
+    positions = block_positions(call, block, key_offset)
     if block.bias is not None:
         scores = scores + block.bias.astype(jnp.float32)
     elif bias is not None:
         scores = scores + call_bias(bias, positions, scores.shape)
-    mask = ((block.key_index >= 0) & (block.key_index < num_keys))[None, :]
-    if spec.is_causal:
-        mask = mask & (block.query_index[:, None] + spec.query_offset >= block.key_index[None, :])
+    mask = ((block.key_index >= 0) & (block.key_index < call.num_keys))[None, :]
+    if call.is_causal:
+        mask = mask & (block.query_index[:, None] + call.query_offset >= block.key_index[None, :])
     if part.rule is not None:
         mask = mask & part.rule(positions[0][:, None], positions[1][None, :])
     mask = mask[None, None, None]
@@ -133,33 +111,39 @@ class Arranged(NamedTuple):
     key: Array  # (B, K, S', H)
     value: Array  # (B, K, S', H)
     bias: Array | None  # (B or 1, K or 1, G or 1, T' or 1, S' or 1)
+    key_lengths: Array | None  # (B,)
     query_segments: Array | None  # (B, T')
     key_segments: Array | None  # (B, S')
 
 
-def arrange(part: Part, query: Array, key: Array, value: Array, bias: Any, inputs: Inputs) -> Arranged:
-    if isinstance(bias, jax.Array):
+def arrange(part: Part, x: CallArrays, query: Array, key: Array, value: Array) -> Arranged:
+    """The arrays of a call in the part's order.
+
+    Args:
+      x: the call, of which the bias and the segments are used.
+      query, key, value: its queries (B, K, G, T, H) and keys and values (B, K, S, H).
+    """
+    bias = x.bias if isinstance(x.bias, jax.Array) else None
+    if bias is not None:
         heads = (key.shape[1], query.shape[2]) if bias.shape[1] > 1 else (1, 1)
         bias = bias.reshape(bias.shape[0], *heads, *bias.shape[2:])
         if bias.shape[3] > 1:
             bias = part.queries.arrange(bias, 3)
         if bias.shape[4] > 1:
             bias = part.keys.arrange(bias, 4)
-    else:
-        bias = None
-    segments = inputs.query_segments, inputs.key_segments
     return Arranged(
         part.queries.arrange(query, 3),
         part.keys.arrange(key, 2),
         part.keys.arrange(value, 2),
         bias,
-        None if segments[0] is None else part.queries.arrange(segments[0], 1),
-        None if segments[1] is None else part.keys.arrange(segments[1], 1),
+        x.key_lengths,
+        None if x.query_segments is None else part.queries.arrange(x.query_segments, 1),
+        None if x.key_segments is None else part.keys.arrange(x.key_segments, 1),
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class BlockLoop:
     """The steps of the CPU's loop: `batch` sequences x `heads` key heads x one block of queries at a time."""
 
     part: Part
@@ -169,7 +153,7 @@ class Loop:
     head_steps: int
 
     @classmethod
-    def of(cls, part: Part, query: Array, all_heads: bool) -> Loop:
+    def of(cls, part: Part, query: Array, all_heads: bool) -> BlockLoop:
         b, k, g = query.shape[:3]
         one = 4 * g * part.block * part.length
         fits = lambda n, limit: max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, limit))  # noqa: E731
@@ -204,7 +188,7 @@ class Loop:
             else lax.dynamic_slice_in_dim(x, i * self.part.block, self.part.block, axis)
         )
 
-    def block(self, arranged: Arranged, inputs: Inputs, num_keys: int, step) -> Block:
+    def block(self, arranged: Arranged, num_keys: int, step) -> Block:
         b, k, i = self.place(step)
         part = self.part
         bias = None
@@ -217,7 +201,7 @@ class Loop:
             query_segments = lax.dynamic_slice_in_dim(rows, i * part.block, part.block, 1)
             cols = lax.dynamic_slice_in_dim(arranged.key_segments, b, self.batch, 0)
             key_segments = part.take(cols, i, 1)
-        lengths = inputs.key_lengths
+        lengths = arranged.key_lengths
         return Block(
             part.query_index(i),
             part.key_index(i, num_keys),
@@ -240,7 +224,7 @@ class Loop:
         return x.reshape(s[0] * s[1], s[2] * s[3], s[4], s[5] * s[6], *tail)
 
 
-def blocks_at_once(part: Part, arranged: Arranged, inputs: Inputs, num_keys: int) -> tuple[Block, Block]:
+def blocks_at_once(part: Part, arranged: Arranged, num_keys: int) -> tuple[Block, Block]:
     """All blocks along a new axis of each array, and which axis that is (for vmap)."""
     numbers = jnp.arange(part.num_blocks, dtype=jnp.int32)
     bias = None
@@ -261,7 +245,7 @@ def blocks_at_once(part: Part, arranged: Arranged, inputs: Inputs, num_keys: int
         part.take_all(arranged.key, 2),
         part.take_all(arranged.value, 2),
         bias,
-        inputs.key_lengths,
+        arranged.key_lengths,
         None if segments[0] is None else part.split_queries(segments[0], 1),
         None if segments[1] is None else part.take_all(segments[1], 1),
     )

@@ -1,14 +1,13 @@
-"""How local attention walks over blocks: which queries meet which keys, without an array of all pairs.
+"""Parts of a pattern: which blocks of queries meet which keys, without an array of all pairs.
 
-A pattern is cut into *parts* that share no (query, key) pair. A part arranges the queries and the keys in
-some order, cuts the queries into blocks of equal size, and says which stretch of the arranged keys each one
-meets:
+A pattern is divided into *parts* that share no (query, key) pair. A part arranges the queries and the keys in some
+order, divides the queries into blocks of equal size, and assigns to each block a stretch of the arranged keys:
 
-- band: the stretch moves on with the block (sliding windows; one band a phase for dilated ones);
+- band: the stretch advances with the block (sliding windows; dilated windows have one band per phase);
 - dense: all keys of the block's phase (block-diagonal attention, columns, global rows);
 - table: a static list of key blocks (random blocks, masks given block by block).
 
-A part's `rule` then says, from absolute positions, which pairs of the rectangle really see each other.
+The `rule` of a part then decides, from absolute positions, which pairs of block and stretch see each other.
 """
 
 from __future__ import annotations
@@ -22,40 +21,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from brl_jax.attention.local.call import PatternCall, QueryBlock
+
 Rule = Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What a pattern must know of one call to cut it into parts.
-
-    Attributes:
-      num_queries, num_keys: T and S.
-      query_offset: query i stands at key index i + query_offset.
-      key_offset: absolute position of key 0, or None where it is known only at run time.
-      is_causal: keys after the query are cut.
-      query_block: from the number of keys besides a block's own to the number of queries of a block.
-    """
-
-    num_queries: int
-    num_keys: int
-    query_offset: int
-    key_offset: int | None
-    is_causal: bool
-    query_block: Callable[[int], int]
-
-    def block(self, width: int, longest: int) -> int:
-        return max(1, min(self.query_block(width), longest))
-
-    @property
-    def first_position(self) -> int:
-        """Absolute position of query 0 (key_offset must be static)."""
-        assert self.key_offset is not None
-        return self.query_offset + self.key_offset
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """An order of a sequence: entry u of phase r is the token r * phase_step + u * stride + base.
 
     Tokens outside the sequence are padding. `listed` gives the tokens of one phase one by one instead.
@@ -126,8 +98,8 @@ class Part:
     is the key blocks table[i], each of `length` / m keys; an entry equal to their number is no block.
     """
 
-    queries: Layout
-    keys: Layout
+    queries: Arrangement
+    keys: Arrangement
     block: int
     length: int
     advance: int
@@ -244,77 +216,89 @@ class Part:
         return x.reshape(*x.shape[:axis], self.num_blocks, self.block, *x.shape[axis + 1 :])
 
 
-def band(call: Call, left: int, right: int, rule: Rule | None, dilation: int = 1) -> Part:
+def _block(query_block: QueryBlock, width: int, longest: int) -> int:
+    return max(1, min(query_block(width), longest))
+
+
+def band(
+    call: PatternCall, query_block: QueryBlock, left: int, right: int, rule: Rule | None, dilation: int = 1
+) -> Part:
     """Queries that see `left` keys before and `right` after their own, `dilation` apart, phase by phase."""
     first = call.query_offset // dilation
     count = (call.query_offset + call.num_queries - 1) // dilation - first + 1
     # Nothing is gained by a window that reaches beyond the keys.
     before = max(0, min(left, first + count - 1))
     after = 0 if call.is_causal else max(0, min(right, -(-call.num_keys // dilation) - 1 - first))
-    block = call.block(before + after, count)
+    block = _block(query_block, before + after, count)
     length = block + before + after
     if length >= 64:  # whole vector registers
         before += -length % 16
         length += -length % 16
     blocks = -(-count // block)
-    queries = Layout(dilation, blocks * block, 1, dilation, first * dilation - call.query_offset)
-    keys = Layout(dilation, (blocks - 1) * block + length, 1, dilation, (first - before) * dilation)
+    queries = Arrangement(dilation, blocks * block, 1, dilation, first * dilation - call.query_offset)
+    keys = Arrangement(dilation, (blocks - 1) * block + length, 1, dilation, (first - before) * dilation)
     return Part(queries, keys, block, length, block, rule)
 
 
-def aligned_bands(call: Call, size: int, before: int, after: int, rule: Rule | None) -> Part:
+def aligned_bands(
+    call: PatternCall, query_block: QueryBlock, size: int, before: int, after: int, rule: Rule | None
+) -> Part:
     """Buckets of `size` at absolute boundaries: a bucket's queries see it, and buckets before and after."""
     shift = call.first_position % size
     after = 0 if call.is_causal else after
-    together = max(1, min(call.query_block((before + after) * size), call.num_queries + shift) // size)
+    together = max(1, min(query_block((before + after) * size), call.num_queries + shift) // size)
     block = size * together
     blocks = -(-(call.num_queries + shift) // block)
     length = (before + after) * size + block
-    queries = Layout(1, blocks * block, base=-shift)
-    keys = Layout(1, (blocks - 1) * block + length, base=call.query_offset - shift - before * size)
+    queries = Arrangement(1, blocks * block, base=-shift)
+    keys = Arrangement(1, (blocks - 1) * block + length, base=call.query_offset - shift - before * size)
     return Part(queries, keys, block, length, block, rule)
 
 
-def separate_blocks(call: Call, size: int, rule: Rule | None) -> Part:
+def separate_blocks(call: PatternCall, query_block: QueryBlock, size: int, rule: Rule | None) -> Part:
     """Blocks of `size` at absolute boundaries that see nothing but themselves."""
-    divisors = [d for d in range(1, size + 1) if size % d == 0 and d <= call.query_block(size)]
+    divisors = [d for d in range(1, size + 1) if size % d == 0 and d <= query_block(size)]
     block = divisors[-1] if divisors else size
     if block < 32:
-        return aligned_bands(call, size, 0, 0, rule)
+        return aligned_bands(call, query_block, size, 0, 0, rule)
     shift = call.first_position % size
     phases = -(-(call.num_queries + shift) // size)
-    queries = Layout(phases, size, size, base=-shift)
-    keys = Layout(phases, size, size, base=call.query_offset - shift)
+    queries = Arrangement(phases, size, size, base=-shift)
+    keys = Arrangement(phases, size, size, base=call.query_offset - shift)
     return Part(queries, keys, block, size, 0, rule)
 
 
 def dense(
-    call: Call, queries: tuple[int, int], keys: tuple[int, int] | np.ndarray, rule: Rule | None
+    call: PatternCall,
+    query_block: QueryBlock,
+    queries: tuple[int, int],
+    keys: tuple[int, int] | np.ndarray,
+    rule: Rule | None,
 ) -> Part:
     """The queries start..stop, in blocks, on all keys start..stop (or on the listed keys)."""
     start, stop = queries
     if isinstance(keys, np.ndarray):
-        key_layout = Layout(1, keys.size, listed=keys)
+        key_order = Arrangement(1, keys.size, listed=keys)
     else:
-        key_layout = Layout(1, keys[1] - keys[0], base=keys[0])
-    block = call.block(key_layout.size, stop - start)
+        key_order = Arrangement(1, keys[1] - keys[0], base=keys[0])
+    block = _block(query_block, key_order.size, stop - start)
     blocks = -(-(stop - start) // block)
-    return Part(Layout(1, blocks * block, base=start), key_layout, block, key_layout.size, 0, rule)
+    return Part(Arrangement(1, blocks * block, base=start), key_order, block, key_order.size, 0, rule)
 
 
-def columns(call: Call, stride: int, rule: Rule | None) -> Part:
+def columns(call: PatternCall, query_block: QueryBlock, stride: int, rule: Rule | None) -> Part:
     """Query i on all keys a multiple of `stride` away: one dense rectangle a phase."""
     first = call.query_offset // stride
     count = (call.query_offset + call.num_queries - 1) // stride - first + 1
     per_key_phase = -(-call.num_keys // stride)
-    block = call.block(per_key_phase, count)
+    block = _block(query_block, per_key_phase, count)
     blocks = -(-count // block)
-    queries = Layout(stride, blocks * block, 1, stride, first * stride - call.query_offset)
-    keys = Layout(stride, per_key_phase, 1, stride)
+    queries = Arrangement(stride, blocks * block, 1, stride, first * stride - call.query_offset)
+    keys = Arrangement(stride, per_key_phase, 1, stride)
     return Part(queries, keys, block, per_key_phase, 0, rule)
 
 
-def tables(call: Call, block: int, lists: list[np.ndarray], rule: Rule | None) -> list[Part]:
+def tables(call: PatternCall, block: int, lists: list[np.ndarray], rule: Rule | None) -> list[Part]:
     """One part for each power of two of key blocks in a list, so that short lists don't pay for long ones.
 
     lists[i] holds the absolute key blocks seen by the i-th block of queries, counted from the block in which
@@ -324,7 +308,7 @@ def tables(call: Call, block: int, lists: list[np.ndarray], rule: Rule | None) -
     query_shift, key_shift = call.first_position % block, call.key_offset % block
     first_block = call.key_offset // block
     num_key_blocks = -(-(call.num_keys + key_shift) // block)
-    keys = Layout(1, num_key_blocks * block, base=-key_shift)
+    keys = Arrangement(1, num_key_blocks * block, base=-key_shift)
     kept = [row[(row >= first_block) & (row < first_block + num_key_blocks)] - first_block for row in lists]
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(kept):
@@ -337,6 +321,6 @@ def tables(call: Call, block: int, lists: list[np.ndarray], rule: Rule | None) -
         for n, i in enumerate(members):
             table[n, : kept[i].size] = kept[i]
         tokens = (np.asarray(members)[:, None] * block + np.arange(block) - query_shift).reshape(-1)
-        queries = Layout(1, tokens.size, listed=tokens)
+        queries = Arrangement(1, tokens.size, listed=tokens)
         parts.append(Part(queries, keys, block, longest * block, 0, rule, table))
     return parts

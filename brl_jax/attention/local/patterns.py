@@ -17,8 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.local import parts as local_blocks
-from brl_jax.attention.local.parts import Call, Part
+from brl_jax.attention.local.call import PatternCall, QueryBlock
+from brl_jax.attention.local.parts import (
+    Part,
+    aligned_bands,
+    band,
+    columns,
+    dense,
+    separate_blocks,
+    tables,
+)
 from pallas_kernels.positions import floor_divide, remainder
 
 
@@ -69,16 +77,16 @@ class Pattern:
         """
         raise NotImplementedError
 
-    def parts(self, call: Call) -> list[Part]:
+    def parts(self, call: PatternCall, query_block: QueryBlock) -> list[Part]:
         """The pattern cut into rectangles that share no (query, key) pair."""
         if call.key_offset is not None:
-            return self._static_parts(call)
+            return self._static_parts(call, query_block)
         # Boundaries are known only at run time: visit all that the pattern could reach and mask by position.
         if self.lookback is None or self.lookahead is None:
-            return [local_blocks.dense(call, (0, call.num_queries), (0, call.num_keys), self.visible)]
-        return [local_blocks.band(call, self.lookback, self.lookahead, self.visible)]
+            return [dense(call, query_block, (0, call.num_queries), (0, call.num_keys), self.visible)]
+        return [band(call, query_block, self.lookback, self.lookahead, self.visible)]
 
-    def _static_parts(self, call: Call) -> list[Part]:
+    def _static_parts(self, call: PatternCall, query_block: QueryBlock) -> list[Part]:
         raise NotImplementedError
 
 
@@ -124,8 +132,8 @@ class SlidingWindow(Pattern):
         ahead = key_positions - query_positions
         return (ahead >= -self.left) & (ahead <= self.right)
 
-    def parts(self, call):
-        return [local_blocks.band(call, self.left, self.right, self.visible)]
+    def parts(self, call, query_block):
+        return [band(call, query_block, self.left, self.right, self.visible)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +161,8 @@ class Dilated(Pattern):
         inside = (ahead >= -self.lookback) & (ahead <= self.lookahead)
         return inside & (remainder(key_positions, self.dilation) == remainder(query_positions, self.dilation))
 
-    def parts(self, call):
-        return [local_blocks.band(call, self.left, self.right, self.visible, self.dilation)]
+    def parts(self, call, query_block):
+        return [band(call, query_block, self.left, self.right, self.visible, self.dilation)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +185,8 @@ class BlockDiagonal(Pattern):
     def visible(self, query_positions, key_positions, num_positions=None):
         return floor_divide(query_positions, self.block) == floor_divide(key_positions, self.block)
 
-    def _static_parts(self, call):
-        return [local_blocks.separate_blocks(call, self.block, self.visible)]
+    def _static_parts(self, call, query_block):
+        return [separate_blocks(call, query_block, self.block, self.visible)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +216,8 @@ class Bucketed(Pattern):
         ahead = floor_divide(key_positions, self.size) - floor_divide(query_positions, self.size)
         return (ahead >= -self.before) & (ahead <= self.after)
 
-    def _static_parts(self, call):
-        return [local_blocks.aligned_bands(call, self.size, self.before, self.after, self.visible)]
+    def _static_parts(self, call, query_block):
+        return [aligned_bands(call, query_block, self.size, self.before, self.after, self.visible)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,9 +246,9 @@ class Strided(Pattern):
     def visible(self, query_positions, key_positions, num_positions=None):
         return self._near(query_positions, key_positions) | self._in_step(query_positions, key_positions)
 
-    def parts(self, call):
-        near = local_blocks.band(call, self.stride, self.stride, self._near)
-        return [near, local_blocks.columns(call, self.stride, self._far)]
+    def parts(self, call, query_block):
+        near = band(call, query_block, self.stride, self.stride, self._near)
+        return [near, columns(call, query_block, self.stride, self._far)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,11 +280,11 @@ class Fixed(Pattern):
     def visible(self, query_positions, key_positions, num_positions=None):
         return self._near(query_positions, key_positions) | self._is_summary(key_positions)
 
-    def _static_parts(self, call):
-        parts = [local_blocks.separate_blocks(call, self.stride, self._near)]
+    def _static_parts(self, call, query_block):
+        parts = [separate_blocks(call, query_block, self.stride, self._near)]
         summaries = np.flatnonzero(self._is_summary(np.arange(call.num_keys) + call.key_offset))
         if summaries.size:
-            parts.append(local_blocks.dense(call, (0, call.num_queries), summaries, self._far))
+            parts.append(dense(call, query_block, (0, call.num_queries), summaries, self._far))
         return parts
 
 
@@ -304,21 +312,21 @@ class GlobalWindow(Pattern):
         near = (ahead >= -self.left) & (ahead <= self.right)
         return near | (query_positions < self.num_global) | (key_positions < self.num_global)
 
-    def _static_parts(self, call):
-        near = local_blocks.band(call, self.left, self.right, self._near)
-        return [near, *_global_parts(call, self.num_global)]
+    def _static_parts(self, call, query_block):
+        near = band(call, query_block, self.left, self.right, self._near)
+        return [near, *_global_parts(call, query_block, self.num_global)]
 
 
-def _global_parts(call: Call, num_global: int) -> list[Part]:
+def _global_parts(call: PatternCall, query_block: QueryBlock, num_global: int) -> list[Part]:
     """The first positions on all keys, and all other queries on the first positions."""
     assert call.key_offset is not None
     rows = min(max(num_global - call.first_position, 0), call.num_queries)
     cols = min(max(num_global - call.key_offset, 0), call.num_keys)
     parts = []
     if rows:
-        parts.append(local_blocks.dense(call, (0, rows), (0, call.num_keys), None))
+        parts.append(dense(call, query_block, (0, rows), (0, call.num_keys), None))
     if cols and rows < call.num_queries:
-        parts.append(local_blocks.dense(call, (rows, call.num_queries), (0, cols), None))
+        parts.append(dense(call, query_block, (rows, call.num_queries), (0, cols), None))
     return parts
 
 
@@ -377,21 +385,21 @@ class BigBird(Pattern):
         seen |= (query_block < self.global_blocks) | (key_block < self.global_blocks)
         return seen | table[query_block, key_block]
 
-    def parts(self, call):
+    def parts(self, call, query_block):
         require(
             call.key_offset is not None,
             "key_offset must be a static int with BigBird, whose random blocks depend on it; got it traced",
         )
         side = self.window_blocks // 2
-        parts = [local_blocks.aligned_bands(call, self.block, side, side, self._near)]
-        parts += _global_parts(call, self.global_blocks * self.block)
+        parts = [aligned_bands(call, query_block, self.block, side, side, self._near)]
+        parts += _global_parts(call, query_block, self.global_blocks * self.block)
         last = max(call.key_offset + call.num_keys, call.first_position + call.num_queries)
         lists = self.random_lists(-(-last // self.block))
         first, stop = (
             call.first_position // self.block,
             -(-(call.first_position + call.num_queries) // self.block),
         )
-        return parts + local_blocks.tables(call, self.block, lists[first:stop], None)
+        return parts + tables(call, self.block, lists[first:stop], None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -440,7 +448,7 @@ class BlockMask(Pattern):
             inside & (jnp.asarray(table) if isinstance(inside, jax.Array) else table)[query_block, key_block]
         )
 
-    def _static_parts(self, call):
+    def _static_parts(self, call, query_block):
         first, last = (
             call.first_position // self.block,
             (call.first_position + call.num_queries - 1) // self.block,
@@ -451,4 +459,4 @@ class BlockMask(Pattern):
             f"got queries at {call.first_position} to {call.first_position + call.num_queries - 1}",
         )
         lists = [np.flatnonzero(row) for row in self.mask[first : last + 1]]
-        return local_blocks.tables(call, self.block, lists, None)
+        return tables(call, self.block, lists, None)

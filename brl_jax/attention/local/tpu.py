@@ -1,9 +1,9 @@
-"""Local attention on TPU: how each pattern becomes one or two calls of the Pallas kernels.
+"""Local attention on TPU: how each pattern becomes one or two launches of the Pallas kernels.
 
-Sliding windows have a kernel of their own. Other patterns are listed: for each block of queries the blocks of keys
-that its parts (`Pattern.parts`) reach, with masks from positions inside. Patterns that see every so-manieth key are
-brought into an order in which what is seen lies together; where two calls share the work, their softmaxes are merged
-by their log-sum-exp.
+Sliding windows have a kernel of their own. Other patterns are listed: for each block of queries the blocks of keys that
+its parts (`Pattern.parts`) reach, with masks computed from positions inside. Where a pattern sees every d-th key, the
+tokens are first rearranged so that the visible keys lie together. Where two launches share the work, their softmaxes
+are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.softmax import merge_sums, normalise, sums_of_normalised
-from brl_jax.attention.local.blocks import Inputs, Spec
-from brl_jax.attention.local.parts import Call
+from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
 from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
@@ -29,119 +29,299 @@ from pallas_kernels.positions import floor_divide
 
 #: Queries whose scores the kernels compute together; key blocks are no smaller.
 _TILE = 128
-
-
-class _Arrays(NamedTuple):
-    """One call's arrays; query i stands at key index i + query_offset."""
-
-    query: Float[Array, "B T N H"]
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K H"]
-    query_offset: int
-    lengths: tuple[Array | None, Array | None]  # of queries and keys, (B,)
-    segments: tuple[Array | None, Array | None]  # (B, T) and (B, S), both or neither
-
+# The kernels look up the visibility of blocks of at least so many positions.
+_MIN_GRANULE = 8
 
 _Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kernels:
-    """The kernels with the options that all calls for one pattern share."""
-
-    is_causal: bool
-    scale: float
-    interpret: bool
-
-    def window(self, x: _Arrays, left: int, right: int) -> _Result:
-        """A sliding window by its own kernel where that serves it, else by lists of blocks."""
-        right = 0 if self.is_causal else right
-        same = x.query.shape[1] == x.key.shape[1] and x.query_offset == 0
-        if not same or tpu.window_obstacle(x.query, x.key, x.value, left=left, right=right):
-            return self.pattern(x, SlidingWindow(left, right), 0, None)
-        out, log_sum = tpu.window_attention(
-            x.query, x.key, x.value, left=left, right=right, **self._shared(x)
-        )
-        return out, log_sum
-
-    def pattern(
-        self, x: _Arrays, pattern: Pattern, key_offset: int | None, shift: Int[Array, ""] | None
-    ) -> _Result:
-        """A pattern whose parts keep the sequence's order. `shift` is the key offset where that is traced."""
-        num_queries, num_keys = x.query.shape[1], x.key.shape[1]
-        call = Call(num_queries, num_keys, x.query_offset, key_offset, self.is_causal, lambda width: _TILE)
-        rectangles = (r for part in pattern.parts(call) for r in part.rectangles())
-        size = _block_size(pattern, num_queries)
-        position = 0 if key_offset is None else key_offset
-        first = x.query_offset + position
-        lists = _lists(rectangles, call, size)
-        options: dict[str, Any] = {}
-        if pattern.granule is None:
-            options["mask"] = self._cut(pattern.visible)
-        else:
-            options["mask"] = self._cut(None)
-            if pattern.granule % size or first % size or position % size:
-                options["granules"] = _granules(pattern, lists, size, call, first, position)
-        return self.blocks(
-            x, lists, size, query_position=first, key_position=position, shift=shift, **options
-        )
-
-    def blocks(self, x: _Arrays, lists: list[list[int]], size: int, **options: Any) -> _Result:
-        options |= {"key_blocks": lists, "block_q": size, "block_k": size}
-        out, log_sum = tpu.block_attention(x.query, x.key, x.value, **options, **self._shared(x))
-        return out, log_sum
-
-    def _cut(self, visible: Callable | None) -> Callable | None:
-        """A rule with the keys after the query cut, if they are to be."""
-        if not self.is_causal:
-            return visible
-        if visible is None:
-            return lambda queries, keys: keys <= queries
-        return lambda queries, keys: visible(queries, keys) & (keys <= queries)
-
-    def _shared(self, x: _Arrays) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "query_segment_ids": x.segments[0],
-            "key_segment_ids": x.segments[1],
-            "query_lengths": x.lengths[0],
-            "key_lengths": x.lengths[1],
-            "return_log_sum_exp": True,
-            "interpret": self.interpret,
-        }
+def prefers_xla(call: PatternCall) -> bool:
+    """Whether most of a tile would be empty, as in a decoding step."""
+    return call.num_queries < min(_TILE, call.num_keys)
 
 
-def attend(
-    spec: Spec,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
-    inputs: Inputs,
-    *,
-    interpret: bool,
-) -> Float[Array, "B T N H"]:
+def obstacle(call: PatternCall, query: Array, key: Array) -> str | None:
+    """Why the kernels cannot serve a call without a bias; None if they can. Traces nothing."""
+    pattern = call.pattern
+    if pattern.granule is not None:
+        name = type(pattern).__name__
+        if pattern.granule < _MIN_GRANULE:
+            return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {pattern.granule}"
+        if call.key_offset is None:
+            return f"key_offset must be a static int with {name}, got it traced"
+    return next((why for step in _launches(call, query, key) if (why := step.obstacle())), None)
+
+
+def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Float[Array, "B T N H"]:
     """`local_attention` without a bias, on the kernels."""
-    x = _Arrays(
-        query,
-        key,
-        value,
-        spec.query_offset,
-        (inputs.query_lengths, inputs.key_lengths),
-        (inputs.query_segments, inputs.key_segments),
-    )
-    kernels = _Kernels(spec.is_causal, spec.scale, interpret)
-    match spec.pattern:
+    results = [step.run(x, interpret) for step in _launches(call, x.query, x.key)]
+    if len(results) == 1:
+        return results[0][0]
+    out, _ = normalise(merge_sums(*(sums_of_normalised(*result) for result in results)))
+    return out.astype(x.query.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """One launch of a kernel.
+
+    Attributes:
+      tokens: how they are arranged.
+      query, key: shapes and dtypes of the arranged arrays.
+      window: whether it is the kernel for windows, or the one for lists of blocks.
+      options: of the kernel.
+      shifted: whether the call's key_offset, known only at run time, is added to all positions.
+    """
+
+    tokens: _Tokens
+    query: jax.ShapeDtypeStruct
+    key: jax.ShapeDtypeStruct
+    window: bool
+    options: dict[str, Any]
+    shifted: bool = False
+
+    def obstacle(self) -> str | None:
+        names = ("left", "right") if self.window else ("key_blocks", "block_q", "block_k", "granules")
+        options = {name: self.options[name] for name in names if name in self.options}
+        function = tpu.window_obstacle if self.window else tpu.block_obstacle
+        return function(self.query, self.key, self.key, **options)
+
+    def run(self, x: CallArrays, interpret: bool) -> _Result:
+        arranged = self.tokens.arrange(x)
+        options = self.options | ({"shift": x.key_offset} if self.shifted else {})
+        function = tpu.window_attention if self.window else tpu.block_attention
+        out, log_sum = function(
+            arranged.query,
+            arranged.key,
+            arranged.value,
+            scale=self.tokens.call.scale,
+            query_segment_ids=arranged.query_segments,
+            key_segment_ids=arranged.key_segments,
+            query_lengths=arranged.query_lengths,
+            key_lengths=arranged.key_lengths,
+            return_log_sum_exp=True,
+            interpret=interpret,
+            **options,
+        )
+        return self.tokens.restore(out), self.tokens.restore(log_sum)
+
+
+def _launches(call: PatternCall, query: Any, key: Any) -> list[_Launch]:
+    """The launches that serve a call; their keys are disjoint."""
+    tokens = _Tokens(call)
+    match call.pattern:
         case SlidingWindow(left, right):
-            return kernels.window(x, left, right)[0]
+            return [_window(tokens, query, key, left, right)]
         case Dilated(left, right, dilation):
-            return _unfold(kernels.window(_fold(x, dilation), left, right)[0], dilation, x)
+            return [_window(_Phases(call, dilation), query, key, left, right)]
         case Strided(stride):
-            near = kernels.window(x, stride, stride)
-            return _merge(near, [_unfold(y, stride, x) for y in _far_columns(kernels, _fold(x, stride))])
-        case Fixed(stride, summary) if spec.key_offset is not None:
-            near = kernels.pattern(x, BlockDiagonal(stride), spec.key_offset, None)
-            return _merge(near, _far_summaries(kernels, x, stride, summary, spec.key_offset))
-    return kernels.pattern(x, spec.pattern, spec.key_offset, inputs.key_offset)[0]
+            near = _window(tokens, query, key, stride, stride)
+            return [near, _far_columns(_Phases(call, stride), query, key)]
+        case Fixed(stride, summary) if call.key_offset is not None:
+            near = _pattern(tokens, query, key, BlockDiagonal(stride), call.key_offset)
+            return [near, _far_summaries(call, query, key, stride, summary)]
+    return [_pattern(tokens, query, key, call.pattern, call.key_offset)]
+
+
+# --- Arrangements of tokens ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Tokens as they come."""
+
+    call: PatternCall
+
+    @property
+    def query_offset(self) -> int:
+        """Query i of an arranged sequence stands at index i + query_offset of its keys."""
+        return self.call.query_offset
+
+    def shape(self, x: Any, is_query: bool) -> jax.ShapeDtypeStruct:
+        """The shape of arranged queries or keys x."""
+        return _shape_like(x, x.shape)
+
+    def arrange(self, x: CallArrays) -> CallArrays:
+        return x
+
+    def restore(self, y: Array) -> Array:
+        """Undoes `arrange` for an array with one entry per query."""
+        return y
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phases(_Tokens):
+    """Tokens that lie a multiple of the period apart form a sequence of their own; these lie along the batch axis."""
+
+    period: int
+
+    @property
+    def query_offset(self) -> int:
+        return self.call.query_offset // self.period
+
+    @property
+    def _query_pad(self) -> tuple[int, int]:
+        front = self.call.query_offset % self.period
+        return front, -(front + self.call.num_queries) % self.period
+
+    @property
+    def _key_pad(self) -> tuple[int, int]:
+        return 0, -self.call.num_keys % self.period
+
+    def shape(self, x: Any, is_query: bool) -> jax.ShapeDtypeStruct:
+        pad = self._query_pad if is_query else self._key_pad
+        length = (x.shape[1] + sum(pad)) // self.period
+        return _shape_like(x, (x.shape[0] * self.period, length, *x.shape[2:]))
+
+    def arrange(self, x: CallArrays) -> CallArrays:
+        def fold(y: Any) -> Any:
+            if y is None:
+                return None
+            y = jnp.moveaxis(y.reshape(y.shape[0], -1, self.period, *y.shape[2:]), 2, 1)
+            return y.reshape(-1, *y.shape[2:])
+
+        return CallArrays(*map(fold, _with_absent(x, self._query_pad, self._key_pad)))
+
+    def restore(self, y: Array) -> Array:
+        y = jnp.moveaxis(y.reshape(-1, self.period, *y.shape[1:]), 1, 2)
+        y = y.reshape(y.shape[0], -1, *y.shape[3:])
+        front = self._query_pad[0]
+        return lax.slice_in_dim(y, front, front + self.call.num_queries, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Summaries(_Tokens):
+    """The last `summary` keys of every block of `stride`; queries as they come."""
+
+    stride: int
+    summary: int
+
+    @property
+    def _key_pad(self) -> tuple[int, int]:
+        assert self.call.key_offset is not None
+        front = self.call.key_offset % self.stride
+        return front, -(front + self.call.num_keys) % self.stride
+
+    def shape(self, x: Any, is_query: bool) -> jax.ShapeDtypeStruct:
+        if is_query:
+            return super().shape(x, is_query)
+        length = (x.shape[1] + sum(self._key_pad)) // self.stride * self.summary
+        return _shape_like(x, (x.shape[0], length, *x.shape[2:]))
+
+    def arrange(self, x: CallArrays) -> CallArrays:
+        def last(y: Array) -> Array:
+            y = y.reshape(y.shape[0], -1, self.stride, *y.shape[2:])[:, :, self.stride - self.summary :]
+            return y.reshape(y.shape[0], -1, *y.shape[3:])
+
+        padded = _with_absent(x, (0, 0), self._key_pad)
+        ids = padded.key_segments
+        return padded._replace(
+            key=last(padded.key), value=last(padded.value), key_segments=None if ids is None else last(ids)
+        )
+
+
+def _shape_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """A shape on the mesh of x, by which the kernels choose the sizes of their blocks."""
+    mesh = jax.typeof(x).sharding.mesh
+    sharding = None if mesh.empty else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+
+def _pad(x: Array, pad: tuple[int, int]) -> Array:
+    """Zeros before and after the tokens of x (B, T, ...)."""
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (*pad, 0), *[(0, 0, 0)] * (x.ndim - 2)])
+
+
+def _exists(count: int, lengths: Array | None) -> Bool[Array, "#B T"]:
+    """Which of `count` tokens exist."""
+    if lengths is None:
+        return jnp.ones((1, count), bool)
+    return jnp.arange(count, dtype=jnp.int32)[None, :] < lengths[:, None]
+
+
+def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, int]) -> CallArrays:
+    """The call with absent tokens before and after its own, and with lengths expressed as segment ids."""
+    query_ids = None if x.query_segments is None else _pad(x.query_segments, query_pad)
+    key_ids = None if x.key_segments is None else _pad(x.key_segments, key_pad)
+    # An absent query needs no mark: its result is dropped.
+    if any(key_pad) or any(y is not None for y in (query_ids, x.query_lengths, x.key_lengths)):
+        query_ids, key_ids = mark_absent(
+            query_ids,
+            key_ids,
+            _pad(_exists(x.query.shape[1], x.query_lengths), query_pad),
+            _pad(_exists(x.key.shape[1], x.key_lengths), key_pad),
+            x.query.shape[0],
+        )
+    return CallArrays(
+        _pad(zero_padding(x.query, x.query_lengths), query_pad),
+        _pad(zero_padding(x.key, x.key_lengths), key_pad),
+        _pad(zero_padding(x.value, x.key_lengths), key_pad),
+        query_segments=query_ids,
+        key_segments=key_ids,
+    )
+
+
+# --- Launches ---
+
+
+def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int) -> _Launch:
+    """A sliding window by its own kernel where that serves it, else by lists of blocks."""
+    right = 0 if tokens.call.is_causal else right
+    query_shape, key_shape = tokens.shape(query, True), tokens.shape(key, False)
+    if query_shape.shape[1] == key_shape.shape[1] and tokens.query_offset == 0:
+        launch = _Launch(tokens, query_shape, key_shape, True, {"left": left, "right": right})
+        if launch.obstacle() is None:
+            return launch
+    # What a window shows does not depend on absolute positions.
+    return _pattern(tokens, query, key, SlidingWindow(left, right), 0)
+
+
+def _pattern(tokens: _Tokens, query: Any, key: Any, pattern: Pattern, key_offset: int | None) -> _Launch:
+    """A pattern whose parts keep the order of the arranged sequence."""
+    query_shape, key_shape = tokens.shape(query, True), tokens.shape(key, False)
+    call = dataclasses.replace(
+        tokens.call,
+        pattern=pattern,
+        num_queries=query_shape.shape[1],
+        num_keys=key_shape.shape[1],
+        query_offset=tokens.query_offset,
+        key_offset=key_offset,
+    )
+    rectangles = (r for part in pattern.parts(call, lambda width: _TILE) for r in part.rectangles())
+    size = _block_size(pattern, call.num_queries)
+    position = 0 if key_offset is None else key_offset
+    first = call.query_offset + position
+    lists = _lists(rectangles, call, size)
+    options: dict[str, Any] = {"query_position": first, "key_position": position}
+    if pattern.granule is None:
+        options["mask"] = _cut(call, pattern.visible)
+    else:
+        options["mask"] = _cut(call, None)
+        if pattern.granule % size or first % size or position % size:
+            options["granules"] = _granules(call, lists, size)
+    launch = _listed(tokens, query_shape, key_shape, lists, size, options)
+    return dataclasses.replace(launch, shifted=key_offset is None)
+
+
+def _listed(
+    tokens: _Tokens,
+    query: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
+    lists: list[list[int]],
+    size: int,
+    options: dict[str, Any],
+) -> _Launch:
+    options = options | {"key_blocks": lists, "block_q": size, "block_k": size}
+    return _Launch(tokens, query, key, False, options)
+
+
+def _cut(call: PatternCall, visible: Callable | None) -> Callable | None:
+    """The rule of a pattern, with the keys after the query hidden if the call is causal."""
+    if not call.is_causal:
+        return visible
+    if visible is None:
+        return lambda queries, keys: keys <= queries
+    return lambda queries, keys: visible(queries, keys) & (keys <= queries)
 
 
 def _block_size(pattern: Pattern, num_queries: int) -> int:
@@ -154,8 +334,8 @@ def _block_size(pattern: Pattern, num_queries: int) -> int:
     return min(size, -(-num_queries // _TILE) * _TILE)
 
 
-def _lists(rectangles: Iterable[tuple[int, int, int, int]], call: Call, size: int) -> list[list[int]]:
-    """For each block of queries the blocks of keys that the rectangles touch, less those after it if causal."""
+def _lists(rectangles: Iterable[tuple[int, int, int, int]], call: PatternCall, size: int) -> list[list[int]]:
+    """For each block of queries the blocks of keys that the rectangles touch; if causal, none after the queries."""
     lists: list[set[int]] = [set() for _ in range(-(-call.num_queries // size))]
     for first_query, stop_query, first_key, stop_key in rectangles:
         first_key, stop_key = max(first_key, 0), min(stop_key, call.num_keys)
@@ -169,24 +349,23 @@ def _lists(rectangles: Iterable[tuple[int, int, int, int]], call: Call, size: in
     ]
 
 
-def _granules(
-    pattern: Pattern, lists: list[list[int]], size: int, call: Call, first_query: int, first_key: int
-) -> tpu.Granules:
-    """What a pattern that can only be looked up says of each listed pair of blocks."""
-    granule = pattern.granule
+def _granules(call: PatternCall, lists: list[list[int]], size: int) -> tpu.Granules:
+    """The visibility of each listed pair of blocks, for a pattern that can only be looked up."""
+    pattern, granule, first_key = call.pattern, call.pattern.granule, call.key_offset
     assert granule is not None
-    positions = max(first_key + call.num_keys, first_query + call.num_queries)
+    assert first_key is not None
+    positions = max(first_key + call.num_keys, call.first_position + call.num_queries)
     count = tpu.Granules.touched(size, granule)
 
     def touched(first: int, blocks: list[int]) -> np.ndarray:
-        """A position in each granule of each block; those past the end are never asked for."""
+        """A position in each granule of each block; those past the end are never looked up."""
         number = (first + np.asarray(blocks, np.int64)[:, None] * size) // granule + np.arange(count)
         return np.minimum(number * granule, positions - 1)
 
     bits = []
     for row, keys in enumerate(lists):
         seen = pattern.visible(
-            touched(first_query, [row])[:, :, None], touched(first_key, keys)[:, None, :], positions
+            touched(call.first_position, [row])[:, :, None], touched(first_key, keys)[:, None, :], positions
         )
         packed = np.packbits(np.asarray(seen).reshape(len(keys), -1), axis=1, bitorder="little")
         bits.append(tuple(int.from_bytes(row.tobytes(), "little") for row in packed))
@@ -202,117 +381,35 @@ def _dense(num_queries: int, num_keys: int, size: int, visible: Callable[[int], 
     return lists
 
 
-def _far_columns(kernels: _Kernels, folded: _Arrays) -> _Result:
+def _far_columns(tokens: _Phases, query: Any, key: Any) -> _Launch:
     """Strided's keys a multiple of the stride away, beyond the window: all of the same phase but three."""
-    num_queries, num_keys = folded.query.shape[1], folded.key.shape[1]
-    size = _block_size(Strided(1), num_queries)
+    query, key, call = tokens.shape(query, True), tokens.shape(key, False), tokens.call
+    num_keys, size = key.shape[1], _block_size(Strided(1), query.shape[1])
 
     def rule(queries, keys):
-        return (keys < queries - 1) if kernels.is_causal else (abs(keys - queries) > 1)
+        return (keys < queries - 1) if call.is_causal else (abs(keys - queries) > 1)
 
-    offset = folded.query_offset
-    stop = (lambda last: last + offset - 1) if kernels.is_causal else (lambda last: num_keys)
-    lists = _dense(num_queries, num_keys, size, stop)
-    return kernels.blocks(folded, lists, size, mask=rule, query_position=offset)
-
-
-def _far_summaries(kernels: _Kernels, x: _Arrays, stride: int, summary: int, key_offset: int) -> _Result:
-    """Fixed's last positions of every block but the query's own."""
-    front = key_offset % stride
-    padded = _with_absent(x, (0, 0), (front, -(front + x.key.shape[1]) % stride))
-    first_block = key_offset // stride
-
-    def summaries(y):
-        y = y.reshape(y.shape[0], -1, stride, *y.shape[2:])[:, :, stride - summary :]
-        return y.reshape(y.shape[0], -1, *y.shape[3:])
-
-    query_ids, key_ids = padded.segments
-    far = padded._replace(
-        key=summaries(padded.key),
-        value=summaries(padded.value),
-        segments=(query_ids, None if key_ids is None else summaries(key_ids)),
+    offset = tokens.query_offset
+    lists = _dense(
+        query.shape[1], num_keys, size, lambda last: last + offset - 1 if call.is_causal else num_keys
     )
-    first = x.query_offset + key_offset
-    num_queries, num_keys = far.query.shape[1], far.key.shape[1]
-    size = _block_size(Strided(1), num_queries)
+    return _listed(tokens, query, key, lists, size, {"mask": rule, "query_position": offset})
+
+
+def _far_summaries(call: PatternCall, query: Any, key: Any, stride: int, summary: int) -> _Launch:
+    """Fixed's last positions of every block but the query's own."""
+    assert call.key_offset is not None
+    tokens = _Summaries(call, stride, summary)
+    first, first_block = call.first_position, call.key_offset // stride
+    query, key = tokens.shape(query, True), tokens.shape(key, False)
+    num_keys, size = key.shape[1], _block_size(Strided(1), query.shape[1])
 
     def rule(queries, keys):
         query_block, key_block = floor_divide(queries, stride), floor_divide(keys, summary) + first_block
-        return (key_block < query_block) if kernels.is_causal else (key_block != query_block)
+        return (key_block < query_block) if call.is_causal else (key_block != query_block)
 
     def stop(last):
-        return ((last + first) // stride - first_block) * summary if kernels.is_causal else num_keys
+        return ((last + first) // stride - first_block) * summary if call.is_causal else num_keys
 
-    lists = _dense(num_queries, num_keys, size, stop)
-    return kernels.blocks(far, lists, size, mask=rule, query_position=first)
-
-
-def _pad(x: Array, pad: tuple[int, int]) -> Array:
-    """Zeros before and after the tokens of x (B, T, ...)."""
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (*pad, 0), *[(0, 0, 0)] * (x.ndim - 2)])
-
-
-def _exists(x: Array, lengths: Array | None) -> Bool[Array, "#B T"]:
-    """Which tokens of x (B, T, ...) exist."""
-    if lengths is None:
-        return jnp.ones((1, x.shape[1]), bool)
-    return jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-
-
-def _with_absent(x: _Arrays, query_pad: tuple[int, int], key_pad: tuple[int, int]) -> _Arrays:
-    """The call with absent tokens before and after its own, and with lengths expressed as segment ids."""
-    batch = x.query.shape[0]
-    query, key, value = (
-        _pad(zero_padding(y, lengths), pad)
-        for y, lengths, pad in (
-            (x.query, x.lengths[0], query_pad),
-            (x.key, x.lengths[1], key_pad),
-            (x.value, x.lengths[1], key_pad),
-        )
-    )
-    query_ids, key_ids = (
-        None if ids is None else _pad(ids, pad) for ids, pad in zip(x.segments, (query_pad, key_pad))
-    )
-    # An absent query needs no mark: its result is dropped.
-    if any(key_pad) or any(y is not None for y in (*x.segments, *x.lengths)):
-        query_ids, key_ids = mark_absent(
-            query_ids,
-            key_ids,
-            _pad(_exists(x.query, x.lengths[0]), query_pad),
-            _pad(_exists(x.key, x.lengths[1]), key_pad),
-            batch,
-        )
-    return _Arrays(query, key, value, x.query_offset, (None, None), (query_ids, key_ids))
-
-
-def _fold(x: _Arrays, period: int) -> _Arrays:
-    """The tokens a multiple of the period apart as sequences of their own, beside each other in the batch."""
-
-    def fold(y):
-        y = jnp.moveaxis(y.reshape(y.shape[0], -1, period, *y.shape[2:]), 2, 1)
-        return y.reshape(-1, *y.shape[2:])
-
-    front = x.query_offset % period
-    query_pad, key_pad = (front, -(front + x.query.shape[1]) % period), (0, -x.key.shape[1] % period)
-    padded = _with_absent(x, query_pad, key_pad)
-    query_ids, key_ids = padded.segments
-    return padded._replace(
-        query=fold(padded.query),
-        key=fold(padded.key),
-        value=fold(padded.value),
-        query_offset=x.query_offset // period,
-        segments=(None if query_ids is None else fold(query_ids), None if key_ids is None else fold(key_ids)),
-    )
-
-
-def _unfold(y: Array, period: int, x: _Arrays) -> Array:
-    """Undoes `_fold` for what has one entry a query."""
-    y = jnp.moveaxis(y.reshape(-1, period, *y.shape[1:]), 1, 2)
-    y = y.reshape(y.shape[0], -1, *y.shape[3:])
-    return lax.slice_in_dim(y, x.query_offset % period, x.query_offset % period + x.query.shape[1], axis=1)
-
-
-def _merge(near: _Result, far: Iterable[Array]) -> Float[Array, "B T N H"]:
-    """Softmax over the keys of both, from each one's output and log-sum-exp."""
-    out, _ = normalise(merge_sums(sums_of_normalised(*near), sums_of_normalised(*far)))
-    return out.astype(near[0].dtype)
+    lists = _dense(query.shape[1], num_keys, size, stop)
+    return _listed(tokens, query, key, lists, size, {"mask": rule, "query_position": first})

@@ -15,20 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, merge_sums, normalise
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.local import xla_cpu as window_tiles
+from brl_jax.attention.local import xla_cpu
 from brl_jax.attention.local.blocks import (
     Arranged,
     Block,
-    Inputs,
-    Loop,
-    Spec,
+    BlockLoop,
     arrange,
     block_positions,
     block_scores,
@@ -37,23 +35,24 @@ from brl_jax.attention.local.blocks import (
     gradient_block,
     softmax_block,
 )
-from brl_jax.attention.local.parts import Call, Part
+from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.parts import Part
+from brl_jax.attention.local.xla_cpu import WindowTiling
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(spec: Spec, query: Array, key: Array, value: Array, bias: Any, inputs: Inputs) -> Array:
-    return _forward(spec, query, key, value, bias, inputs)[0]
+def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
+    return _forward(call, x)[0]
 
 
-def _attend_forward(spec, query, key, value, bias, inputs):
-    out, lse = _forward(spec, query, key, value, bias, inputs)
-    return out, (query, key, value, bias, inputs, out, lse)
+def _attend_forward(call: PatternCall, x: CallArrays):
+    out, lse = _forward(call, x)
+    return out, (x, out, lse)
 
 
-def _attend_backward(spec, saved, d_out):
-    query, key, value, bias, inputs, out, lse = saved
-    d_query, d_key, d_value, d_bias = _backward(spec, query, key, value, bias, inputs, out, lse, d_out)
-    return d_query, d_key, d_value, d_bias, Inputs(None, None, None, None, None)
+def _attend_backward(call: PatternCall, saved, d_out):
+    x, out, lse = saved
+    return (_backward(call, x, out, lse, d_out),)
 
 
 attend.defvjp(_attend_forward, _attend_backward)
@@ -69,136 +68,128 @@ def _query_block_batched(width: int) -> int:
     return min(512, max(128, (width + 64) // 128 * 128))
 
 
-def _parts(spec: Spec, query: Array, key: Array, loop: bool) -> list[Part]:
-    call = Call(
-        query.shape[1],
-        key.shape[1],
-        spec.query_offset,
-        spec.key_offset,
-        spec.is_causal,
-        _query_block_loop if loop else _query_block_batched,
+def _parts(call: PatternCall, loop: bool) -> list[Part]:
+    return call.pattern.parts(call, _query_block_loop if loop else _query_block_batched)
+
+
+def _without_padding(x: CallArrays) -> CallArrays:
+    """Zeros in place of what lies beyond the lengths, which may be NaN."""
+    return x._replace(
+        query=zero_padding(x.query, x.query_lengths),
+        key=zero_padding(x.key, x.key_lengths),
+        value=zero_padding(x.value, x.key_lengths),
     )
-    return spec.pattern.parts(call)
 
 
-def _tiling(spec: Spec, query: Array, key: Array, bias: Any) -> window_tiles.Tiling | None:
-    return window_tiles.Tiling.of(spec, query, key) if bias is None else None
+def _tiling(call: PatternCall, x: CallArrays) -> WindowTiling | None:
+    return WindowTiling.of(call, x.query, x.key) if x.bias is None else None
 
 
-def _forward(
-    spec: Spec, query: Array, key: Array, value: Array, bias: Any, inputs: Inputs
-) -> tuple[Array, Array]:
-    """out (B, T, N, H) and log-sum-exp (B, K, G, T), which is -MASKED for rows that see nothing."""
-    num_queries, num_keys, kv_heads = query.shape[1], key.shape[1], key.shape[2]
+def _forward(call: PatternCall, x: CallArrays) -> tuple[Array, Array]:
+    """out (B, T, N, H) and log-sum-exp (B, K, G, T), as `normalise` returns it."""
+    num_queries, kv_heads = call.num_queries, x.key.shape[2]
 
-    def on_part(part: Part, loop: bool, q, k, v, bias, inputs, finish) -> Any:
+    def on_part(part: Part, loop: bool, x: CallArrays, q, k, v, finish) -> Any:
         """finish(sums) of the part's queries (B, K, G, T')."""
-        arranged = arrange(part, q, k, v, bias, inputs)
-        own_bias = None if arranged.bias is not None else bias
+        arranged = arrange(part, x, q, k, v)
+        own_bias = None if arranged.bias is not None else x.bias
         multiply = merged_product if loop else product
 
         def one(block: Block) -> Any:
-            scores = block_scores(spec, part, num_keys, inputs.key_offset, own_bias, block, multiply)
+            scores = block_scores(call, part, x.key_offset, own_bias, block, multiply)
             return finish(softmax_block(scores, block.value, multiply))
 
         if loop:
-            walk = Loop.of(part, q, all_heads=own_bias is not None)
-            results = lax.map(lambda step: one(walk.block(arranged, inputs, num_keys, step)), walk.steps)
+            walk = BlockLoop.of(part, q, all_heads=own_bias is not None)
+            results = lax.map(lambda step: one(walk.block(arranged, call.num_keys, step)), walk.steps)
             return jax.tree.map(walk.join, results)
-        blocks, axes = blocks_at_once(part, arranged, inputs, num_keys)
+        blocks, axes = blocks_at_once(part, arranged, call.num_keys)
         results = jax.vmap(one, in_axes=(axes,), out_axes=3)(blocks)
         return jax.tree.map(lambda x: x.reshape(*q.shape[:3], part.queries.size, *x.shape[5:]), results)
 
-    def on_parts(loop: bool, query, key, value, bias, inputs) -> tuple[Array, Array]:
-        q = split_heads(query, kv_heads)
-        k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
-        parts = _parts(spec, query, key, loop)
+    def on_parts(loop: bool, x: CallArrays) -> tuple[Array, Array]:
+        q = split_heads(x.query, kv_heads)
+        k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
+        parts = _parts(call, loop)
         if len(parts) == 1:
             rows = parts[0].queries
 
             def finish(sums: SoftmaxSums) -> tuple[Array, Array]:
                 out, lse = normalise(sums)
-                return out.astype(query.dtype), lse
+                return out.astype(x.query.dtype), lse
 
-            out, lse = on_part(parts[0], loop, q, k, v, bias, inputs, finish)
+            out, lse = on_part(parts[0], loop, x, q, k, v, finish)
             return rows.restore(out, 3, num_queries), rows.restore(lse, 3, num_queries, -MASKED)
         every = []
         for part in parts:
-            sums = on_part(part, loop, q, k, v, bias, inputs, lambda sums: sums)
+            sums = on_part(part, loop, x, q, k, v, lambda sums: sums)
             restored = (
-                part.queries.restore(x, 3, num_queries, fill) for x, fill in zip(sums, (MASKED, 0.0, 0.0))
+                part.queries.restore(y, 3, num_queries, fill) for y, fill in zip(sums, (MASKED, 0.0, 0.0))
             )
             every.append(SoftmaxSums(*restored))
         return normalise(merge_sums(*every))
 
-    def run(loop: bool, query, key, value, bias, inputs):
-        query = zero_padding(query, inputs.query_lengths)
-        key, value = (zero_padding(x, inputs.key_lengths) for x in (key, value))
-        tiling = _tiling(spec, query, key, bias) if loop else None
+    def run(loop: bool, x: CallArrays) -> tuple[Array, Array]:
+        x = _without_padding(x)
+        tiling = _tiling(call, x) if loop else None
         if tiling is not None:
-            out, lse = window_tiles.forward(tiling, spec, query, key, value, inputs)
+            out, lse = xla_cpu.forward(tiling, call, x)
         else:
-            out, lse = on_parts(loop, query, key, value, bias, inputs)
+            out, lse = on_parts(loop, x)
             out = merge_heads(out)
-        if inputs.query_lengths is not None:
-            inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < inputs.query_lengths[:, None]
+        if x.query_lengths is not None:
+            inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < x.query_lengths[:, None]
             out = jnp.where(inside[:, :, None, None], out, jnp.zeros((), out.dtype))
             lse = jnp.where(inside[:, None, None], lse, -MASKED)
-        return out.astype(query.dtype), lse
+        return out.astype(x.query.dtype), lse
 
-    return lax.platform_dependent(
-        query,
-        key,
-        value,
-        bias,
-        inputs,
-        cpu=functools.partial(run, True),
-        default=functools.partial(run, False),
-    )
+    return lax.platform_dependent(x, cpu=functools.partial(run, True), default=functools.partial(run, False))
 
 
-def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_out):
+def _backward(call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: Array) -> CallArrays:
     """Gradients of query, key, value and bias."""
-    num_queries, num_keys, kv_heads = query.shape[1], key.shape[1], key.shape[2]
+    num_queries, num_keys, kv_heads = call.num_queries, call.num_keys, x.key.shape[2]
 
-    def on_part(part: Part, loop: bool, q, k, v, do, lse, delta, bias, inputs):
-        arranged = arrange(part, q, k, v, bias, inputs)
+    def on_part(part: Part, loop: bool, x: CallArrays, q, k, v, do, lse, delta):
+        bias = x.bias
+        arranged = arrange(part, x, q, k, v)
         own_bias = None if arranged.bias is not None else bias
         multiply = merged_product if loop else product
         rows = part.queries
         do_a = rows.arrange(do, 3)
         lse_a, delta_a = rows.arrange(lse, 3, -MASKED), rows.arrange(delta, 3)
-        transposed = lambda x: rows.arrange(x.transpose(0, 1, 4, 2, 3), 4)  # noqa: E731 (B, K, H, G, T')
+        transposed = lambda y: rows.arrange(y.transpose(0, 1, 4, 2, 3), 4)  # noqa: E731 (B, K, H, G, T')
         q_t, do_t = transposed(q), transposed(do)
 
         def one(block: Block, q_t, do, do_t, lse, delta):
             """Gradients of one block; d_bias: of the position bias's arrays, or of the block's own bias."""
-            scores = block_scores(spec, part, num_keys, inputs.key_offset, own_bias, block, multiply)
+            scores = block_scores(call, part, x.key_offset, own_bias, block, multiply)
             d_scores, dq, dk, dv = gradient_block(
-                scores, block, q_t, do, do_t, lse, delta, spec.scale, multiply
+                scores, block, q_t, do, do_t, lse, delta, call.scale, multiply
             )
             d_bias = None
             if block.bias is not None:
                 axes = [a for a in range(5) if block.bias.shape[a] == 1]
                 d_bias = d_scores.sum(axes, keepdims=True)
             elif own_bias is not None:
-                positions = block_positions(spec, block, inputs.key_offset)
+                positions = block_positions(call, block, x.key_offset)
                 floats, rebuild = _split_floats(own_bias)
-                call = lambda floats: call_bias(rebuild(floats), positions, d_scores.shape)  # noqa: E731
-                _, pull = jax.vjp(call, floats)
+                _, pull = jax.vjp(
+                    lambda floats: call_bias(rebuild(floats), positions, d_scores.shape), floats
+                )
                 d_bias = jax.tree.map(
                     lambda x: x.astype(jnp.float32), pull(d_scores.sum(0, keepdims=True))[0]
                 )
             return dq, dk, dv, d_bias
 
         if loop:
-            walk = Loop.of(part, q, all_heads=own_bias is not None)
+            walk = BlockLoop.of(part, q, all_heads=own_bias is not None)
             dq, dk, dv, d_bias = _loop_gradients(
-                walk, one, arranged, inputs, num_keys, (q_t, do_a, do_t, lse_a, delta_a), own_bias
+                walk, one, arranged, num_keys, (q_t, do_a, do_t, lse_a, delta_a), own_bias
             )
         else:
             dq, dk, dv, d_bias = _gradients_at_once(
-                part, one, arranged, inputs, num_keys, (q_t, do_a, do_t, lse_a, delta_a)
+                part, one, arranged, num_keys, (q_t, do_a, do_t, lse_a, delta_a)
             )
         if arranged.bias is not None:
             if arranged.bias.shape[4] > 1:
@@ -206,45 +197,39 @@ def _backward(spec: Spec, query, key, value, bias, inputs: Inputs, out, lse, d_o
             if arranged.bias.shape[3] > 1:
                 d_bias = rows.restore(d_bias, 3, num_queries)
             d_bias = d_bias.reshape(bias.shape)
-        dk, dv = (part.keys.restore(x, 3, num_keys) for x in (dk, dv))
+        dk, dv = (part.keys.restore(y, 3, num_keys) for y in (dk, dv))
         return rows.restore(dq, 3, num_queries), dk, dv, d_bias
 
-    def run(loop: bool, query, key, value, bias, inputs, out, lse, d_out):
-        query, out, d_out = (zero_padding(x, inputs.query_lengths) for x in (query, out, d_out))
-        key, value = (zero_padding(x, inputs.key_lengths) for x in (key, value))
-        tiling = _tiling(spec, query, key, bias) if loop else None
+    def run(loop: bool, x: CallArrays, out, lse, d_out):
+        out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
+        x = _without_padding(x)
+        tiling = _tiling(call, x) if loop else None
         if tiling is not None:
-            gradients = window_tiles.backward(tiling, spec, query, key, value, inputs, out, lse, d_out)
-            return *(x.astype(query.dtype) for x in gradients), None
-        q, o, do = (split_heads(x, kv_heads) for x in (query, out, d_out))
-        k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
+            gradients = xla_cpu.backward(tiling, call, x, out, lse, d_out)
+            return *(y.astype(x.query.dtype) for y in gradients), None
+        q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
+        k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
-        parts = [
-            on_part(part, loop, q, k, v, do, lse, delta, bias, inputs)
-            for part in _parts(spec, query, key, loop)
-        ]
+        parts = [on_part(part, loop, x, q, k, v, do, lse, delta) for part in _parts(call, loop)]
         dq, dk, dv, d_bias = (
             parts[0]
             if len(parts) == 1
-            else jax.tree.map(lambda *x: sum(y.astype(jnp.float32) for y in x), *parts)
+            else jax.tree.map(lambda *pieces: sum(y.astype(jnp.float32) for y in pieces), *parts)
         )
-        dk, dv = (x.transpose(0, 3, 1, 2).astype(key.dtype) for x in (dk, dv))
-        return merge_heads(dq).astype(query.dtype), dk, dv, d_bias
+        dk, dv = (y.transpose(0, 3, 1, 2).astype(x.key.dtype) for y in (dk, dv))
+        return merge_heads(dq).astype(x.query.dtype), dk, dv, d_bias
 
     d_query, d_key, d_value, d_bias = lax.platform_dependent(
-        query, key, value, bias, inputs, out, lse, d_out,
-        cpu=functools.partial(run, True), default=functools.partial(run, False),
-    )  # fmt: skip
-    if isinstance(bias, jax.Array):
-        d_bias = d_bias.astype(bias.dtype)
-    elif bias is not None:
-        d_bias = _join_floats(bias, d_bias)
-    return d_query, d_key, d_value, d_bias
+        x, out, lse, d_out, cpu=functools.partial(run, True), default=functools.partial(run, False)
+    )
+    if isinstance(x.bias, jax.Array):
+        d_bias = d_bias.astype(x.bias.dtype)
+    elif x.bias is not None:
+        d_bias = _join_floats(x.bias, d_bias)
+    return CallArrays(d_query, d_key, d_value, d_bias)
 
 
-def _loop_gradients(
-    walk: Loop, one, arranged: Arranged, inputs: Inputs, num_keys: int, rows: tuple, own_bias
-):
+def _loop_gradients(walk: BlockLoop, one, arranged: Arranged, num_keys: int, rows: tuple, own_bias):
     """Gradients in the arranged order, step after step; keys' and bias's are summed in the loop's carry."""
     part = walk.part
     q_t, do, do_t, lse, delta = rows
@@ -274,22 +259,22 @@ def _loop_gradients(
     def body(carry, step):
         dk, dv, d_bias = carry
         dq, dk_piece, dv_piece, d_bias_piece = one(
-            walk.block(arranged, inputs, num_keys, step),
+            walk.block(arranged, num_keys, step),
             walk.rows(q_t, step, 4), walk.rows(do, step, 3), walk.rows(do_t, step, 4),
             walk.rows(lse, step, 3), walk.rows(delta, step, 3),
         )  # fmt: skip
         d_bias = d_bias if d_bias is None else add_bias(d_bias, step, d_bias_piece)
         return (add_keys(dk, step, dk_piece), add_keys(dv, step, dv_piece), d_bias), dq
 
-    totals = vary_like((d_keys, d_keys, d_bias), (arranged, inputs, rows))
+    totals = vary_like((d_keys, d_keys, d_bias), (arranged, rows))
     (dk, dv, d_bias), dq = lax.scan(body, totals, walk.steps)
     return walk.join(dq), dk, dv, d_bias
 
 
-def _gradients_at_once(part: Part, one, arranged: Arranged, inputs: Inputs, num_keys: int, rows: tuple):
+def _gradients_at_once(part: Part, one, arranged: Arranged, num_keys: int, rows: tuple):
     """Gradients in the arranged order, all blocks in one go."""
     q_t, do, do_t, lse, delta = rows
-    blocks, axes = blocks_at_once(part, arranged, inputs, num_keys)
+    blocks, axes = blocks_at_once(part, arranged, num_keys)
     cut = part.split_queries
     dq, dk, dv, d_bias = jax.vmap(one, in_axes=(axes, 4, 3, 4, 3, 3), out_axes=(3, 3, 3, 0))(
         blocks, cut(q_t, 4), cut(do, 3), cut(do_t, 4), cut(lse, 3), cut(delta, 3)

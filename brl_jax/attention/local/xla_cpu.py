@@ -26,7 +26,7 @@ from brl_jax.attention.core.arguments import starts
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.local.blocks import Inputs, Spec
+from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 
 _CHAINS = 8
@@ -36,7 +36,7 @@ _CHAIN_BYTES = CACHE_BYTES // 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class WindowTiling:
     """How a call is cut.
 
     Attributes:
@@ -58,13 +58,13 @@ class Tiling:
     heads: int
 
     @classmethod
-    def of(cls, spec: Spec, query: Array, key: Array) -> Tiling | None:
+    def of(cls, call: PatternCall, query: Array, key: Array) -> WindowTiling | None:
         """None where blocks of tiles don't pay: other patterns, short sequences, windows of many tiles."""
         length, kv_heads = query.shape[1], key.shape[2]
-        if not isinstance(spec.pattern, SlidingWindow) or spec.query_offset != 0 or key.shape[1] != length:
+        if not isinstance(call.pattern, SlidingWindow) or call.query_offset != 0 or key.shape[1] != length:
             return None
-        left = min(spec.pattern.left, length - 1)
-        right = 0 if spec.is_causal else min(spec.pattern.right, length - 1)
+        left = min(call.pattern.left, length - 1)
+        right = 0 if call.is_causal else min(call.pattern.right, length - 1)
         width = left + 1 + right
         tile = 64 if width <= 128 else 128 if width <= 512 else 256
         before = -(-width // tile)
@@ -121,9 +121,10 @@ class Chain(NamedTuple):
     low: Array  # (b, b): which of the folded scores belong to the last tile
 
 
-def forward(tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, inputs: Inputs):
+def forward(tiling: WindowTiling, call: PatternCall, x: CallArrays):
     """out (B, T, N, H) in float32 and log-sum-exp (B, K, G, T), as `normalise` returns it."""
-    walk = _Walk.of(tiling, spec, query, key, inputs)
+    query, key, value = x.query, x.key, x.value
+    walk = _Walk.of(tiling, call, x)
     q, k, v = tiling.pad_queries(query), tiling.pad_keys(key), tiling.pad_keys(value)
 
     def run(results: tuple[Array, Array], number: Array):
@@ -140,14 +141,15 @@ def forward(tiling: Tiling, spec: Spec, query: Array, key: Array, value: Array, 
 
     empty_out = jnp.zeros(q.shape, jnp.float32)
     empty_lse = jnp.zeros((q.shape[0], walk.kv_heads, walk.queries_per_key, tiling.size), jnp.float32)
-    empty = vary_like((empty_out, empty_lse), (query, key, value, inputs))
+    empty = vary_like((empty_out, empty_lse), x)
     (out, lse), _ = lax.scan(run, empty, walk.steps)
     return out[:, : query.shape[1]], lse[..., : query.shape[1]]
 
 
-def backward(tiling: Tiling, spec: Spec, query, key, value, inputs: Inputs, out, lse, d_out):
+def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d_out):
     """Gradients of query, key and value, in float32. lse is as `forward` gives it."""
-    walk = _Walk.of(tiling, spec, query, key, inputs)
+    query, key, value = x.query, x.key, x.value
+    walk = _Walk.of(tiling, call, x)
     k, v = tiling.pad_keys(key), tiling.pad_keys(value)
     q, o, do = (tiling.pad_queries(x) for x in (query, out, d_out))
     lse = _pad(lse, 0, tiling.size - lse.shape[3], axis=3)
@@ -168,7 +170,7 @@ def backward(tiling: Tiling, spec: Spec, query, key, value, inputs: Inputs, out,
             dq_tile, weights, d_scores = _softmax_gradient(
                 chain, keys[stretch], values[stretch], do_tile, delta, walk.lse_tile(lse, step, i)
             )
-            d_query = walk.put_rows(d_query, step, i, dq_tile * spec.scale)
+            d_query = walk.put_rows(d_query, step, i, dq_tile * call.scale)
             q_t, do_t = (x.swapaxes(1, 2) for x in (chain.query, do_tile))
             for j in range(before + 1):
                 d_keys[i + j].append(_product("ndt,nts->nds", q_t, d_scores[j]))
@@ -176,7 +178,7 @@ def backward(tiling: Tiling, spec: Spec, query, key, value, inputs: Inputs, out,
         d_key, d_value = walk.add_keys(d_key, step, d_keys), walk.add_keys(d_value, step, d_values)
         return (d_query, d_key, d_value), None
 
-    zeros = vary_like((jnp.zeros(q.shape, jnp.float32), total, total), (query, key, value, inputs, d_out))
+    zeros = vary_like((jnp.zeros(q.shape, jnp.float32), total, total), (x, d_out))
     (d_query, d_key, d_value), _ = lax.scan(run, zeros, walk.steps)
     first = before * tile - tiling.shift
     d_key, d_value = (lax.slice_in_dim(x, first, first + key.shape[1], axis=1) for x in (d_key, d_value))
@@ -245,23 +247,27 @@ def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
 class _Walk:
     """The steps of a call, and what each reads and writes."""
 
-    tiling: Tiling
+    tiling: WindowTiling
     scale: float
-    inputs: Inputs
+    key_lengths: Array | None
+    query_segments: Array | None
+    key_segments: Array | None
     batch: int
     num_keys: int
     kv_heads: int
     queries_per_key: int  # G
 
     @classmethod
-    def of(cls, tiling: Tiling, spec: Spec, query: Array, key: Array, inputs: Inputs) -> _Walk:
-        b, s, kv_heads, _ = key.shape
-        if inputs.query_segments is not None and inputs.key_segments is not None:
-            inputs = inputs._replace(
-                query_segments=tiling.pad_queries(inputs.query_segments),
-                key_segments=tiling.pad_keys(inputs.key_segments),
-            )
-        return cls(tiling, spec.scale, inputs, b, s, kv_heads, query.shape[2] // kv_heads)
+    def of(cls, tiling: WindowTiling, call: PatternCall, x: CallArrays) -> _Walk:
+        query_segments, key_segments = x.query_segments, x.key_segments
+        if query_segments is not None and key_segments is not None:
+            query_segments = tiling.pad_queries(query_segments)
+            key_segments = tiling.pad_keys(key_segments)
+        batch, num_keys, kv_heads, _ = x.key.shape
+        return cls(
+            tiling, call.scale, x.key_lengths, query_segments, key_segments,
+            batch, num_keys, kv_heads, x.query.shape[2] // kv_heads,
+        )  # fmt: skip
 
     @property
     def head_steps(self) -> int:
@@ -336,20 +342,20 @@ class _Walk:
 
     def _mask(self, step: Step, i: int, u: int) -> Array | None:
         """Which keys of the step's tile u are there for chain i: () or (b or 1, b) bools; None for all."""
-        t, inputs = self.tiling, self.inputs
+        t = self.tiling
         mask = None
-        if t.shift or inputs.key_lengths is not None:
+        if t.shift or self.key_lengths is not None:
             first = (step.group * t.chains + (u - t.before)) * t.tile + t.shift
             index = first + jnp.arange(t.tile, dtype=jnp.int32)
             stop = jnp.int32(self.num_keys)
-            if inputs.key_lengths is not None:
-                stop = inputs.key_lengths[step.sequence].astype(jnp.int32)
+            if self.key_lengths is not None:
+                stop = self.key_lengths[step.sequence].astype(jnp.int32)
             mask = ((index >= 0) & (index < stop))[None]
-        if inputs.query_segments is not None and inputs.key_segments is not None:
+        if self.query_segments is not None and self.key_segments is not None:
             start = step.group * t.rows + i * t.tile
             cut = lambda x, start: lax.dynamic_slice(x, (step.sequence, start), (1, t.tile))[0]  # noqa: E731
-            rows = cut(inputs.query_segments, start)
-            same = rows[:, None] == cut(inputs.key_segments, self._tile_start(step, u))[None, :]
+            rows = cut(self.query_segments, start)
+            same = rows[:, None] == cut(self.key_segments, self._tile_start(step, u))[None, :]
             mask = same if mask is None else mask & same
         return mask
 

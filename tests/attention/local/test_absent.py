@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import Dilated, Fixed, GlobalWindow, SlidingWindow, Strided
 from tests.attention import oracles
 from tests.attention.local.test_local import expect, random_qkv, run, schedule  # noqa: F401 (a fixture)
@@ -43,7 +44,7 @@ def check(function, name):
         assert oracles.relative_error(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["dilated"])
+@pytest.mark.parametrize("name", PATTERNS)
 def test_interpreted_kernels(name):
     check(run_kernels, name)
 
@@ -52,3 +53,18 @@ def test_interpreted_kernels(name):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_xla(schedule, name):  # noqa: F811
     check(lambda arrays, **options: run(*arrays, **options), name)
+
+
+def test_padded_keys_stay_unseen():
+    """The case that was reported: a padding id of -1 made padded keys visible to the kernel for windows."""
+    query, key, value, _ = random_qkv(130, batch=1, heads=2)
+    options = {
+        "local_window_size": 31,
+        "key_value_seq_lengths": jnp.array([80]),
+        "segment_ids": jnp.full((1, 130), -1),
+    }
+    kernel, xla = (
+        local_attention(query, key, value, implementation=name, **options)
+        for name in ("pallas_interpret", "xla")
+    )
+    np.testing.assert_allclose(kernel, xla, atol=1e-5)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.local.parts import Call
+from brl_jax.attention.local.call import PatternCall
 from brl_jax.attention.local.patterns import (
     BigBird,
     BlockDiagonal,
@@ -33,10 +33,10 @@ def test_visible_says_what_is_seen(name):
         np.testing.assert_array_equal(np.broadcast_to(traced, expected.shape), expected)
 
 
-def covered(pattern, call):
+def covered(call, block):
     """How often each (query, key) pair is in a part of the pattern, rules applied."""
     times = np.zeros((call.num_queries, call.num_keys), int)
-    for part in pattern.parts(call):
+    for part in call.pattern.parts(call, lambda width: block):
         for i in range(part.num_blocks):
             queries, keys = np.asarray(part.query_index(i)), np.asarray(part.key_index(i, call.num_keys))
             seen = np.ones((len(queries), len(keys)), bool)
@@ -63,14 +63,14 @@ def test_parts_cover_each_pair_once(name, block):
         (25, 30, 0, 13),
     ):
         for causal in {False, pattern.causal_ok}:
-            call = Call(num_queries, num_keys, query_offset, key_offset, causal, lambda width: block)
+            call = PatternCall(pattern, causal, 1.0, num_queries, num_keys, query_offset, key_offset)
             if name == "big_bird":
                 last = max(key_offset + num_keys, key_offset + query_offset + num_queries)
                 sees = oracles.big_bird(8, 3, 1, pattern.random_lists(-(-last // 8)))
             expected = oracles.pairs(
                 num_queries, num_keys, sees, query_offset + key_offset, key_offset, causal
             )
-            np.testing.assert_array_equal(covered(pattern, call), expected.astype(int))
+            np.testing.assert_array_equal(covered(call, block), expected.astype(int))
 
 
 @pytest.mark.parametrize("name", [n for n in PATTERNS if PATTERNS[n][0].lookback is not None])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from brl_jax import local_attention
-from brl_jax.attention.local.blocks import Spec
+from brl_jax.attention.local.call import PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
-from brl_jax.attention.local.xla_cpu import Tiling
+from brl_jax.attention.local.xla_cpu import WindowTiling
 from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, expect, random_qkv, run
 
@@ -27,15 +27,16 @@ WINDOWS = {
 }
 
 
-def make_spec(left, right, is_causal):
-    return Spec(SlidingWindow(left, right), is_causal, 1.0, 0, 0)
+def make_call(left, right, is_causal, arrays):
+    lengths = [x.shape[1] for x in arrays[:2]]
+    return PatternCall(SlidingWindow(left, right), is_causal, 1.0, *lengths, 0, 0)
 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_tiles_equal_oracle(name):
     length, left, right, is_causal, tiling = WINDOWS[name]
     arrays = random_qkv(length, batch=1)
-    chosen = Tiling.of(make_spec(left, right, is_causal), *arrays[:2])
+    chosen = WindowTiling.of(make_call(left, right, is_causal, arrays), *arrays[:2])
     assert (chosen.tile, chosen.before, chosen.gap) == tiling
     got = run(*arrays, local_window_size=(left, right), is_causal=is_causal)
     visible = oracles.pairs(length, length, oracles.sliding(left, right), is_causal=is_causal)
@@ -47,7 +48,7 @@ def test_lengths_segments_and_head_groups(right, is_causal):
     """NaN in padding, packed rows, and more heads than one step takes."""
     length, left = 400, 150
     arrays = random_qkv(length, batch=2, heads=24, kv_heads=12)
-    tiling = Tiling.of(make_spec(left, right, is_causal), *arrays[:2])
+    tiling = WindowTiling.of(make_call(left, right, is_causal, arrays), *arrays[:2])
     assert tiling.heads < 12
     rng = np.random.default_rng(1)
     lengths = np.array([400, 261])
@@ -95,4 +96,4 @@ def test_large_logits_and_half_precision():
 )
 def test_left_to_the_general_loop(length, left, why):
     arrays = random_qkv(length, batch=1)
-    assert Tiling.of(make_spec(left, 0, True), *arrays[:2]) is None, why
+    assert WindowTiling.of(make_call(left, 0, True, arrays), *arrays[:2]) is None, why
