@@ -97,24 +97,28 @@ def _whole_lanes(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-def compress_bytes(block: int, queries: int, keys: int, layout: HeadLayout, itemsize: int) -> int:
+def compress_bytes(block: int, queries: int, width: int, itemsize: int, keys: int, packed: int) -> int:
     """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, results, the scores in
     flight.
 
     Products of float32 are made of several of bfloat16: the compiler keeps their parts for all packed heads.
     """
-    width, packed = layout.width, layout.packed
     history = (2 * keys + 2) * block * width * itemsize
     resident = queries * width * (itemsize * (1 + keys) + 4 * (1 + keys)) + 8 * 4 * packed * keys * queries
     scores = 28 * keys if itemsize == 4 else 6
     return 2 * (history + resident) + scores * block * queries * 4
 
 
-def compress_block(length: int, queries: int, keys: int, layout: HeadLayout, itemsize: int) -> int:
-    """Tokens in a grid step, halved until they fit in the VMEM that every kernel is granted."""
+def compress_block(length: int, queries: int, head_dim: int, width: int, itemsize: int, keys: int) -> int:
+    """Tokens in a grid step, halved until they fit in the VMEM that every kernel is granted.
+
+    Heads of fewer than 32 dimensions count as if they filled a tile without padding: with the number that really share
+    a tile the estimate is too low, and the compiler refuses some of the blocks (4 dimensions, 384 compressed tokens).
+    """
+    packed = max(1, LANES // head_dim)
     block, most = 1024, GRANTED_MIB * MIB * 7 // 8
     while block > 128 and (
-        block // 2 >= length or compress_bytes(block, queries, keys, layout, itemsize) > most
+        block // 2 >= length or compress_bytes(block, queries, width, itemsize, keys, packed) > most
     ):
         block //= 2
     return block
@@ -137,7 +141,7 @@ def _check(query: Shaped, heads: int, head_dim: int, key: Shaped, contrast_key: 
 def _limit(
     block: int, queries: int, keys: int, layout: HeadLayout, itemsize: int, chip: str | None
 ) -> int | None:
-    needed = compress_bytes(block, queries, keys, layout, itemsize)
+    needed = compress_bytes(block, queries, layout.width, itemsize, keys, layout.packed)
     return vmem_limit("compress", needed, chip, f"choose a block below {block}")
 
 
@@ -171,7 +175,7 @@ def plan_compress(
     chip = resolve_chip(chip, query)
     length, keys, itemsize = key.shape[1], 1 if contrast_key is None else 2, query.dtype.itemsize
     layout, queries = layout_of(heads, heads, head_dim), _whole_lanes(count)
-    size = block or compress_block(length, queries, keys, layout, itemsize)
+    size = block or compress_block(length, queries, head_dim, layout.width, itemsize, keys)
     parts = splits or (1 if batch * heads * head_dim >= 2 * layout.width else 2)
     # Parts are equal: each block of keys belongs to one, and has its gradient written once.
     while size > LANES and -(-length // size) % parts:
@@ -229,7 +233,7 @@ def plan_compress_blocks(
     chip = resolve_chip(chip, query)
     keys, itemsize = 1 if contrast_key is None else 2, query.dtype.itemsize
     layout, queries = layout_of(heads, heads, head_dim), _whole_lanes(count)
-    size = compress_block(history_size, queries, keys, layout, itemsize)
+    size = compress_block(history_size, queries, head_dim, layout.width, itemsize, keys)
     if readers > 1:
         size = max(n for n in range(_ROWS, size + 1, _ROWS) if block_size % n == 0)
     stride, steps = max(block_size // size, 1), -(-history_size // size)

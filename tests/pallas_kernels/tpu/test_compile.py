@@ -125,6 +125,7 @@ def test_temporary_memory_is_linear():
             jnp.float32,
         ),  # sixteen heads in one row of lanes, as a preset of the Long Range Arena has them
         ("v5e", 8, 512, jnp.float32),
+        ("v5e", 4, 384, jnp.bfloat16),
     ],
 )
 def test_compress_and_propagate(chip, head_dim, tokens, dtype):
