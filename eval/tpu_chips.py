@@ -1,8 +1,14 @@
-"""What TPU chips have, for bounds on what a program can reach: Google Cloud's system architecture pages."""
+"""TPU chips: their memory and speed (Google Cloud's system architecture pages), and compiling for them without one."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from train.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,9 +17,10 @@ class Chip:
 
     Attributes:
       hbm: bytes of memory of a device.
-      flops: bfloat16 operations a second. memory_bandwidth: bytes a second between HBM and the device.
-      link_bandwidth: bytes a second that a device can receive from its neighbours over all links at once.
-      topologies: the shapes a slice can have.
+      flops: bfloat16 operations per second.
+      memory_bandwidth: bytes per second between HBM and the device.
+      link_bandwidth: bytes per second that a device can receive from its neighbours over all links at once.
+      topologies: the shapes that a slice can have.
     """
 
     hbm: float
@@ -32,11 +39,55 @@ CHIPS: dict[str, Chip] = {
     "v5e": Chip(16 * _GIB, 197e12, 0.82e12, 180e9, _PLANES),
     "v5p": Chip(95 * _GIB, 459e12, 2.77e12, 540e9, _CUBES),
     "v6e": Chip(32 * _GIB, 918e12, 1.64e12, 360e9, _PLANES),
-    # Two devices a chip, each with half of what it has.
+    # A chip has two devices, each with half of its memory and speed.
     "tpu7x": Chip(96 * _GIB, 1154e12, 3.69e12, 540e9, _CUBES),
 }
 
 
 def known_topologies() -> str:
-    """All of them, in words."""
+    """All topologies as a sentence for messages."""
     return "; ".join(f"{name}: {', '.join(chip.topologies)}" for name, chip in CHIPS.items())
+
+
+#: The smallest topology of each chip, by the name that the kernels use for it.
+SMALLEST_TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "7x": "tpu7x:2x2x1",
+}
+
+
+def check_chips(chips: Iterable[str]) -> None:
+    """Raises ValueError for the option `chips` where it names a chip that is not in `SMALLEST_TOPOLOGIES`."""
+    for chip in chips:
+        if chip not in SMALLEST_TOPOLOGIES:
+            raise ValueError(f"chips must be out of {', '.join(SMALLEST_TOPOLOGIES)}, got {chip}")
+
+
+def check_sizes(options: Any, *names: str) -> None:
+    """Raises ValueError for an option, a tuple of sizes, that holds a size below 1."""
+    for name in names:
+        if any(size < 1 for size in getattr(options, name)):
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
+
+
+def prepare_compiler() -> None:
+    """Checks that the TPU compiler is installed, and configures it for a host without a TPU.
+
+    No metadata server is asked, and other programs that compile need not wait.
+
+    Raises:
+      UserError: where the package libtpu is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+def described_devices(chip: str) -> list[Any]:
+    """The devices of a chip's smallest topology. They need not exist: programs can be compiled for them, not run."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=SMALLEST_TOPOLOGIES[chip]).devices

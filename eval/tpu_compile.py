@@ -1,12 +1,14 @@
 """Every TPU kernel compiled for every chip, without a TPU: python -m eval.tpu_compile.
 
-Each kernel, forward and backward in one program, in bfloat16, for each chip, length, head width and window (or number
-of compressed tokens) asked for. Each program is compiled as users compile it, and once more to measure its temporary
-memory, with all of it in HBM: the compiler otherwise keeps what fits in on-chip memory, which it does not count, so
-that what is left over grows by leaps. The table gives that memory and how many times more it is at twice the longest
-length: 2 where memory is a constant and a part for each token. Between shorter lengths it may leap, because the
-compiler keeps other arrays alive together. What does not compile, or grows faster than the length at that doubling, is
-named, and the exit status is 1.
+Each kernel is compiled in bfloat16, forward and backward in one program, for each requested chip, length, head
+dimension and window (or number of compressed tokens). Each program is compiled as users compile it, and a second time
+to
+measure its temporary memory, with all of it in HBM: otherwise the compiler places arrays that fit in on-chip memory,
+which it does not count, so that the remaining memory grows in jumps. The table gives the temporary memory, and its
+growth from the longest length to twice that length: a factor of 2 where memory is a constant plus a share of each
+token. Between shorter lengths it may jump, because the compiler keeps different arrays alive at the same time. The
+command names every program that does not compile or whose memory grows faster than the length at that doubling, and
+then exits with status 1.
 """
 
 from __future__ import annotations
@@ -14,10 +16,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +28,18 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from eval.tpu_schedule import TOPOLOGIES
+from eval.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from pallas_kernels import tpu
 from train.config import parse_options
-from train.errors import RunError, UserError, command, one_line
+from train.errors import RunError, command, one_line
 
-#: Keeps every temporary array in HBM; a chip looks at the one that its memories have.
+#: Keeps every temporary array in HBM; each kind of chip uses the option for the memories that it has.
 _ALL_IN_HBM: dict[str, str | bool] = {
     "xla_tpu_cmem_memory_space_assignment": False,
     "xla_vf_vmem_memory_space_assignment": False,
     "xla_gf_vmem_memory_space_assignment": False,
 }
-#: How many times more memory twice the tokens may take. n log n takes 2.11 times as much from 2^18 to 2^19.
+#: The largest allowed growth of memory for twice the tokens. n log n grows 2.11 times from 2^18 to 2^19.
 _DOUBLED = 2.05
 
 
@@ -48,25 +48,21 @@ class CompileOptions:
     """What to compile."""
 
     chips: tuple[str, ...] = ("v4", "v5e", "v5p", "v6e", "7x")
-    """Out of v4, v5e, v5p, v6e, 7x."""
+    """Chips to compile for: any of v4, v5e, v5p, v6e, 7x."""
     lengths: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18)
-    """Tokens; the longest is compiled at twice its length as well."""
+    """Sequence lengths in tokens; twice the longest length is compiled as well."""
     windows: tuple[int, ...] = (64, 128, 256, 512)
-    """Keys that a query sees; empty leaves local attention out."""
+    """Keys that a query sees; without any, local attention is left out."""
     compressed: tuple[int, ...] = (64, 128, 256)
-    """Compressed tokens of compress and propagate; empty leaves them out."""
+    """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
     heads: int = 8
     """Heads of query, key and value."""
     head_dims: tuple[int, ...] = (128, 64)
-    """Features of a head."""
+    """Head dimensions."""
 
     def __post_init__(self) -> None:
-        for chip in self.chips:
-            if chip not in TOPOLOGIES:
-                raise ValueError(f"chips must be out of {', '.join(TOPOLOGIES)}, got {chip}")
-        for name in ("lengths", "windows", "compressed", "head_dims"):
-            if any(size < 1 for size in getattr(self, name)):
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_chips(self.chips)
+        check_sizes(self, "lengths", "windows", "compressed", "head_dims")
 
 
 def _blocks(length: int, window: int, chip: str) -> Callable:
@@ -85,7 +81,7 @@ def _blocks(length: int, window: int, chip: str) -> Callable:
 def cases(
     options: CompileOptions, chip: str, length: int, head_dim: int
 ) -> Iterator[tuple[str, Callable, list[tuple[int, ...]]]]:
-    """(what, function, shapes of its arguments) of everything asked for at one length."""
+    """(name, function, shapes of its arguments) of every requested program at one length."""
     heads = options.heads
     ones = jnp.ones((heads,), jnp.float32)
     long = (1, length, heads, head_dim)
@@ -111,7 +107,7 @@ def cases(
 
 
 def temporary_bytes(function: Callable, shapes: Sequence[tuple[int, ...]], device: Any) -> int:
-    """Temporary memory of forward and backward, compiled for a device that need not be there.
+    """Temporary memory of forward and backward, compiled for a device that need not exist.
 
     Arrays arrive as projections leave them, heads side by side, so that no copy into another layout is counted.
     """
@@ -132,7 +128,8 @@ def temporary_bytes(function: Callable, shapes: Sequence[tuple[int, ...]], devic
 
 
 def growth(longest: int | None, doubled: int | None) -> tuple[str, bool]:
-    """How many times more memory twice the longest length takes, in words, and whether that is more than linear."""
+    """The growth of memory from the longest length to twice that length as text, and whether it is more than
+    linear."""
     if longest is None or doubled is None:
         return "", False
     if not longest:
@@ -141,25 +138,21 @@ def growth(longest: int | None, doubled: int | None) -> tuple[str, bool]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the module's text and --help."""
+    """Prints the table; see the docstring of the module and --help."""
     options = parse_options(
         CompileOptions(),
         argv,
         prog="python -m eval.tpu_compile",
         about="Every TPU kernel compiled for every chip, without a TPU.",
     )
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    from jax.experimental import topologies
-
+    prepare_compiler()
     console, failures = Console(width=160), []
     lengths = sorted(set(options.lengths))
     table = Table(title=f"{options.heads} heads, bfloat16: MiB of temporary memory, forward and backward")
     for title in ("chip", "head dim", "work", *(f"n = {length}" for length in lengths), "for 2 n"):
         table.add_column(title)
     for chip, head_dim in itertools.product(options.chips, options.head_dims):
-        device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+        device = described_devices(chip)[0]
         rows: dict[str, list[int | None]] = collections.defaultdict(list)
         for length in (*lengths, 2 * lengths[-1]):
             for what, function, shapes in cases(options, chip, length, head_dim):

@@ -1,15 +1,15 @@
 """Instruction schedules of the TPU kernels, without a TPU: python -m eval.tpu_schedule.
 
-The package libtpu compiles for real TPU chips on a CPU host and writes down the final instruction bundles of
-every kernel (about one cycle each). A kernel's cost is its bundles in one grid step times the grid steps. The
-table sets sliding-window attention beside JAX's splash attention at its best block sizes, and compress and
-propagate beside the same thing in jax.numpy, whose cost is that of its fusions and copies: the bundles in one
-pass of an instruction's outer loop times the passes (`iteration_bounds`), what lies in deeper loops counted once.
-It counts issue slots only: a kernel that waits for memory is slower than this says, so the bytes that the block
-specs fetch are counted as well.
+The package libtpu compiles for real TPU chips on a CPU host and writes the final instruction bundles of every kernel
+to files (a bundle takes about one cycle). The cost of a kernel is the number of bundles in one grid step times the
+number of grid steps. The table compares sliding-window attention with JAX's splash attention at its best block sizes,
+and compress and propagate with the same functions in jax.numpy, whose cost is that of their fusions and copies: the
+bundles in one pass of an instruction's outer loop times the passes (`iteration_bounds`), where deeper loops count once.
+Only issue slots are counted: a kernel that waits for memory is slower than its cost suggests, so the bytes that the
+block specs fetch are counted as well.
 
-Splash attention is charged only for the pairs of blocks in which something is visible, though its fused
-backward pass steps over the others as well.
+For splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass
+steps over the other pairs as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -37,50 +36,45 @@ from rich.console import Console
 from rich.table import Table
 
 from brl_jax.attention.core.checks import check_at_least
+from eval.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from pallas_kernels import tpu
 from train.config import parse_options
-from train.errors import RunError, UserError, command
+from train.errors import RunError, command
 
-#: Tokens for which splash attention is compiled; its steps are counted for all.
+#: Tokens for which splash attention is compiled; its steps are counted for the whole sequence.
 _SPLASH_LENGTH = 4096
-
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
-    """What to compile: causal windows in bfloat16, batch 1."""
+    """What to compile: causal windows in bfloat16, batch size 1."""
 
     chips: tuple[str, ...] = ("v5e", "v6e")
-    """Out of v4, v5e, v5p, v6e, 7x."""
+    """Chips to compile for: any of v4, v5e, v5p, v6e, 7x."""
     windows: tuple[int, ...] = (256, 512)
-    """Keys that a query sees, its own among them; empty leaves sliding-window attention out."""
+    """Keys that a query sees, its own included; without any, sliding-window attention is left out."""
     compressed: tuple[int, ...] = (128,)
-    """Compressed tokens of compress and propagate; empty leaves them out."""
+    """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
     length: int = 16384
-    """Tokens."""
+    """Sequence length in tokens."""
     heads: int = 8
     """Heads of query, key and value."""
     head_dim: int = 128
-    """Features of a head."""
+    """Head dimension."""
     any_chip: bool = False
-    """Our block sizes that fit every chip, instead of the chip's own."""
+    """Use the block sizes that fit every chip, instead of the chip's own."""
     splash_blocks: tuple[int, ...] = (128, 256, 512, 1024)
-    """Splash attention is compiled at every pair of these; empty leaves it out."""
+    """Splash attention is compiled at every pair of these block sizes; without any, it is left out."""
 
     def __post_init__(self) -> None:
-        for chip in self.chips:
-            if chip not in TOPOLOGIES:
-                raise ValueError(f"chips must be out of {', '.join(TOPOLOGIES)}, got {chip}")
+        check_chips(self.chips)
         check_at_least(self, "length", "heads", "head_dim")
-        for name in ("windows", "compressed", "splash_blocks"):
-            if any(size < 1 for size in getattr(self, name)):
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_sizes(self, "windows", "compressed", "splash_blocks")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One program to compile: `build` takes the options and a maker of shapes and gives (function, arguments)."""
+class ScheduleCase:
+    """One program to compile: `build(options, chip, shape)` returns (function, shapes of its arguments)."""
 
     kind: str
     label: str
@@ -110,7 +104,7 @@ def _splash(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     rows, columns = blocks
-    # What a step does is the same at any length, and the mask from which this kernel is made is a square of it.
+    # A step is the same at any length, while the mask from which this kernel is made grows with its square.
     length = min(options.length, _SPLASH_LENGTH)
     size = (length, length)
     fused = mode == "fused"
@@ -177,28 +171,28 @@ def _compressed(
     return run, tuple(flat)
 
 
-def cases(options: ScheduleOptions) -> Iterator[Case]:
-    """Everything that the options ask for; forward + backward cases hold both kernels."""
+def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
+    """All requested programs; those for forward + backward contain both kernels."""
     for window, backward in itertools.product(options.windows, (False, True)):
         kind = f"window {window} " + ("forward + backward" if backward else "forward")
-        yield Case(kind, "ours", functools.partial(_window, window=window, backward=backward))
+        yield ScheduleCase(kind, "ours", functools.partial(_window, window=window, backward=backward))
         sizes = [size for size in options.splash_blocks if options.length % size == 0]
         for blocks, mode in itertools.product(
             itertools.product(sizes, sizes), ("separate", "fused") if backward else ("forward",)
         ):
             build = functools.partial(_splash, window=window, blocks=blocks, mode=mode)
-            yield Case(kind, f"splash {blocks[0]} x {blocks[1]} {mode}", build, blocks)
+            yield ScheduleCase(kind, f"splash {blocks[0]} x {blocks[1]} {mode}", build, blocks)
     for tokens, name, backward in itertools.product(
         options.compressed, ("compress", "propagate"), (False, True)
     ):
         kind = f"{name} m={tokens} " + ("forward + backward" if backward else "forward")
         for label, pallas in (("ours", True), ("jax.numpy", False)):
             build = functools.partial(_compressed, kind=name, tokens=tokens, backward=backward, pallas=pallas)
-            yield Case(kind, label, build)
+            yield ScheduleCase(kind, label, build)
 
 
 def pallas_calls(jaxpr) -> Iterator[Any]:
-    """The pallas_call equations of a jaxpr, those inside other equations included."""
+    """The pallas_call equations of a jaxpr, including those inside other equations."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation
@@ -212,7 +206,7 @@ def pallas_calls(jaxpr) -> Iterator[Any]:
 
 
 def bytes_fetched(call) -> int:
-    """Bytes that a kernel's block specs read from HBM: a block is fetched whenever its index changes."""
+    """Bytes that the block specs of a kernel read from HBM: a block is fetched whenever its index changes."""
     mapping = call.params["grid_mapping"]
     points = np.stack(np.meshgrid(*[np.arange(size) for size in mapping.grid], indexing="ij"), -1)
     points = points.reshape(-1, len(mapping.grid)).astype(np.int32)
@@ -227,7 +221,7 @@ def bytes_fetched(call) -> int:
 
 
 def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
-    """Bundles in one grid step of each kernel whose schedule was written since `seen`, which is brought up to date."""
+    """Bundles in one grid step of each kernel whose schedule file is not in `seen`, to which the file is added."""
     found: collections.Counter[str] = collections.Counter()
     for path in sorted(folder.glob("*-final_bundles.txt")):
         name = re.fullmatch(r"\d+-(.+?)-\d+-final_bundles\.txt", path.name)
@@ -242,9 +236,9 @@ def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
 
 
 def loops(text: str, found: collections.Counter[str]) -> list[tuple[str, int, int]]:
-    """(name, bundles, passes) of the loops that a compiled program without kernels of its own consists of.
+    """(name, bundles, passes) of the loops of a compiled program that contains no Pallas kernel.
 
-    Instructions that do the same share one schedule, under the name of the first; what has no schedule is no loop.
+    Equal instructions share one schedule, under the name of the first; an instruction without a schedule is no loop.
     """
     entry = text[text.index("\nENTRY ") :]
     if " while(" in entry:
@@ -268,16 +262,16 @@ def loops(text: str, found: collections.Counter[str]) -> list[tuple[str, int, in
 
 
 def visible_blocks(length: int, window: int, rows: int, columns: int) -> int:
-    """Pairs of blocks of a causal window in which some query sees some key."""
+    """The number of pairs of blocks in which some query sees some key under a causal window."""
     first = np.arange(0, length, rows)
     low = np.maximum(first - window + 1, 0) // columns
     return int(((first + rows - 1) // columns - low + 1).sum())
 
 
 def measure(
-    case: Case, options: ScheduleOptions, chip: str, device, folder: Path, seen: set[str]
+    case: ScheduleCase, options: ScheduleOptions, chip: str, device, folder: Path, seen: set[str]
 ) -> dict[str, Any]:
-    """Compiles one case: its cost in bundles, and the bytes that its kernels fetch."""
+    """Compiles one case and returns its cost in bundles and the bytes that its kernels fetch."""
     shape = jax.ShapeDtypeStruct(
         (1, options.length, options.heads * options.head_dim),
         jnp.bfloat16,
@@ -310,7 +304,8 @@ def measure(
 
 
 def best_other(rows: list[dict[str, Any]]) -> tuple[int, str] | None:
-    """The cheapest of what ours is set beside, and what it is; splash attention's kernels are chosen one by one."""
+    """Cost and name of the cheapest alternative to our kernels; the kernels of splash attention are chosen one by
+    one."""
     others = [row for row in rows if row["label"] != "ours" and row["cost"]]
     best: dict[str, tuple[int, str]] = {}
     for row in others:
@@ -333,10 +328,8 @@ def best_other(rows: list[dict[str, Any]]) -> tuple[int, str] | None:
 
 
 def compile_chip(options: ScheduleOptions, chip: str, folder: Path) -> None:
-    """Measures every case for one chip and prints one JSON object a line. Runs where libtpu writes to `folder`."""
-    from jax.experimental import topologies
-
-    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+    """Measures every case for one chip and prints a JSON object in a line for each. libtpu must write to `folder`."""
+    device = described_devices(chip)[0]
     seen: set[str] = set()
     for case in cases(options):
         try:
@@ -349,13 +342,10 @@ def compile_chip(options: ScheduleOptions, chip: str, folder: Path) -> None:
 
 
 def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
-    """`compile_chip` in a process of its own: libtpu reads its flags once, when it is loaded."""
+    """`compile_chip` in a separate process, because libtpu reads its flags only once, when it is loaded."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            # Nothing is run on a device, so that other programs that compile need not be kept out.
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
         }
         code = (
@@ -376,20 +366,19 @@ def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
         _, errors = process.communicate()
         if process.returncode:
-            lines = errors.strip().splitlines() or ["it said nothing"]
+            lines = errors.strip().splitlines() or ["no message"]
             raise RunError(f"compiling for {chip} failed: {lines[-1][:200]}")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the table; see the module's text and --help."""
+    """Prints the table; see the docstring of the module and --help."""
     options = parse_options(
         ScheduleOptions(),
         argv,
         prog="python -m eval.tpu_schedule",
         about="Instruction schedules of the TPU kernels, compiled without a TPU.",
     )
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
+    prepare_compiler()
     console = Console()
     table = Table(title=f"{options.heads} heads of {options.head_dim}, {options.length} tokens, bfloat16")
     for title in ("chip", "work", "ours", "bundles x steps", "MiB read", "other", "which", "times fewer"):

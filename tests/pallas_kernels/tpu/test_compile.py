@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import os
 import re
 
 import jax
@@ -22,6 +21,7 @@ from brl_jax.attention.local.patterns import (
     SlidingWindow,
     Strided,
 )
+from eval.tpu_chips import described_devices, prepare_compiler
 from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
 from pallas_kernels.tpu.block import plan
 
@@ -33,21 +33,16 @@ pytestmark = [
     pytest.mark.usefixtures("uncached"),
 ]
 
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
-
 
 @functools.cache
-def device(chip):
-    # Nothing runs on the devices described: no metadata server is asked, and other compiling processes may go on.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+def devices(chip):
+    prepare_compiler()
+    return described_devices(chip)
 
 
 def compile_both(chip, f, shapes, dtype=jnp.bfloat16, gradients=True):
-    """Compiles forward and backward of f, whose arguments come as projections leave them: heads side by side."""
-    sharding = jax.sharding.SingleDeviceSharding(device(chip))
+    """Compiles forward and backward of f, whose arguments arrive as projections leave them: heads side by side."""
+    sharding = jax.sharding.SingleDeviceSharding(devices(chip)[0])
     flat = [jax.ShapeDtypeStruct((*s[:2], s[2] * s[3]), dtype, sharding=sharding) for s in shapes]
 
     def run(arrays):
@@ -92,7 +87,7 @@ def test_window_attention(chip, n, heads, groups, head_dim, window, dtype):
     ],
 )
 def test_windows_of_float32(chip, heads, head_dim, left, right):
-    """They take several times the memory of bfloat16's."""
+    """These take several times the memory of windows in bfloat16."""
     f = functools.partial(window_attention, left=left, right=right, chip=chip)
     attend(chip, 4096, heads, heads, head_dim, f, jnp.float32)
 
@@ -118,12 +113,8 @@ def test_temporary_memory_is_linear():
     [
         ("v5e", 128, 128, jnp.bfloat16),
         ("7x", 64, 256, jnp.bfloat16),
-        (
-            "v5e",
-            8,
-            256,
-            jnp.float32,
-        ),  # sixteen heads in one row of lanes, as a preset of the Long Range Arena has them
+        # Narrow heads, as in a preset of the Long Range Arena.
+        ("v5e", 8, 256, jnp.float32),
         ("v5e", 8, 512, jnp.float32),
         ("v5e", 4, 384, jnp.bfloat16),
     ],
@@ -136,7 +127,7 @@ def test_compress_and_propagate(chip, head_dim, tokens, dtype):
 
 
 def test_scores_and_blockwise_history():
-    """erf, and bounds of each block's own history, lower for a TPU."""
+    """The Laplace score, and bounds of the history of each block, lower for a TPU."""
     ones = jnp.ones((2,), jnp.float32)
 
     def f(query, key, contrast, value):
@@ -199,22 +190,18 @@ def test_prefill_behind_a_cache():
 
 
 def test_lists_longer_than_scalar_memory(monkeypatch):
-    """Calls are cut in pieces, each with the results of some blocks."""
+    """Calls are divided into launches, each with the results of some blocks."""
     monkeypatch.setattr(plan, "MAX_PAIRS", 50)
     f = functools.partial(local_attention, pattern=Strided(16))
     attend("v5e", 4096, 2, 2, 64, f)
 
 
 def mesh_of(chip):
-    from jax.experimental import topologies
-
-    device(chip)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices
-    return jax.sharding.Mesh(np.asarray(devices), ("data",))
+    return jax.sharding.Mesh(np.asarray(devices(chip)), ("data",))
 
 
 def test_sizes_are_those_of_the_chips_that_the_arrays_lie_on():
-    """Also through `local_attention`; without a mesh they are those that fit every chip."""
+    """Also through `local_attention`; without a mesh, the sizes fit every chip."""
 
     def grid(sharding):
         x = jax.ShapeDtypeStruct((4, 1 << 14, 2, 128), jnp.bfloat16, sharding=sharding)
@@ -230,7 +217,7 @@ def test_sizes_are_those_of_the_chips_that_the_arrays_lie_on():
 
 
 def test_shard_map():
-    """Each kernel inside shard_map, with its checks of what varies over the mesh."""
+    """Each kernel inside shard_map, with the check of mesh axes."""
     mesh = mesh_of("v5e")
     spec = jax.sharding.PartitionSpec("data")
     ones = jnp.ones((2,), jnp.float32)
