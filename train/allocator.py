@@ -1,4 +1,4 @@
-"""The C library's allocator, set for programs that make the same large arrays again and again."""
+"""Settings of the C library's allocator for programs that allocate the same large arrays again and again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Has glibc reuse freed memory instead of handing it back to the system; elsewhere nothing happens.
+    """Makes glibc reuse freed memory instead of returning it to the system; with other C libraries nothing happens.
 
-    JAX on a CPU allocates a program's temporary arrays anew in every call. By default glibc maps what is larger than
-    32 MiB from the system and unmaps it afterwards, and in threads what is larger than their heaps of 64 MiB, so that
-    each call pays for every page again: a third of the time of a layer over 8192 tokens. Arrays of 1 GiB and more are
-    still handed back. To be called before other threads allocate.
-    """
+    JAX on a CPU allocates a program's temporary arrays anew in every call. By default glibc maps
+    allocations larger than 32 MiB from the system and unmaps them afterwards, and in threads those larger than their
+    heaps of 64 MiB, so that each call pays for every page again: a third of the time of a layer over 8192 tokens.
+    Arrays of 1 GiB and more are still returned. Must be called before other threads allocate."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_ARENA_MAX, 1)

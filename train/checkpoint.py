@@ -1,9 +1,8 @@
-"""Checkpoints of a run: written in the background, checked when read, the last few and the best one kept.
+"""Checkpoints of a run: written in the background, checked when read; the newest few and the best one are kept.
 
-A checkpoint is folder/STEP with three items: `params`, `rest` (what else a step changes: optimiser, step,
-random key, carried memory, moments of the gradients) and `meta` (configuration, input position, held-out
-score, digests). Damage that the storage format does not notice by itself is found by digests of the arrays'
-bits.
+A checkpoint is folder/STEP with three items: `params`, `rest` (everything else that a step changes: optimiser, step,
+random key, carried memory, moments of the gradients) and `meta` (configuration, input position, held-out score,
+digests). Damage that the storage format does not detect is found by digests of the arrays' bits.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DAMAGED = "damaged_checkpoints"
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read: the step, the state, and what `save` was given beside it."""
+    """A checkpoint that was read: the step, the state, and the `meta` that `save` was given."""
 
     step: int
     state: TrainState
@@ -54,7 +53,7 @@ def _bit_sums(leaves: list[jax.Array]) -> jax.Array:
 
 
 def digest(tree: Any) -> str:
-    """A hash of every array's bits in a pytree, computed where the arrays are."""
+    """A hash of the bits of every array in a pytree, computed on the devices that hold the arrays."""
     leaves = jax.tree.leaves(tree)
     return hashlib.sha256(np.asarray(_bit_sums(leaves)).tobytes() if leaves else b"").hexdigest()[:16]
 
@@ -95,8 +94,8 @@ class Checkpoints:
     """The checkpoints in one folder.
 
     Args:
-      folder: where; made when the first checkpoint is written.
-      keep: how many of the last to keep, besides the one of the lowest score.
+      folder: created when the first checkpoint is written.
+      keep: how many of the newest to keep, besides the one with the lowest score.
       log: called with a line about each checkpoint that is skipped.
 
     Raises:
@@ -121,7 +120,7 @@ class Checkpoints:
 
         Args:
           meta: what to keep beside the arrays, as JSON.
-          score: of the held-out data at this step, the lower the better, if it was measured.
+          score: the score on held-out data at this step, the lower the better; None where it was not measured.
 
         Raises:
           RunError: this checkpoint or the one before cannot be written; names the last good one.
@@ -144,7 +143,7 @@ class Checkpoints:
                     **{name: ocp.args.StandardSave(tree) for name, tree in items.items()},
                 ),
             )
-        except Exception as error:  # whatever the storage below raises, the run cannot go on
+        except Exception as error:  # whatever the storage raises, the run cannot continue
             raise self._failure(error) from error
 
     def wait(self) -> None:
@@ -158,14 +157,14 @@ class Checkpoints:
         self._good, self._writing = self._writing or self._good, None
 
     def close(self) -> None:
-        """Frees the threads. Checkpoints still being written are finished; see `wait` for their errors."""
+        """Frees the threads, after finishing the checkpoints that are being written; `wait` raises their errors."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
 
     @property
     def last_good(self) -> str:
-        """The newest checkpoint known to be whole, as a phrase."""
+        """The newest checkpoint that is known to be whole, in words."""
         good = "none" if self._good is None else str(self.folder / str(self._good))
         return f"last good checkpoint: {good}"
 
@@ -174,7 +173,7 @@ class Checkpoints:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            # A write that fails is told in one line (`_failure`); Orbax and its tasks add hundreds of their own.
+            # A write that fails is reported in one line (`_failure`); Orbax and its tasks would add hundreds.
             for logger in ("absl", "asyncio"):
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
             self._scores = self._read_scores()
@@ -185,14 +184,14 @@ class Checkpoints:
         return self._manager
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Which checkpoints (ascending, with their `step`) stay: the manager asks after each one it has
+        """Which checkpoints (ascending, with their `step`) to keep; the manager calls this after each one it has
         written."""
         best = min(self._scores, key=lambda step: self._scores[step], default=None)
         last = {checkpoint.step for checkpoint in checkpoints[-self._keep :]}
         return [checkpoint.step in last or checkpoint.step == best for checkpoint in checkpoints]
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder, ascending, damaged ones included."""
+        """Steps of the checkpoints in the folder, ascending, including damaged ones."""
         if not self.folder.exists():
             return []
         try:
@@ -201,7 +200,7 @@ class Checkpoints:
             raise UserError(f"--workdir: cannot read {self.folder}: {one_line(error)}") from error
 
     def _half_written(self) -> list[str]:
-        """Names of what a crash in the midst of writing left in the folder."""
+        """Names of what a crash while writing left in the folder."""
         if not self.folder.exists():
             return []
         return sorted(path.name for path in self.folder.iterdir() if "checkpoint-tmp" in path.name)
@@ -210,23 +209,23 @@ class Checkpoints:
         """The scores measured at the checkpoints, by step."""
         scores = {}
         for step in self.steps():
-            with contextlib.suppress(OSError, KeyError):  # damaged: no score to compare
+            with contextlib.suppress(OSError, KeyError):  # damaged: it has no score
                 scores[step] = self._read(step, meta=ocp.args.JsonRestore())["meta"]["score"]
         return {step: score for step, score in scores.items() if score is not None}
 
     def best_step(self) -> int | None:
-        """The checkpoint of the lowest score, or None where none was measured."""
+        """The step of the checkpoint with the lowest score, or None where none was measured."""
         scores = self._read_scores()
         return min(scores, key=lambda step: scores[step], default=None)
 
     def restore(self, like: TrainState, check: Callable[[dict[str, Any]], None]) -> Restored | None:
         """The newest whole checkpoint, or None where there is no checkpoint at all.
 
-        Damaged and half-written ones are skipped, with a line that says so, and moved out of the way once an
-        older one turns out to be whole.
+        Damaged and half-written ones are skipped, with a line each, and moved out of the way once an older one proves
+        to be whole.
 
         Args:
-          like: a state of the same shapes, whose shardings the restored one gets.
+          like: a state of the same shapes; the restored one gets its shardings.
           check: called with `meta` before the arrays are read; may raise to refuse the checkpoint.
 
         Raises:
@@ -247,7 +246,7 @@ class Checkpoints:
                 items = self._read_checked(step, meta, abstract)
             except Exception as error:
                 if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
-                    raise  # another process is gone; nothing is wrong with the checkpoint
+                    raise  # another process is gone; the checkpoint may be whole
                 self._skip(step, error, skipped)
                 continue
             for damaged in skipped:
@@ -276,8 +275,8 @@ class Checkpoints:
             raise UserError(f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})") from error
 
     def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
-        """Items of one checkpoint; raises OSError where they are not all there and whole, and JaxRuntimeError where
-        another process is gone."""
+        """Items of one checkpoint. Raises OSError where one is missing or damaged, and JaxRuntimeError where another
+        process is gone."""
         _silence_abandoned_reads()
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:

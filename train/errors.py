@@ -1,4 +1,4 @@
-"""What goes wrong in a command, and how its user hears of it: one line on stderr and an exit status."""
+"""Errors of a command, and how its user sees them: one line on stderr and an exit status."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from train.allocator import keep_freed_memory
 
 
 class UserError(ValueError):
-    """Input that a user can put right: one line that names the option, what came and what is expected."""
+    """Input that a user can correct: one line that names the option, what it got and what is expected."""
 
 
 class RunError(RuntimeError):
-    """A run that started well and cannot go on: one line that says why and names the last good checkpoint."""
+    """A run that started and cannot continue: one line that says why and names the last good checkpoint."""
 
 
 class Stopped(Exception):
-    """A run that a signal stopped, after saving; the line says how to go on.
+    """A run that a signal stopped, after saving; the line says how to resume it.
 
     signum: the signal's number.
     """
@@ -31,7 +31,7 @@ class Stopped(Exception):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception's first cause in one line of at most `limit` characters; its class's name if mute."""
+    """An exception's first cause in one line of at most `limit` characters; its class's name if it has no message."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
@@ -41,33 +41,33 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     """Runs a command on the program's arguments and returns its exit status.
 
-    0; 2 for a UserError; 1 for a RunError or a file that cannot be read or written; 128 + signal where one
-    stopped it.
+    0; 2 for a UserError; 1 for a RunError or a file that cannot be read or written; 128 + the signal's number where a
+    signal stopped it.
     """
     keep_freed_memory()
     try:
         main(sys.argv[1:])
     except UserError as error:
-        return _complain(name, str(error), 2)
+        return _report(name, str(error), 2)
     except RunError as error:
-        return _complain(name, str(error), 1)
+        return _report(name, str(error), 1)
     except Stopped as error:
-        return _complain(name, str(error), 128 + error.signum)
+        return _report(name, str(error), 128 + error.signum)
     except KeyboardInterrupt:
-        return _complain(name, "stopped", 130)
+        return _report(name, "stopped", 130)
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read the output has gone: nobody is left to tell
+        sys.stderr.close()  # the reader of the output is gone, so that there is nobody to print an error for
         return 1
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        return _complain(name, f"{error.strerror or one_line(error)}{where}", 1)
+        return _report(name, f"{error.strerror or one_line(error)}{where}", 1)
     return 0
 
 
-def _complain(name: str, message: str, status: int) -> int:
+def _report(name: str, message: str, status: int) -> int:
     print(f"{name}: {message}", file=sys.stderr, flush=True)
     if status in (1, 2) and jax.distributed.is_initialized():
-        # To leave in order, one process among many would wait for others, which may be gone or wait for it.
+        # An orderly exit waits for the other processes, which may be gone or waiting for this one.
         sys.stdout.flush()
         os._exit(status)
     return status

@@ -1,7 +1,7 @@
 """Several processes as one run: how they find each other, what only one of them does, what happens when one is lost.
 
-`jax.distributed` does the work. Every process runs the same program on the same numbers, so that all of them come to
-the same decisions; what only one may see (a signal) is agreed upon first.
+`jax.distributed` does the work. Every process runs the same program on the same numbers, so that all of them make the
+same decisions; what only one may see (a signal) is agreed upon first.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from jax.experimental import multihost_utils
 from brl_jax.attention.core.checks import check_at_least
 from train.errors import UserError, one_line
 
-# A process that is silent for so long is taken for dead. Gloo and the TPU's runtime mostly notice sooner.
+# A process that is silent for this long counts as lost. Gloo and the TPU's runtime mostly notice sooner.
 _HEARTBEAT_SECONDS = 30
 _MEETING_SECONDS = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig:
-    """The processes of a run. Nothing need be said on one host, on TPU slices and under SLURM."""
+    """The processes of a run. On one host, on TPU slices and under SLURM the defaults serve."""
 
     coordinator: str | None = None
-    """HOST:PORT where the first process waits for the others; the same for all."""
+    """HOST:PORT at which the first process waits for the others; the same for all."""
     processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process: int | None = None
-    """Which of them this is, from 0 on."""
+    """Which of them this is, counted from 0."""
 
     def __post_init__(self):
         given = (self.coordinator, self.processes, self.process)
@@ -54,10 +54,10 @@ class HostsConfig:
 
 
 def join(config: HostsConfig) -> None:
-    """Meets the other processes, before anything asks for devices; does nothing where there is one process.
+    """Connects to the other processes, before anything uses devices; with one process it does nothing.
 
     Raises:
-      UserError: they did not meet in five minutes.
+      UserError: they did not connect within five minutes.
     """
     if jax.distributed.is_initialized() or not (config.coordinator is not None or _in_a_cluster()):
         return
@@ -71,12 +71,12 @@ def join(config: HostsConfig) -> None:
         )
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and config.coordinator is None and "SLURM_PROCID" not in os.environ:
-            return  # TPUs that are no slice of a cluster: nobody to meet
+            return  # TPUs that are not part of a cluster: there are no other processes
         raise UserError(f"--hosts: the processes did not meet: {one_line(error)}") from error
 
 
 def _in_a_cluster() -> bool:
-    """Whether the environment says that there are other processes, or may know: on a TPU slice it does."""
+    """Whether the environment says that there are other processes, or may know of some, as on a TPU slice."""
     if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
         return True
     if len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
@@ -86,13 +86,13 @@ def _in_a_cluster() -> bool:
 
 
 def is_lead() -> bool:
-    """Whether this process is the one that writes and talks."""
+    """Whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def lead_first(name: str) -> Iterator[None]:
-    """A context that the first process has left when the others enter it: what it makes, they find."""
+    """A context that the first process leaves before the others enter it: they find what it made."""
     many = jax.process_count() > 1
     if many and not is_lead():
         multihost_utils.sync_global_devices(name)
@@ -102,9 +102,10 @@ def lead_first(name: str) -> Iterator[None]:
 
 
 def preempted(step: int) -> bool:
-    """Whether all processes are to stop after this step, because one of them got SIGTERM; all hear it at the same step.
+    """Whether all processes must stop after this step because one of them got SIGTERM; all return True at the same
+    step.
 
-    Asked by every process once a step; False where there is one process, which hears signals by itself.
+    Called by every process once a step; False where there is one process, which handles its signals itself.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
 
@@ -113,8 +114,8 @@ def preempted(step: int) -> bool:
 def ending_together(workdir: str) -> Iterator[None]:
     """A context in which the loss of another process ends this one at once, with a line and exit status 1.
 
-    To leave in order would mean to wait for the lost one. Where JAX itself hears of the loss first, by the other's
-    silence, it ends the process with a message of its own.
+    An orderly exit would wait for the lost process. Where JAX notices the loss first, because the other process is
+    silent, it ends this process with a message of its own.
     """
     try:
         yield
@@ -122,8 +123,8 @@ def ending_together(workdir: str) -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         print(
-            f"process {jax.process_index()} of {jax.process_count()} has lost another one, or cannot go on itself: "
-            f"{one_line(error)}; started again, all go on from the last checkpoint in {workdir}",
+            f"process {jax.process_index()} of {jax.process_count()} has lost another one, or cannot continue itself: "
+            f"{one_line(error)}; started again, all resume from the last checkpoint in {workdir}",
             file=sys.stderr,
             flush=True,
         )

@@ -116,7 +116,7 @@ def evaluate(
         batch = place(batch)
         if i == 0:
             rows = num_rows(batch)
-            memory = jax.jit(lambda rows=rows: objective.cut_memory(objective.init_memory(rows), rows))()
+            memory = jax.jit(lambda rows=rows: objective.shard_memory(objective.init_memory(rows), rows))()
         added, memory = eval_step(params, memory, batch)
         sums.append(added)
     # Summed as Python floats, in double precision: a long text has more tokens than float32 can count.

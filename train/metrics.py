@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard events, and progress bars or plain lines."""
+"""The reports of a run: metrics.jsonl, TensorBoard events, and progress bars or plain lines."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from train.hosts import is_lead
 
 T = TypeVar("T")
 
-# Without a terminal a line comes at the first step and then this often.
+# Without a terminal, a line is printed at the first step and then at this interval.
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-# soft_wrap: a long line is the terminal's to break.
+# soft_wrap: the terminal breaks long lines.
 _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def log(message: str) -> None:
-    """A line on stderr, above the progress bar if there is one; of many processes, the first one's."""
+    """Prints a line on stderr, above the progress bar if there is one; of several processes only the first prints."""
     if is_lead():
         _CONSOLE.print(message, markup=False)
 
 
 def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T]:
-    """The pieces as they are made, and on stderr how far that is: a bar on a terminal, else a line now and then.
+    """The pieces as they are made, with progress on stderr: a bar on a terminal, otherwise a line now and then.
 
     Args:
-      sizes: of each piece, in examples. title: what is made.
+      sizes: the number of examples of each piece. title: what is made.
     """
-    began = spoke = time.monotonic()
+    began = last_line = time.monotonic()
     done, total = 0, sum(sizes)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not (_CONSOLE.is_terminal and is_lead())
@@ -55,8 +55,8 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
             done += size
             progress.update(task, completed=done)
             now = time.monotonic()
-            if hidden and now - spoke >= _SECONDS_BETWEEN_LINES:
-                spoke = now
+            if hidden and now - last_line >= _SECONDS_BETWEEN_LINES:
+                last_line = now
                 log(f"{title}: {done:,} of {total:,}  {_clock((now - began) / done * (total - done))} left")
             yield piece
 
@@ -64,7 +64,7 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
 class MetricsLog:
     """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events beside it.
 
-    A run that goes on after step s begins by cutting off what came after s, so that no step appears twice. Of many
+    A run that is resumed after step s first drops the lines after s, so that no step appears twice. Of several
     processes the first one writes.
 
     Args:
@@ -86,7 +86,7 @@ class MetricsLog:
         aside = folder / f".metrics.jsonl.{os.getpid()}"
         aside.write_text(kept)
         aside.replace(path)
-        # Unbuffered and in append mode: a line is one write, whole or (at a crash) cut off by the next start.
+        # Unbuffered and in append mode, each line is one write; one that a crash cut off is dropped at the next start.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         self._events = SummaryWriter(str(folder), purge_step=last_step + 1) if tensorboard else None
 
@@ -126,7 +126,7 @@ class Reporter:
     def __init__(self, steps: int, start: int):
         self._steps = steps
         self._start = start
-        self._began = self._spoke = time.monotonic()
+        self._began = self._last_line = time.monotonic()
         self._first = True
         self._progress: Progress | None = None
         if _CONSOLE.is_terminal and is_lead():
@@ -151,7 +151,7 @@ class Reporter:
             self._progress.stop()
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """A step is done; `line` is what metrics.jsonl got."""
+        """Shows a step that is done; `line` is its line in metrics.jsonl."""
         step, rate = line["step"], line["tokens_per_second"]
         note = f"loss {line['loss']:.4f}  {_thousands(rate)} tokens/s"
         if "val_loss" in line:
@@ -162,8 +162,8 @@ class Reporter:
             self._progress.update(self._task, completed=step, note=note)
             if "val_loss" in line:
                 log(f"step {step}: {note}")
-        elif self._first or "val_loss" in line or now - self._spoke >= _SECONDS_BETWEEN_LINES:
-            self._spoke = now
+        elif self._first or "val_loss" in line or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
             left = (
                 (now - self._began) / (step - self._start) * (self._steps - step) if step > self._start else 0
             )
@@ -171,7 +171,7 @@ class Reporter:
         self._first = False
 
     def busy(self, note: str) -> None:
-        """What the run does between steps."""
+        """Shows what the run does between steps."""
         if self._progress is not None:
             self._progress.update(self._task, note=note)
 

@@ -1,15 +1,14 @@
-"""How much gradients vary over a run: running moments of their norms, a few numbers however long it lasts.
+"""How much gradients vary over a run: running moments of their norms, a few numbers however long the run is.
 
-TransNormer (arXiv 2210.10340, section 4.2, table 2) compares mechanisms by the relative standard deviation of the
-gradients of all iterations, which is, with g_t the gradient of step t,
+TransNormer (arXiv:2210.10340, section 4.2, table 2) compares mechanisms by the relative standard deviation of the
+gradients over all iterations: with g_t the gradient of step t,
 
     std_t(|g_t|) / mean_t(|g_t|).
 
-The paper does not say of what; deviations of 0.2 to 0.6 of the mean are those of norms (single entries, whose mean is
-about 0, would give far more), so norms they are here: of the whole gradient, before clipping ("grad_rsd"), and of each
-tensor's gradient by itself, averaged over the tensors ("grad_rsd_tensors"), where a layer that trembles is not
-hidden by larger ones.
-"""
+The paper does not say which quantity |g_t| is. Deviations of 0.2 to 0.6 of the mean are typical of norms (single
+entries, whose mean is about 0, would give far more), so norms are used here: that of the whole gradient before clipping
+("grad_rsd"), and that of each tensor's gradient, averaged over the tensors ("grad_rsd_tensors"), where an unstable
+layer is not hidden by larger ones."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 
 class GradientMoments(flax.struct.PyTreeNode):
-    """Running moments of P + 1 norms: that of the whole gradient, then those of its P tensors.
+    """Running moments of P + 1 norms: the norm of the whole gradient, then those of its P tensors.
 
     Attributes:
       count: () int32, gradients seen.
@@ -37,7 +36,7 @@ class GradientMoments(flax.struct.PyTreeNode):
 
 
 def fresh_moments(params: Any) -> GradientMoments:
-    """The moments of no gradient yet, for gradients like `params`."""
+    """The moments before the first gradient, for gradients like `params`."""
     norms = len(jax.tree.leaves(params)) + 1
     return GradientMoments(
         count=jnp.zeros((), jnp.int32),
@@ -47,7 +46,7 @@ def fresh_moments(params: Any) -> GradientMoments:
 
 
 def add_gradient(moments: GradientMoments, grads: Any) -> GradientMoments:
-    """The moments with one more gradient (Welford 1962: no difference of large sums)."""
+    """The moments with one more gradient (Welford 1962, which subtracts no large sums)."""
     tensors = [optax.tree.norm(leaf) for leaf in jax.tree.leaves(grads)]
     norms = jnp.stack([optax.tree.norm(grads), *tensors]).astype(jnp.float32)
     count = moments.count + 1

@@ -1,18 +1,18 @@
 """The learning rates of muP (Yang et al. 2022, arXiv:2203.03466, table 3), by the logical names of each parameter.
 
-A network's `mup_base_width` is the width at which its learning rate was found. AdamW moves every entry of a weight by
-about its rate, whatever the gradient's size; a sum over a dimension that grows with the width then moves by
-rate * width, so that the rates of weights that sum over such a dimension shrink with it:
+A network's `mup_base_width` is the width at which its learning rate was tuned. AdamW moves every entry of a weight by
+about the learning rate, whatever the size of the gradient; a sum over a dimension that grows with the width then moves
+by rate * width. The rates of weights that sum over such a dimension therefore shrink with it:
 
     vectors (norms, biases, one number a head), tables (embeddings, compressed tokens)
     and maps from inputs of fixed size                                                    1
     matrices from one width to another, and read-outs                          base_width / width
     cores of structured weights, which sum over part of the width              base_width / fan_in
 
-The last is 002's rule (E.1, after Qiu et al. 2024): a core that sums over few inputs may move faster than a dense
-matrix. The rest of muP is the network's (`brl_jax.models.StackConfig.mup_base_width`): scores that shrink with a
-head's size, read-outs that begin at zero or, tied to the embedding, are scaled by base_width / width.
-"""
+The last rule is that of arXiv:2509.07963 (appendix E.1, after Qiu et al. 2024): a core that sums over few inputs may
+move faster than a dense matrix. The rest of muP is the network's (`brl_jax.models.StackConfig.mup_base_width`): scores
+that shrink with the head dimension, read-outs that begin at zero or, tied to the embedding, are scaled by base_width /
+width."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def make_rates(config: StackConfig) -> Callable[[Any], Any]:
 
 
 def mup_rates(boxed: Any, *, base_width: int, width: int) -> Any:
-    """What the learning rate of each parameter is multiplied by: a pytree of floats like the unboxed parameters.
+    """The factor on the learning rate of each parameter: a pytree of floats like the unboxed parameters.
 
     Args:
       boxed: the parameters as `model.init` returns them, with their logical axis names, or their shapes.
-      base_width: the width at which the learning rate was found. width: the model's.
+      base_width: the width at which the learning rate was tuned. width: the model's.
 
     Raises:
-      ValueError: a parameter without names; names it.
+      ValueError: a parameter has no axis names; the error names the parameter.
     """
 
     def rate(path: Any, leaf: Any) -> float:
@@ -67,6 +67,6 @@ def _rate(names: Sequence[str | None], shape: Sequence[int], base_width: int, wi
     if "block_in" in names:
         return base_width / math.prod(size for name, size in zip(names, shape) if name == "block_in")
     own = [name for name in names if name != "layers"]
-    # A kernel's inputs come first. One dimension alone, or heads and their features, is a vector.
+    # A kernel's inputs come first. A single dimension, or heads with their features, is a vector.
     is_vector = len(own) < 2 or set(own) <= _OF_A_HEAD
     return base_width / width if not is_vector and own[0] in _WIDTHS else 1.0

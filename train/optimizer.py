@@ -79,15 +79,15 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
             first = max(warmup, 1)
 
             def decay(count):
-                done = jnp.asarray(count, jnp.float32) + warmup
-                return highest * jnp.sqrt(first / jnp.maximum(done, first))
+                return highest * jnp.sqrt(first / jnp.maximum(count + warmup, first))
         case _:
             decay = optax.constant_schedule(highest)
-    if not warmup:
-        return decay
-    # optax counts the steps of each schedule from its own start.
-    rise = optax.linear_schedule(highest / warmup, highest, warmup - 1)
-    return optax.join_schedules([rise, decay], [warmup])
+    if warmup:
+        # optax counts the steps of each schedule from its own start.
+        rise = optax.linear_schedule(highest / warmup, highest, warmup - 1)
+        decay = optax.join_schedules([rise, decay], [warmup])
+    # As a float, because optax mixes the count with floats, which strict promotion (the tests') refuses.
+    return lambda count: jnp.asarray(decay(jnp.asarray(count, jnp.float32)), jnp.float32)
 
 
 def decayed(boxed_params: Any) -> Any:

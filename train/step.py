@@ -1,7 +1,7 @@
 """One step of training and one of evaluation: pure functions of (state, batch), for any task.
 
-The task is an `Objective`; what is carried from batch to batch (`memory`) is a pytree the task alone
-understands. The step is jitted by its caller, with whatever shardings it wants.
+The task is given as an `Objective`. What is carried from batch to batch (`memory`) is a pytree that only the task
+interprets. The caller jits the step, with the shardings it wants.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a task asks of the loop.
+    """What a task defines for the loop.
 
     Attributes:
       init: key -> parameters, boxed with their logical axis names.
       loss: see `Loss`.
-      init_memory: number of rows -> the memory with nothing in it, a pytree or None.
-      averages: what is reported beside the loss, averaged over the targets too ("accuracy").
-      best: what says which of two checkpoints did better on held-out data: the lower "loss", or the higher of one of
-        the averages.
-      rates: boxed parameters -> what the learning rate of each is multiplied by, or None for one rate (`train.mup`).
+      init_memory: number of rows -> the empty memory, a pytree or None.
+      averages: names of what is reported beside the loss, averaged over the targets as well ("accuracy").
+      best: what decides which of two checkpoints did better on held-out data: "loss" (the lower one), or one of the
+        averages (the higher one).
+      rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.mup`).
     """
 
     init: Callable[[Array], Any]
@@ -57,13 +57,13 @@ class Objective:
     def sums(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[dict[str, Array], Any]:
         """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""
         total, weight, memory, *averages = self.loss(params, memory, batch, key)
-        memory = self.cut_memory(memory, num_rows(batch))
+        memory = self.shard_memory(memory, num_rows(batch))
         return {"loss": total, "weight": weight, **(averages[0] if averages else {})}, memory
 
     def memory_names(self, memory: Any, rows: int, name: Callable[[Any, tuple[str | None, ...]], Any]) -> Any:
-        """name(array, names of its dimensions) for each array of a memory of so many rows.
+        """name(array, names of its dimensions) for each array of a memory with this number of rows.
 
-        What is carried the task alone understands; the dimension "batch" is the one that grows with the rows.
+        Only the task interprets its memory; the dimension called "batch" is the one that grows with the number of rows.
         """
 
         def one(array: Any, shape: Any, larger: Any) -> Any:
@@ -73,21 +73,21 @@ class Objective:
         shapes = (jax.eval_shape(lambda n=n: self.init_memory(n)) for n in (rows, rows + 1))
         return jax.tree.map(one, memory, *shapes)
 
-    def cut_memory(self, memory: Any, rows: int) -> Any:
-        """The memory, cut over the mesh by its rows."""
+    def shard_memory(self, memory: Any, rows: int) -> Any:
+        """The memory, sharded over the mesh by its rows."""
         return self.memory_names(memory, rows, constrain)
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """All that a step changes; everything in it is saved.
+    """Everything that a step changes; all of it is saved.
 
     Attributes:
       step: () int32, steps done.
       params: the parameters, unboxed.
       opt_state: optax's state.
-      key: (2,) uint32, the run's random key; a step's own is folded out of it.
-      memory: what each microbatch's rows carry, stacked: leaves (accumulation, ...).
-      moments: of the gradients so far (`train.moments`), or None where they are not logged.
+      key: (2,) uint32, the run's random key; the key of a step is derived from it with `fold_in`.
+      memory: what the rows of each microbatch carry, stacked: leaves (accumulation, ...).
+      moments: those of the gradients so far (`train.moments`), or None where they are not logged.
     """
 
     step: Int[Array, ""]
@@ -99,8 +99,7 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def fresh_memory(objective: Objective, rows: int, accumulation: int) -> Any:
-    """The memory of `accumulation` microbatches of `rows` rows with nothing in it: leaves (accumulation,
-    ...)."""
+    """The empty memory of `accumulation` microbatches of `rows` rows: leaves (accumulation, ...)."""
     return jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (accumulation, *leaf.shape)), objective.init_memory(rows)
     )
@@ -133,12 +132,12 @@ def init_state(
 
 
 def num_rows(batch: Batch) -> int:
-    """Rows of a batch's arrays."""
+    """Number of rows of a batch."""
     return next(value.shape[0] for name, value in batch.items() if name != "reset")
 
 
 def num_tokens(batch: Batch) -> int:
-    """Tokens of a batch, those included that only fill it up."""
+    """Number of tokens of a batch, including padding."""
     return next(value.size for name, value in batch.items() if name != "reset")
 
 
@@ -153,14 +152,14 @@ def make_train_step(
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
     batch: "reset", a bool scalar that clears the memory, and arrays (accumulation * rows, ...). Rows [a *
-    rows, (a + 1) * rows) are microbatch a, which carries its own memory; gradients are summed over the
-    microbatches and divided by the weight of all targets, so that they equal those of one large batch.
+    rows, (a + 1) * rows) are microbatch a, which carries its own memory. Gradients are summed over the microbatches and
+    divided by the weight of all targets, so that they equal those of one large batch.
     metrics: float32 scalars "loss" and the objective's averages (means over the targets), "grad_norm" (before
     clipping), "learning_rate", and where the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far
     (`train.moments`).
 
     Raises:
-      ValueError: when traced with a number of rows that accumulation doesn't divide.
+      ValueError: when traced with a number of rows that is not a multiple of accumulation.
     """
 
     def train_step(state: TrainState, batch: Batch):
