@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.compressed import xla as compress_pieces
+from brl_jax.attention.compressed import tpu, xla
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.dispatch import Backend, Implementation, bias_obstacle, dispatch, traced_obstacle
+from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import (
     Score,
     accumulation_dtype,
@@ -123,31 +123,19 @@ def per_head(gamma, query):
 # Compiled by itself, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnames=("scale", "score", "axis_name", "implementation"))
 def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
-    def kernel(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
-        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
-
-        return tpu.compress(
-            query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, interpret=interpret, **static
-        )
-
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
-
-    def obstacle() -> str | None:
-        if mask is not None:
-            return "mask must be None, got an array"
-        return bias_obstacle(bias) or traced_obstacle(kernel, *operands)
-
-    backends = {"tpu": Backend("pallas", kernel, obstacle)}
-    return dispatch("compress", implementation, backends, functools.partial(_compress, **static), *operands)
+    kernel = tpu.compress_backend(query, key, contrast_key, value, bias, mask, **static)
+    xla_form = functools.partial(_compress, **static)
+    return dispatch("compress", implementation, {"tpu": kernel}, xla_form, *operands)
 
 
 def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):
     length = key.shape[1]
     if length > _WHOLE or axis_name is not None:
         keys = (key,) if contrast_key is None else (key, contrast_key)
-        operands = compress_pieces.Operands(query, keys, value, bias, mask, lengths)
-        size = compress_pieces.piece_size(query.shape[1], length)
-        outs = compress_pieces.read(operands, piece=size, scale=scale, score=score, axis_name=axis_name)
+        operands = xla.Operands(query, keys, value, bias, mask, lengths)
+        size = xla.piece_size(query.shape[1], length)
+        outs = xla.read(operands, piece=size, scale=scale, score=score, axis_name=axis_name)
         out = outs[0] if gamma is None else outs[0] - gamma[None, None, :, None] * outs[1]
         return out.astype(query.dtype)
     if lengths is not None:

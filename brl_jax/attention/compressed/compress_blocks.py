@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.compressed import tpu
 from brl_jax.attention.compressed.compress import compress, per_head
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.dispatch import Backend, Implementation, bias_obstacle, dispatch, traced_obstacle
+from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import Score
 
 
@@ -78,28 +79,10 @@ def compress_blocks(
     jax.jit, static_argnames=("block_size", "history_size", "scale", "score", "implementation")
 )
 def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, implementation, **static):
-    def kernel(query, key, contrast_key, value, gamma, bias, lengths, *, interpret):
-        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
-
-        return tpu.compress_blocks(
-            query,
-            key,
-            contrast_key,
-            value,
-            gamma=gamma,
-            history_lengths=lengths,
-            interpret=interpret,
-            **static,
-        )
-
     operands = (query, key, contrast_key, value, gamma, bias, lengths)
-
-    def obstacle() -> str | None:
-        return bias_obstacle(bias) or traced_obstacle(kernel, *operands)
-
-    xla = functools.partial(_compress_windows, **static)
-    backends = {"tpu": Backend("pallas", kernel, obstacle)}
-    return dispatch("compress_blocks", implementation, backends, xla, *operands)
+    kernel = tpu.compress_blocks_backend(query, key, contrast_key, value, bias, **static)
+    xla_form = functools.partial(_compress_windows, **static)
+    return dispatch("compress_blocks", implementation, {"tpu": kernel}, xla_form, *operands)
 
 
 def _compress_windows(

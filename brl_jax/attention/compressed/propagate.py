@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brl_jax.attention.compressed import tpu
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.dispatch import Backend, Implementation, bias_obstacle, dispatch, traced_obstacle
+from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.scores import Score, accumulation_dtype, attention_weights, check_score
 
 # On a CPU, queries are taken this many at a time, so that their weights stay in cache.
@@ -75,34 +77,22 @@ def propagate(
 # Compiled by itself, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnames=("scale", "score", "implementation"))
 def _choose(query, key, value, strength, bias, *, scale, score, implementation):
-    rows = jax.checkpoint(functools.partial(_rows, scale=scale, score=score))
+    rows = functools.partial(_rows, scale=scale, score=score)
+    whole = jax.checkpoint(rows)
+
+    def in_blocks(query, key, value, strength):
+        return by_query_blocks(lambda q, *_: rows(q, key, value, strength, None), _CHUNK, query)
 
     def xla(query, key, value, strength, bias):
         if query.shape[1] <= _CHUNK or bias is not None:
-            return rows(query, key, value, strength, bias)
+            return whole(query, key, value, strength, bias)
         return jax.lax.platform_dependent(
-            query,
-            key,
-            value,
-            strength,
-            cpu=functools.partial(_row_by_row, rows),
-            default=lambda *operands: rows(*operands, None),
+            query, key, value, strength, cpu=in_blocks, default=lambda *operands: whole(*operands, None)
         )
 
-    def kernel(query, key, value, strength, bias, *, interpret):
-        from pallas_kernels import tpu  # imported where needed: Pallas costs import time
-
-        strength = strength.astype(jnp.float32)
-        return tpu.propagate(
-            query, key, value, strength=strength, scale=scale, score=score, interpret=interpret
-        )
-
+    kernel = tpu.propagate_backend(query, key, value, bias, scale=scale, score=score)
     operands = (query, key, value, strength, bias)
-
-    def obstacle() -> str | None:
-        return bias_obstacle(bias) or traced_obstacle(kernel, *operands)
-
-    return dispatch("propagate", implementation, {"tpu": Backend("pallas", kernel, obstacle)}, xla, *operands)
+    return dispatch("propagate", implementation, {"tpu": kernel}, xla, *operands)
 
 
 def propagate_weights(
@@ -131,13 +121,3 @@ def _rows(query, key, value, strength, bias, *, scale, score):
     weights = propagate_weights(query, key, strength=strength, scale=scale, score=score, bias=bias)
     out = jnp.einsum("bntm,bmnh->btnh", weights.astype(value.dtype), value, preferred_element_type=accumulate)
     return out.astype(query.dtype)
-
-
-def _row_by_row(rows, query, key, value, strength):
-    """Pieces of the queries in a loop; the last piece is padded, its surplus rows are dropped."""
-    batch, length, heads, head_dim = query.shape
-    count = -(-length // _CHUNK)
-    pieces = jnp.pad(query, ((0, 0), (0, count * _CHUNK - length), (0, 0), (0, 0)))
-    pieces = jnp.moveaxis(pieces.reshape(batch, count, _CHUNK, heads, head_dim), 1, 0)
-    out = jax.lax.map(lambda piece: rows(piece, key, value, strength, None), pieces)
-    return jnp.moveaxis(out, 0, 1).reshape(batch, count * _CHUNK, heads, head_dim)[:, :length]

@@ -97,15 +97,6 @@ def dispatch(
     return lax.platform_dependent(*operands, **rows, default=xla) if rows else xla(*operands)
 
 
-def traced_obstacle(run: Callable[..., Any], *operands: Any) -> str | None:
-    """The error that tracing a kernel raises for what only it knows."""
-    try:
-        jax.eval_shape(functools.partial(run, interpret=False), *operands)
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return None
-
-
 def check_implementation(implementation: Any, *names: str | None) -> None:
     """Raises ValueError unless the implementation is one of the names."""
     *others, last = map(repr, names)

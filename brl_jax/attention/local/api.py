@@ -126,12 +126,20 @@ def local_attention(
 # Compiled by itself, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
-    from brl_jax.attention.local import tpu  # imported where needed: Pallas costs import time
-
+    # Pallas is imported where it is needed: it costs import time.
     def obstacle() -> str | None:
+        from brl_jax.attention.local import tpu
+
         return bias_obstacle(x.bias) or tpu.obstacle(call, x.query, x.key)
 
-    kernel = Backend("pallas", functools.partial(tpu.attend, call), obstacle, unsuited=tpu.prefers_xla(call))
+    def run(x: CallArrays, *, interpret: bool) -> Array:
+        from brl_jax.attention.local import tpu
+
+        return tpu.attend(call, x, interpret=interpret)
+
+    # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
+    few = call.num_queries < min(128, call.num_keys)
+    kernel = Backend("pallas", run, obstacle, unsuited=few)
     return dispatch(
         "local_attention", implementation, {"tpu": kernel}, functools.partial(xla.attend, call), x
     )

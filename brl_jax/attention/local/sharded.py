@@ -1,58 +1,24 @@
-"""Attention over sequences whose tokens are cut over a mesh axis; to be called inside `jax.shard_map`.
+"""Local attention over sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
 
-Each device holds one of n equal stretches of every sequence, in the order of the axis, and gives the results of its own
-queries. What it needs of others comes in one of two ways, both differentiable:
-
-  a halo      the tokens next to its own, by `ppermute`: `local_attention` fetches what its pattern can reach (from
-              several neighbours, where that is more than a stretch), `compress_blocks` the history of its blocks;
-  a merge     `brl_jax.compress(..., axis_name=...)` merges the softmaxes of all stretches by their log-sum-exp.
-
-`propagate` needs nothing: its keys are the compressed tokens, which every device has. No device ever holds the keys of
-a whole sequence, unless a pattern reaches over it.
+Each device has one of n equal stretches of every sequence, in the order of the axis, and computes the results of its
+own queries. The keys and values that its pattern reaches beyond them, the halo, come from neighbouring devices by
+`ppermute`, which is differentiable. No device ever holds the keys of a whole sequence, unless the pattern reaches over
+all of it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.compressed import compress_blocks as one_device
 from brl_jax.attention.core.arguments import check_lengths, check_segments
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.local.api import local_attention as local_attention_of_one
+from brl_jax.attention.core.halo import with_halo
+from brl_jax.attention.local import api
 from brl_jax.attention.local.patterns import Dilated, Pattern, SlidingWindow
 from pallas_kernels.absent import mark_absent
-
-
-def tokens_before(x: Float[Array, "B T ..."], count: int, axis_name: str) -> Float[Array, "B count ..."]:
-    """The `count` tokens that precede this device's, in order; zeros before the first of the sequence."""
-    return _neighbours(x, count, axis_name, after=False)
-
-
-def tokens_after(x: Float[Array, "B T ..."], count: int, axis_name: str) -> Float[Array, "B count ..."]:
-    """The `count` tokens that follow this device's, in order; zeros after the last of the sequence."""
-    return _neighbours(x, count, axis_name, after=True)
-
-
-def _neighbours(x: Array, count: int, axis_name: str, after: bool) -> Array:
-    size, shards = x.shape[1], lax.axis_size(axis_name)
-    pieces = []
-    # The hop-th neighbour gives what lies nearest to this device: whole stretches, and a part of the farthest one.
-    for hop in range(1, min(-(-count // size), shards - 1) + 1):
-        part = min(size, count - (hop - 1) * size)
-        piece = (
-            lax.slice_in_dim(x, 0, part, axis=1) if after else lax.slice_in_dim(x, size - part, size, axis=1)
-        )
-        pairs = [(i, i - hop) if after else (i - hop, i) for i in range(hop, shards)]
-        pieces.append(lax.ppermute(piece, axis_name, pairs))
-    missing = count - sum(piece.shape[1] for piece in pieces)
-    if missing or not pieces:
-        pieces.append(jnp.zeros((x.shape[0], missing, *x.shape[2:]), x.dtype))
-    return jnp.concatenate(pieces if after else pieces[::-1], axis=1)
 
 
 def local_attention(
@@ -68,14 +34,14 @@ def local_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """`brl_jax.local_attention` of sequences that are cut over `axis_name`, T tokens a device.
+    """`brl_jax.local_attention` of sequences that are sharded over `axis_name`, T tokens per device.
 
-    Keys and values (and segment ids) travel as far as the pattern reaches: (lookback + lookahead) tokens a device, over
-    as many neighbours as hold them.
+    Keys and values (and segment ids) travel as far as the pattern reaches: each device receives lookback + lookahead
+    tokens, from as many neighbours as have them.
 
     Args:
       query, key, value: this device's tokens.
-      axis_name: the mesh axis, in whose order the sequence goes on.
+      axis_name: the mesh axis, in whose order the stretches follow each other.
       pattern: one whose lookback and (unless causal) lookahead are bounded.
       key_value_seq_lengths: (B,), of the whole sequences.
       is_causal, scale, segment_ids, implementation: as in `brl_jax.local_attention`; segment ids are this device's.
@@ -108,8 +74,8 @@ def local_attention(
     if lengths is not None:
         inside = (first + jnp.arange(size, dtype=jnp.int32))[None] < stop[:, None]
         key, value = (jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (key, value))
-    key, value = (_surrounded(x, before, after, axis_name) for x in (key, value))
-    key_ids = None if key_ids is None else _surrounded(key_ids, before, after, axis_name)
+    key, value = (with_halo(x, before, after, axis_name) for x in (key, value))
+    key_ids = None if key_ids is None else with_halo(key_ids, before, after, axis_name)
     places = first - before + jnp.arange(before + size + after, dtype=jnp.int32)
     key_exists = (places >= 0)[None] & (places[None] < stop[:, None])
 
@@ -125,7 +91,7 @@ def local_attention(
     query_ids, key_ids = mark_absent(query_ids, key_ids, query_exists, key_exists, batch)
     # Only boundaries at absolute places ask where the keys stand.
     moves = isinstance(pattern, (SlidingWindow, Dilated))
-    out = local_attention_of_one(
+    out = api.local_attention(
         query,
         key,
         value,
@@ -138,73 +104,3 @@ def local_attention(
         implementation=implementation,
     )
     return lax.slice_in_dim(out, before, before + size, axis=1) if padded else out
-
-
-def _surrounded(x: Array, before: int, after: int, axis_name: str) -> Array:
-    """x between the tokens before and after it."""
-    parts = [tokens_before(x, before, axis_name)] if before else []
-    parts += [x, *([tokens_after(x, after, axis_name)] if after else [])]
-    return jnp.concatenate(parts, axis=1)
-
-
-def compress_blocks(
-    query: Float[Array, "B C M N H"],
-    key: Float[Array, "B T N H"],
-    contrast_key: Float[Array, "B T N H"] | None,
-    value: Float[Array, "B T N H"],
-    *,
-    axis_name: str,
-    block_size: int,
-    history_size: int,
-    history_lengths: Int[Array, "C"] | Int[Array, "B C"],
-    earlier_key: Float[Array, "B R N H"] | None = None,
-    earlier_contrast_key: Float[Array, "B R N H"] | None = None,
-    earlier_value: Float[Array, "B R N H"] | None = None,
-    **options: Any,
-) -> Float[Array, "B C M N H"]:
-    """`compress_blocks` of sequences that are cut over `axis_name`: each of this device's C blocks reads its history.
-
-    Unlike there, key, contrast_key and value are the blocks' own tokens, T = C * block_size; the `history_size` tokens
-    before them come from the neighbours.
-
-    Args:
-      query: of this device's blocks.
-      axis_name: the mesh axis, in whose order the sequence goes on.
-      history_lengths: of this device's blocks, how many of their keys, the last ones, exist.
-      earlier_key, earlier_contrast_key, earlier_value: of the history_size tokens before the whole sequence, the same
-        on all devices.
-      block_size, history_size, options: as in `brl_jax.compress_blocks`.
-
-    Returns:
-      (B, C, M, N, H) in the dtype of query.
-
-    Raises:
-      ValueError: where T is not C * block_size.
-    """
-    require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
-    require(
-        key.shape[1] == query.shape[1] * block_size,
-        f"key must hold the {query.shape[1]} blocks of {block_size} tokens of this device, got {key.shape[1]} tokens",
-    )
-
-    def with_history(x: Any, first: Any) -> Any:
-        if x is None:
-            return None
-        history = tokens_before(x, history_size, axis_name)
-        if first is not None:
-            # Where the sequence began less than history_size tokens ago, what precedes it is in reach as well.
-            room = jnp.pad(first, ((0, 0), (0, history_size), (0, 0), (0, 0)))
-            place = jnp.minimum(lax.axis_index(axis_name) * x.shape[1], history_size)
-            history += lax.dynamic_slice_in_dim(room, place, history_size, axis=1)
-        return jnp.concatenate([history, x], axis=1)
-
-    return one_device.compress_blocks(
-        query,
-        with_history(key, earlier_key),
-        with_history(contrast_key, earlier_contrast_key),
-        with_history(value, earlier_value),
-        block_size=block_size,
-        history_size=history_size,
-        history_lengths=history_lengths,
-        **options,
-    )

@@ -35,11 +35,6 @@ _MIN_GRANULE = 8
 _Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
 
-def prefers_xla(call: PatternCall) -> bool:
-    """Whether most of a tile would be empty, as in a decoding step."""
-    return call.num_queries < min(_TILE, call.num_keys)
-
-
 def obstacle(call: PatternCall, query: Array, key: Array) -> str | None:
     """Why the kernels cannot serve a call without a bias; None if they can. Traces nothing."""
     pattern = call.pattern

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
+from brl_jax.attention.compressed import sharded
 from brl_jax.attention.compressed.compress import compress, compress_weights
 from brl_jax.attention.compressed.compress_blocks import compress_blocks
 from brl_jax.attention.core.biases import ALiBi, PositionBias, T5Bias, alibi_slopes
-from brl_jax.attention.local import sharded as sequence_parallel
 from brl_jax.layers.core.modules import (
     FeedForward,
     dense,
@@ -166,7 +166,7 @@ class CompressedStream(nn.Module):
             read = {name: jnp.pad(array, room) for name, array in read.items()}
             function = compress_blocks
         else:
-            function = functools.partial(sequence_parallel.compress_blocks, axis_name=axis_name)
+            function = functools.partial(sharded.compress_blocks, axis_name=axis_name)
         before = {f"earlier_{name}": array for name, array in before.items()}
         return each_shard(
             functools.partial(function, block_size=block, history_size=size, **static),

@@ -11,8 +11,7 @@ import jax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
-from brl_jax.attention.local import patterns
-from brl_jax.attention.local import sharded as sequence_parallel
+from brl_jax.attention.local import patterns, sharded
 from brl_jax.attention.local.api import local_attention
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
 from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
@@ -153,7 +152,7 @@ def _attend(
 
     def attend(query, key, value, lengths, query_segments, key_segments, key_offset):
         if axis is not None:
-            return sequence_parallel.local_attention(
+            return sharded.local_attention(
                 query,
                 key,
                 value,

@@ -1,4 +1,4 @@
-"""What `test_sequence_parallel.py` looks at, made in a process of its own, because a process keeps the devices it began
+"""What `test_sharded.py` looks at, made in a process of its own, because a process keeps the devices it began
 with: python -m tests.attention.local.on_four_devices FILE.
 
 Each case is computed twice, on whole sequences by one device and on stretches of them by four: results and gradients of
@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import brl_jax  # noqa: E402
 from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, alibi_slopes  # noqa: E402
-from brl_jax.attention.local import sharded as sequence_parallel  # noqa: E402
+from brl_jax.attention.compressed import sharded as compressed_sharded  # noqa: E402
+from brl_jax.attention.local import sharded  # noqa: E402
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 28, 4, 2, 8
 MESH = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Auto,))
@@ -95,7 +96,7 @@ def local(pattern, is_causal, lengths=None, segments=None):
         )
 
     def stretches(query, key, value, segments, lengths):
-        return sequence_parallel.local_attention(
+        return sharded.local_attention(
             query,
             key,
             value,
@@ -171,7 +172,7 @@ def blocks(history, block, earlier):
 
     def stretches(query, key, contrast_key, value, *rest):
         *first, gamma, exist = rest
-        return sequence_parallel.compress_blocks(
+        return compressed_sharded.compress_blocks(
             query, key, contrast_key, value, gamma=gamma, axis_name="sequence", history_lengths=exist,
             **dict(zip(("earlier_key", "earlier_contrast_key", "earlier_value"), first)), **options,
         )  # fmt: skip
@@ -212,7 +213,7 @@ def gradients(dtype=jnp.float32, **options):
     """Of a window's results, to be lowered: 1024 tokens on each of four devices."""
     cut = jax.sharding.NamedSharding(MESH, CUT)
     shapes = [jax.ShapeDtypeStruct((1, 4096, heads, SIZE), dtype, sharding=cut) for heads in (HEADS, 2, 2)]
-    attend = functools.partial(sequence_parallel.local_attention, axis_name="sequence", **options)
+    attend = functools.partial(sharded.local_attention, axis_name="sequence", **options)
     mapped = jax.shard_map(attend, mesh=MESH, in_specs=(CUT,) * 3, out_specs=CUT)
     return jax.jit(jax.grad(lambda *x: mapped(*x).sum(), (0, 1, 2))).trace(*shapes)
 

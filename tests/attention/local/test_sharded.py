@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from brl_jax import SlidingWindow, Strided
-from brl_jax.attention.local import sharded as sequence_parallel
+from brl_jax.attention.local import sharded
 
 ROOT = Path(__file__).parents[3]
 NAMES = re.findall(r'^    "(.*)": ', (Path(__file__).parent / "on_four_devices.py").read_text(), re.MULTILINE)
@@ -60,8 +60,8 @@ def test_on_a_tpu_a_short_halo_takes_the_kernel_for_windows(results):
 def test_unbounded_patterns_are_refused():
     x = np.zeros((1, 4, 1, 8), np.float32)
     with pytest.raises(ValueError, match=r"pattern must see a bounded stretch .* got Strided"):
-        sequence_parallel.local_attention(x, x, x, axis_name="sequence", pattern=Strided(2), is_causal=True)
+        sharded.local_attention(x, x, x, axis_name="sequence", pattern=Strided(2), is_causal=True)
     with pytest.raises(ValueError, match="key must have query's 3 tokens, got 4"):
-        sequence_parallel.local_attention(
+        sharded.local_attention(
             x[:, :3], x, x, axis_name="sequence", pattern=SlidingWindow(1, 0), is_causal=True
         )

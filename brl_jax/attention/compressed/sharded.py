@@ -1,0 +1,81 @@
+"""Compressed tokens of sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
+
+`compress_blocks` fetches the history of its blocks from neighbouring devices. `brl_jax.compress(..., axis_name=...)`
+merges the softmaxes of all devices instead, and `propagate` needs nothing: its keys are the compressed tokens, which
+every device has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.compressed import compress_blocks as of_one_device
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.halo import tokens_before
+
+
+def compress_blocks(
+    query: Float[Array, "B C M N H"],
+    key: Float[Array, "B T N H"],
+    contrast_key: Float[Array, "B T N H"] | None,
+    value: Float[Array, "B T N H"],
+    *,
+    axis_name: str,
+    block_size: int,
+    history_size: int,
+    history_lengths: Int[Array, "C"] | Int[Array, "B C"],
+    earlier_key: Float[Array, "B R N H"] | None = None,
+    earlier_contrast_key: Float[Array, "B R N H"] | None = None,
+    earlier_value: Float[Array, "B R N H"] | None = None,
+    **options: Any,
+) -> Float[Array, "B C M N H"]:
+    """`brl_jax.compress_blocks` of sequences that are sharded over `axis_name`, C blocks per device.
+
+    Unlike there, key, contrast_key and value are the blocks' own tokens, T = C * block_size; the `history_size` tokens
+    before them come from the neighbours.
+
+    Args:
+      query: of this device's blocks.
+      axis_name: the mesh axis, in whose order the stretches follow each other.
+      history_lengths: of this device's blocks, how many of their keys, the last ones, exist.
+      earlier_key, earlier_contrast_key, earlier_value: of the history_size tokens before the whole sequence, the same
+        on all devices.
+      block_size, history_size, options: as in `brl_jax.compress_blocks`.
+
+    Returns:
+      (B, C, M, N, H) in the dtype of query.
+
+    Raises:
+      ValueError: where T is not C * block_size.
+    """
+    require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
+    require(
+        key.shape[1] == query.shape[1] * block_size,
+        f"key must hold the {query.shape[1]} blocks of {block_size} tokens of this device, got {key.shape[1]} tokens",
+    )
+
+    def with_history(x: Any, first: Any) -> Any:
+        if x is None:
+            return None
+        history = tokens_before(x, history_size, axis_name)
+        if first is not None:
+            # Where the sequence began less than history_size tokens ago, what precedes it is in reach as well.
+            room = jnp.pad(first, ((0, 0), (0, history_size), (0, 0), (0, 0)))
+            place = jnp.minimum(lax.axis_index(axis_name) * x.shape[1], history_size)
+            history += lax.dynamic_slice_in_dim(room, place, history_size, axis=1)
+        return jnp.concatenate([history, x], axis=1)
+
+    return of_one_device.compress_blocks(
+        query,
+        with_history(key, earlier_key),
+        with_history(contrast_key, earlier_contrast_key),
+        with_history(value, earlier_value),
+        block_size=block_size,
+        history_size=history_size,
+        history_lengths=history_lengths,
+        **options,
+    )

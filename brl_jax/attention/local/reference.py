@@ -1,0 +1,54 @@
+"""The plain meaning of local attention: one softmax over a dense (T, S) mask. Slow, and O(T S) memory."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.local.patterns import Pattern
+
+
+def local_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    pattern: Pattern,
+    is_causal: bool = False,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    scale: float | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    query_offset: int = 0,
+    key_offset: int = 0,
+) -> Float[Array, "B T N H"]:
+    """out_i = sum_j p_ij v_j, with p_i the softmax of scale q_i . k_j + bias_ij over the keys j that query i sees.
+
+    A query that sees no key gives 0. Arguments as in `brl_jax.local_attention`.
+    """
+    batch, num_keys, kv_heads, head_dim = key.shape
+    num_queries, heads = query.shape[1:3]
+    key, value = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (key, value))
+    key_positions = jnp.arange(num_keys) + key_offset
+    query_positions = jnp.arange(num_queries) + query_offset + key_offset
+    last = max(key_offset + num_keys, query_offset + key_offset + num_queries)
+    rows, columns = query_positions[:, None], key_positions[None, :]
+    if pattern.granule is not None:  # looked up, which takes NumPy's positions
+        rows, columns = jax.device_get((rows, columns))
+    visible = jnp.asarray(pattern.visible(rows, columns, last))[None]
+    if is_causal:
+        visible = visible & (key_positions[None, :] <= query_positions[:, None])[None]
+    if key_value_seq_lengths is not None:
+        visible = visible & (jnp.arange(num_keys)[None, :] < key_value_seq_lengths[:, None])[:, None]
+    if segment_ids is not None:
+        visible = visible & (segment_ids[0][:, :, None] == segment_ids[1][:, None, :])
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
+    scores = scores * (1.0 / math.sqrt(head_dim) if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    weights = jax.nn.softmax(
+        scores, axis=-1, where=jnp.broadcast_to(visible, (batch, *visible.shape[1:]))[:, None]
+    )
+    return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
