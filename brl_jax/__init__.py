@@ -8,8 +8,10 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   mlr_attention (and its step), bilinear_mlr_attention, bilinear_btt_attention, global_window_attention.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
-  prompts. Classifier and PairClassifier (with an EncoderConfig) are encoders that classify sequences and pairs.
-  transnormer builds the configuration of a TransNormer; Stack is the layers alone.
+  prompts, and stream yields the tokens as they come. Encoder (with an EncoderConfig) gives an output for each token or
+  feature vector; Classifier and PairClassifier classify sequences and pairs; Regressor maps vectors to vectors.
+  transnormer builds the configuration of a TransNormer; Stack is the layers alone, and a configuration's
+  `layer(Dimensions(...))` a single one.
 """
 
 from brl_jax.attention.compressed.compress import compress
@@ -49,7 +51,7 @@ from brl_jax.attention.structured.bilinear import bilinear_btt_attention, biline
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
 from brl_jax.attention.structured.mlr_step import init_mlr_state, mlr_attention_step
-from brl_jax.decoding import generate
+from brl_jax.decoding import generate, stream
 from brl_jax.layers import (
     MECHANISMS,
     BilinearBTTConfig,
@@ -71,7 +73,9 @@ from brl_jax.layers import (
     MLRConfig,
     NormConfig,
     PerformerConfig,
+    TLinFormerConfig,
 )
+from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models import (
     TRANSNORMER_SIZES,
     Classifier,
@@ -106,6 +110,7 @@ __all__ = [
     "DeltaNetConfig",
     "DiagConfig",
     "Dilated",
+    "Dimensions",
     "Encoder",
     "EncoderConfig",
     "Fixed",
@@ -133,6 +138,7 @@ __all__ = [
     "StackConfig",
     "Strided",
     "T5Bias",
+    "TLinFormerConfig",
     "alibi_slopes",
     "bilinear_btt_attention",
     "bilinear_mlr_attention",
@@ -169,5 +175,6 @@ __all__ = [
     "performer_attention",
     "performer_projection",
     "propagate",
+    "stream",
     "transnormer",
 ]

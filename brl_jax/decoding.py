@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,32 +14,33 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import require
 
-# Prompts are read in pieces of this many tokens, so that a long one needs no more memory than that.
+# Prompts are read in pieces of this many tokens, so that a long one needs no more memory than a piece.
 _PREFILL = 2048
 
 
 def generate(
     model: nn.Module,
     variables: Any,
-    prompts: Int[Array, "B P"] | np.ndarray,
+    prompts: Int[Array, "B P"] | np.ndarray | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    lengths: Int[Array, "B"] | np.ndarray | None = None,
+    lengths: Int[Array, "B"] | np.ndarray | Sequence[int] | None = None,
     rng: Array | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> Int[Array, "B L"]:
-    """Continues prompts by sampling from a decoder.
+    stop_tokens: Sequence[int] = (),
+) -> Int[Array, "B P+L"]:
+    """Continues prompts by sampling from a decoder; `stream` gives the same tokens as they come.
 
-    The prompt is read in large pieces as far as all prompts reach; where they differ in length, the longer ones are
-    read on token by token while the shorter ones already generate. All rows stand at one position, so that any
+    The prompts are read in large pieces up to the end of the shortest; where they differ in length, the longer ones are
+    then read token by token while the shorter ones already generate. All rows are at one position, so that any
     mechanism's cache serves.
 
     Args:
       model: a decoder, such as `DecoderLM`, with `init_cache(batch, length)`, `logits, cache = model(tokens,
         cache=cache)` and `absorbable(length)`.
-      variables: its variables.
+      variables: its variables, {"params": ...}.
       prompts: (B, P) ints, filled up on the right where shorter than P.
       max_new_tokens: tokens to add to each prompt, at least 1.
       lengths: (B,) ints from 1 to P, the prompts' lengths; by default P.
@@ -46,14 +48,187 @@ def generate(
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: sample among the k likeliest tokens only.
       top_p: sample among the fewest tokens that together have at least this probability (0 to 1).
+      stop_tokens: a row ends with the first of these that it generates; the call ends when all rows have ended.
 
     Returns:
-      (B, P + max_new_tokens) int32: each row's prompt and what follows it, then zeros.
+      (B, P + max_new_tokens) int32: each row's prompt and what follows it, with its stop token, then zeros.
 
     Raises:
-      ValueError: on an empty prompt, a token outside the vocabulary, or sampling settings out of range.
+      ValueError: an empty prompt, a token outside the vocabulary, settings out of range, variables without parameters,
+        or a model that is no decoder.
     """
-    prompts = np.asarray(prompts)
+    run = _Run.start(
+        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+    )
+    return jnp.concatenate([run.prefix, run.advance(run.state, run.steps).tokens], axis=1)
+
+
+def stream(
+    model: nn.Module,
+    variables: Any,
+    prompts: Int[Array, "B P"] | np.ndarray | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    every: int = 1,
+    lengths: Int[Array, "B"] | np.ndarray | Sequence[int] | None = None,
+    rng: Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+) -> Iterator[np.ndarray]:
+    """Continues prompts as `generate` does, and yields its columns as they come.
+
+    Args:
+      every: columns in each piece; the last piece may have fewer. Larger pieces wait for the device less often.
+      The others are those of `generate`.
+
+    Yields:
+      (B, every) int32: the columns of `generate`'s result from the end of the shortest prompt on, until every row has
+      ended. Longer prompts' own tokens are among them.
+
+    Raises:
+      ValueError: as `generate` does, at the call, and for `every` below 1.
+    """
+    require(_is_int(every) and every >= 1, f"every must be an integer of at least 1, got {every!r}")
+    run = _Run.start(
+        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+    )
+    return run.pieces(every)
+
+
+class _State(NamedTuple):
+    """What a step changes: columns so far, cache, next logits (B, V), tokens (B, steps), which rows have ended (B,)."""
+
+    index: Any
+    cache: Any
+    logits: Any
+    tokens: Any
+    ended: Any
+
+
+class _Settings(NamedTuple):
+    """What stays the same over the steps, as arrays.
+
+    Attributes:
+      forced: (B, steps), of which a row's first `num_forced` (B,) are its prompt's rest. keys: a random key a step.
+    """
+
+    forced: Any
+    num_forced: Any
+    max_new_tokens: Any
+    keys: Any
+    temperature: Any
+    stop_tokens: Any
+
+
+class _Run(NamedTuple):
+    """Prompts that have been read up to the end of the shortest, and how they go on."""
+
+    model: Any
+    variables: Any
+    prefix: Any
+    steps: int
+    state: _State
+    settings: _Settings
+    choice: dict[str, Any]
+
+    @classmethod
+    def start(
+        cls,
+        model: Any,
+        variables: Any,
+        prompts: Any,
+        max_new_tokens: Any,
+        lengths: Any,
+        rng: Any,
+        temperature: Any,
+        top_k: Any,
+        top_p: Any,
+        stop_tokens: Any,
+    ) -> _Run:
+        """Checks all arguments and reads the prompts."""
+        _check_model(model, variables)
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        prompts, lengths = _check_prompts(prompts, lengths, vocabulary)
+        _check_sampling(max_new_tokens, rng, temperature, top_k, top_p)
+        stops = _check_stop_tokens(stop_tokens, vocabulary)
+        rng = jax.random.key(0) if rng is None else rng
+
+        batch, width = prompts.shape
+        common = int(lengths.min())
+        total = width + max_new_tokens
+        steps = total - common
+        prompts = jnp.asarray(prompts, jnp.int32)
+        cache = model.init_cache(batch, total)
+        absorbed = model.absorbable(common)
+        for start in range(0, absorbed, _PREFILL):
+            piece = prompts[:, start : min(start + _PREFILL, absorbed)]
+            cache = _absorb(model, variables, piece, cache)
+        for start in range(absorbed, common, _PREFILL):
+            logits, cache = _prefill(
+                model, variables, prompts[:, start : min(start + _PREFILL, common)], cache
+            )
+        state = _State(
+            index=jnp.zeros((), jnp.int32),
+            cache=cache,
+            logits=logits,
+            tokens=jnp.zeros((batch, steps), jnp.int32),
+            ended=jnp.zeros((batch,), bool),
+        )
+        settings = _Settings(
+            forced=jnp.pad(prompts[:, common:], ((0, 0), (0, max_new_tokens))),
+            num_forced=jnp.asarray(lengths - common, jnp.int32),
+            max_new_tokens=jnp.int32(max_new_tokens),
+            keys=jax.random.split(rng, steps),
+            temperature=jnp.float32(temperature),
+            stop_tokens=jnp.asarray(stops, jnp.int32),
+        )
+        choice = {"greedy": temperature == 0, "top_k": top_k, "top_p": top_p}
+        return cls(model, variables, prompts[:, :common], steps, state, settings, choice)
+
+    def advance(self, state: _State, until: int) -> _State:
+        """The state after `until` columns, or where all rows have ended; the state given is used up."""
+        return _advance(self.model, self.variables, state, self.settings, jnp.int32(until), **self.choice)
+
+    def pieces(self, every: int) -> Iterator[np.ndarray]:
+        state = self.state
+        for start in range(0, self.steps, every):
+            state = self.advance(state, min(start + every, self.steps))
+            end = int(state.index)
+            if end > start:
+                yield np.asarray(state.tokens[:, start:end])
+            if bool(state.ended.all()):
+                return
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _check_model(model: Any, variables: Any) -> None:
+    require(
+        hasattr(model, "init_cache") and hasattr(model, "absorbable"),
+        f"model must be a decoder with init_cache and absorbable, such as DecoderLM, got {type(model).__name__}",
+    )
+    is_mapping = isinstance(variables, Mapping)
+    require(
+        is_mapping and bool(jax.tree.leaves(variables.get("params"))),
+        "variables must hold the model's parameters, {'params': ...}, got "
+        + (f"a mapping with the keys {list(variables)[:5]}" if is_mapping else type(variables).__name__),
+    )
+
+
+def _check_prompts(
+    prompts: Any, lengths: Any, vocabulary: int | None
+) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
+    """Prompts and lengths as arrays."""
+    try:
+        prompts = np.asarray(prompts)
+    except ValueError as error:  # NumPy's for rows of several lengths
+        raise ValueError(
+            "prompts must have rows of one length; fill shorter ones up on the right and give lengths"
+        ) from error
     require(
         prompts.ndim == 2 and prompts.size > 0 and np.issubdtype(prompts.dtype, np.integer),
         f"prompts must be integers of shape (batch, length), not empty, got {prompts.dtype} {prompts.shape}",
@@ -61,49 +236,50 @@ def generate(
     batch, width = prompts.shape
     lengths = np.full((batch,), width) if lengths is None else np.asarray(lengths)
     require(
-        lengths.shape == (batch,) and bool((lengths >= 1).all() and (lengths <= width).all()),
-        f"lengths must be {batch} numbers from 1 to {width}, got {lengths.tolist()}",
+        lengths.shape == (batch,)
+        and np.issubdtype(lengths.dtype, np.integer)
+        and bool((lengths >= 1).all() and (lengths <= width).all()),
+        f"lengths must be {batch} integers from 1 to {width}, got {lengths.tolist()}",
     )
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    inside = np.arange(width)[None] < lengths[:, None]
     if vocabulary is not None:
+        inside = np.arange(width)[None] < lengths[:, None]
         wrong = prompts[inside & ((prompts < 0) | (prompts >= vocabulary))]
         require(
             wrong.size == 0, f"prompts must hold tokens from 0 to {vocabulary - 1}, got {wrong[:5].tolist()}"
         )
-    require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    require(temperature >= 0, f"temperature must not be negative, got {temperature}")
-    require(top_k is None or top_k >= 1, f"top_k must be at least 1, got {top_k}")
-    require(top_p is None or 0 < top_p <= 1, f"top_p must be above 0 and at most 1, got {top_p}")
-    require(temperature == 0 or rng is not None, "rng is needed to sample; give a key or temperature=0")
-    rng = jax.random.key(0) if rng is None else rng
+    return prompts, lengths
 
-    common = int(lengths.min())
-    total = width + max_new_tokens
-    prompts = jnp.asarray(prompts, jnp.int32)
-    cache = model.init_cache(batch, total)
-    absorbed = model.absorbable(common)
-    for start in range(0, absorbed, _PREFILL):
-        cache = _absorb(model, variables, prompts[:, start : min(start + _PREFILL, absorbed)], cache)
-    for start in range(absorbed, common, _PREFILL):
-        logits, cache = _prefill(model, variables, prompts[:, start : min(start + _PREFILL, common)], cache)
-    new = _continue(
-        model,
-        variables,
-        cache,
-        logits,
-        prompts[:, common:],
-        jnp.asarray(lengths - common, jnp.int32),
-        rng,
-        jnp.float32(temperature),
-        steps=total - common,
-        greedy=temperature == 0,
-        top_k=top_k,
-        top_p=top_p,
+
+def _check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
+    require(
+        _is_int(max_new_tokens) and max_new_tokens >= 1,
+        f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}",
     )
-    tokens = jnp.concatenate([prompts[:, :common], new], axis=1)
-    ends = jnp.asarray(lengths + max_new_tokens)[:, None]
-    return jnp.where(jnp.arange(total)[None] < ends, tokens, 0)
+    require(
+        isinstance(temperature, (int, float, np.number)) and bool(0 <= temperature < float("inf")),
+        f"temperature must be a finite number, not negative, got {temperature!r}",
+    )
+    require(
+        top_k is None or (_is_int(top_k) and top_k >= 1),
+        f"top_k must be an integer of at least 1, got {top_k!r}",
+    )
+    require(
+        top_p is None or (isinstance(top_p, (int, float, np.number)) and bool(0 < top_p <= 1)),
+        f"top_p must be above 0 and at most 1, got {top_p!r}",
+    )
+    require(temperature == 0 or rng is not None, "rng is needed to sample; give a key or temperature=0")
+    require(
+        rng is None or hasattr(rng, "dtype"), f"rng must be a key, such as jax.random.key(0), got {rng!r}"
+    )
+
+
+def _check_stop_tokens(stop_tokens: Any, vocabulary: int | None) -> list[int]:
+    stops = list(stop_tokens) if isinstance(stop_tokens, (Sequence, np.ndarray)) else [stop_tokens]
+    require(
+        all(_is_int(t) and t >= 0 and (vocabulary is None or t < vocabulary) for t in stops),
+        f"stop_tokens must be tokens of the vocabulary ({vocabulary}), got {stop_tokens!r}",
+    )
+    return [int(t) for t in stops]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
@@ -117,35 +293,48 @@ def _prefill(model, variables, tokens, cache):
     return model.apply(variables, hidden[:, -1:], method="logits")[:, 0], cache
 
 
-# The cache is not donated: no output has its shape, and XLA would warn of that.
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("steps", "greedy", "top_k", "top_p"))
-def _continue(
-    model, variables, cache, logits, forced, num_forced, rng, temperature, *, steps, greedy, top_k, top_p
-):
-    """`steps` tokens (B, steps): a row's first num_forced ones are given, the others sampled."""
-    batch = logits.shape[0]
-    forced = jnp.pad(forced, ((0, 0), (0, steps - forced.shape[1])))
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("greedy", "top_k", "top_p"), donate_argnames="state"
+)
+def _advance(model, variables, state, settings, until, *, greedy, top_k, top_p):
+    """The state after `until` columns (traced, so that one program serves pieces of any size)."""
 
-    def step(state, xs):
-        cache, logits = state
-        index, given, key = xs
+    def goes_on(state):
+        return (state.index < until) & ~state.ended.all()
+
+    def step(state):
+        index = state.index
         if greedy:
-            sampled = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            sampled = jnp.argmax(state.logits, axis=-1).astype(jnp.int32)
         else:
-            sampled = sample(key, logits / temperature, top_k=top_k, top_p=top_p)
-        token = jnp.where(index < num_forced, given, sampled)
-        logits, cache = model.apply(variables, token[:, None], cache=cache)
-        return (cache, logits[:, 0]), token
+            key = jax.lax.dynamic_index_in_dim(settings.keys, index, keepdims=False)
+            sampled = sample(key, state.logits / settings.temperature, top_k=top_k, top_p=top_p)
+        given = jax.lax.dynamic_index_in_dim(settings.forced, index, axis=1, keepdims=False)
+        is_given = index < settings.num_forced
+        token = jnp.where(state.ended, 0, jnp.where(is_given, given, sampled))
+        logits, cache = model.apply(variables, token[:, None], cache=state.cache)
+        stops = ~is_given & (token[:, None] == settings.stop_tokens[None]).any(axis=1)
+        full = index + 1 >= settings.num_forced + settings.max_new_tokens
+        tokens = jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], index, axis=1)
+        return _State(index + 1, cache, logits[:, 0], tokens, state.ended | stops | full)
 
-    xs = (jnp.arange(steps), forced.T, jax.random.split(rng, steps))
-    _, tokens = jax.lax.scan(step, (cache, logits), xs)
-    return tokens.T.reshape(batch, steps)
+    return jax.lax.while_loop(goes_on, step, state)
 
 
 def sample(
     key: Array, logits: Float[Array, "B V"], *, top_k: int | None = None, top_p: float | None = None
 ) -> Int[Array, "B"]:
-    """Draws a token a row from softmax(logits), cut to the top_k likeliest, then to the top_p share of those."""
+    """Draws a token for each row from softmax(logits), cut to the top_k likeliest, then to the top_p share of those.
+
+    Args:
+      key: random key.
+      logits: (B, V) floats.
+      top_k: how many of the likeliest tokens remain; None for all. Ties with the last of them remain too.
+      top_p: the fewest of the likeliest tokens whose probabilities reach this sum remain; None for all.
+
+    Returns:
+      (B,) int32.
+    """
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -47,7 +47,7 @@ class CrossAttention(nn.Module):
             value,
             key_value_seq_lengths=encoded.lengths,
             # There is no Pallas kernel of full attention; a network may ask for those of its mechanism.
-            implementation=None if d.implementation == "pallas" else d.implementation,
+            implementation=d.implementation if d.implementation in ("xla", "cudnn") else None,
         )
         return merge_heads(d, attended)
 

@@ -1,8 +1,9 @@
-"""Sizes and parts that all networks share, and the schedule of mechanisms over their layers."""
+"""Sizes and parts that all networks share, and the schedule of mechanisms over the layers."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models.stack import Remat
 
 Schedule = Literal["split", "alternate", "parallel"]
+ComputationType = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,7 @@ class StackConfig:
     """Size and parts of a stack of layers, the inside of every network."""
 
     num_layers: int = 4
-    """Layers."""
+    """Number of layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 4
@@ -34,38 +36,39 @@ class StackConfig:
     ffn: FeedForwardKind = "glu_relu"
     """The feed-forward network: gated by a ReLU or by a swish ("swiglu"), or a plain one with a ReLU ("relu")."""
     mechanism: Mechanism = BRLConfig()
-    """What mixes tokens."""
+    """The mechanism that mixes tokens."""
     late_mechanism: Mechanism | None = None
-    """A second mechanism, for some of the layers."""
+    """A second mechanism for some of the layers."""
     schedule: Schedule = "split"
-    """Where the second mechanism stands: in the later layers ("split"), in every second one ("alternate"), or in
-    every layer beside the first, their outputs joined ("parallel")."""
+    """Which layers have the second mechanism: the later ones ("split"), every second one ("alternate"), or all of them,
+    beside the first mechanism and with joined outputs ("parallel")."""
     early_layers: int | None = None
-    """Layers of the first mechanism: before those of the second begin ("split"; None: half of all, rounded up), or
-    before each of the second ("alternate"; None: one)."""
+    """Layers of the first mechanism before those of the second begin ("split"; None: half of all layers, rounded up),
+    or before each layer of the second ("alternate"; None: one)."""
     swap_mechanisms: bool = False
-    """The two mechanisms change places."""
+    """Whether the two mechanisms change places."""
     rope_theta: float | None = 10000.0
-    """Base of the rotary frequencies; None for no rotary positions."""
+    """Base of the rotary frequencies, above 0; None for no rotary positions."""
     norm: NormKind = "layer"
     """LayerNorm or RMSNorm."""
     use_bias: bool = False
-    """Biases in projections and norms."""
+    """Whether projections and norms have biases."""
     ffn_bias: bool | None = None
-    """Biases in the feed-forward networks; None: as in the projections."""
+    """Whether feed-forward networks have biases; None: as the projections."""
     dropout: float = 0.0
-    """Rate after the embedding and after each sublayer."""
+    """Dropout rate after the embedding and after each sublayer."""
     remat: Remat = "none"
-    """What a layer's backward pass computes again: nothing, all but matrix products, or all ("full")."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the computation; parameters are float32."""
+    """What a layer's backward pass computes again: nothing ("none"), everything but matrix products ("dots"), or
+    everything ("full")."""
+    dtype: ComputationType = "float32"
+    """Data type of the computation; parameters are float32."""
     implementation: Implementation | None = None
-    """Of the attention functions; None picks by platform."""
+    """Implementation of the attention functions; None chooses by platform."""
     mup_base_width: int | None = None
-    """The width at which the learning rate was found: weights, their rates and scores are muP's, so that it holds at
-    this width too (docs/mup.md). None: the standard parametrisation."""
+    """The width at which the learning rate was tuned: initial weights, their learning rates and attention scores follow
+    muP, so that the same rate is right at this width too (docs/mup.md). None: the standard parametrisation."""
     mup_base_heads: int | None = None
-    """Heads of the network of that width, which give the size of its heads; None: as many as here."""
+    """Number of heads of the network of that width, which gives its head dimension; None: as many as here."""
 
     def __post_init__(self):
         sizes = (
@@ -81,8 +84,21 @@ class StackConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name, kind in (("ffn", FeedForwardKind), ("schedule", Schedule), ("norm", NormKind)):
+        choices = {
+            "ffn": FeedForwardKind,
+            "schedule": Schedule,
+            "norm": NormKind,
+            "remat": Remat,
+            "dtype": ComputationType,
+        }
+        for name, kind in choices.items():
             check_choice(name, getattr(self, name), get_args(kind))
+        if self.implementation is not None:
+            check_choice("implementation", self.implementation, get_args(Implementation))
+        for name in ("mechanism", "late_mechanism"):
+            _check_mechanism(name, getattr(self, name))
+        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"rope_theta must be a finite number above 0, or None, got {self.rope_theta}")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads={self.num_heads}, got {self.d_model}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
@@ -131,7 +147,7 @@ class StackConfig:
 
     @property
     def embedding_width(self) -> int:
-        """The width by which the embedding's entries are sized: inputs are the table times its square root."""
+        """The width that sets the size of the embedding's entries: inputs are the table times its square root."""
         return self.d_model if self.mup_base_width is None else self.mup_base_width
 
     @property
@@ -152,7 +168,7 @@ class StackConfig:
         return (first,) * early + (second,) * (self.num_layers - early)
 
     def make_dimensions(self, is_causal: bool) -> Dimensions:
-        """What each layer of a decoder (is_causal) or an encoder is told.
+        """The dimensions that each layer of a decoder (is_causal) or an encoder is built with.
 
         Raises:
           ValueError: a mechanism cannot serve there.
@@ -185,3 +201,13 @@ class StackConfig:
         for mechanism in set(self.mechanisms):
             mechanism.check(dimensions)
         return dimensions
+
+
+def _check_mechanism(name: str, value: object) -> None:
+    """Raises ValueError unless a value is the configuration of a mechanism, or None for the late one."""
+    if isinstance(value, Mechanism) or (name == "late_mechanism" and value is None):
+        return
+    got = value.__name__ if isinstance(value, type) else repr(value)
+    raise ValueError(
+        f"{name} must be the configuration of a mechanism, such as FullConfig() or MECHANISMS['full'](), got {got}"
+    )

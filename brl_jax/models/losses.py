@@ -1,16 +1,19 @@
-"""Cross-entropy over large vocabularies without ever holding all logits."""
+"""Cross-entropy over large vocabularies, without all logits in memory at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import concrete_values, require
 from brl_jax.sharding import constrain, current_shards
 
-# Logits that exist at a time on a device, at the most (floats in float32: 64 MB).
+# Most logits that exist at a time on a device (in float32: 64 MB).
 _LOGITS = 2**24
 
 
@@ -24,22 +27,34 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum of -log p(target) over all tokens, in nats, and the sum of weights, both float32.
 
-    The sequence is cut along T (the batch axis stays whole, so that its sharding does), in pieces of at most 16M
-    logits on a device; each piece's logits are made, used and, for the gradient, made again. Where T itself is cut over
-    a mesh, each device gives its part of every piece.
+    The sequence is cut along T (not along the batch, which keeps its sharding) into pieces of at most 16M logits on a
+    device; each piece's logits are computed, used and, for the gradient, computed again. Where T itself is sharded over
+    a mesh, every piece has a part on each device.
 
     Args:
-      hidden: (B, T, D), what `to_logits` maps to (B, C, V) logits.
+      hidden: (B, T, D) hidden states.
+      to_logits: maps (B, C, D) of them to (B, C, V) logits.
       targets: (B, T) ints in 0..V-1.
-      weights: (B, T), 1 by default; 0 leaves a token out.
+      weights: (B, T), 1 by default; 0 leaves a token out, whatever its target.
       vocab_size: V.
+
+    Raises:
+      ValueError: targets or weights of another shape or type, and targets outside the vocabulary whose weight is not 0
+        where both are known; a traced one gives NaN.
     """
-    batch, length = targets.shape
-    weights = jnp.ones((batch, length), jnp.float32) if weights is None else weights.astype(jnp.float32)
+    batch, length = hidden.shape[:2]
+    _check_targets(targets, weights, (batch, length), vocab_size)
+    if weights is None:
+        weights = jnp.ones((batch, length), jnp.float32)
+    else:
+        weights = weights.astype(jnp.float32)
+        targets = jnp.where(weights == 0, 0, targets)
 
     def piece(hidden, targets, weights):
         logits = to_logits(hidden).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        # A negative target counts from the vocabulary's end for JAX: here it is outside.
+        outside = jnp.where(targets < 0, vocab_size, targets)[..., None]
+        chosen = jnp.take_along_axis(logits, outside, axis=-1)[..., 0]
         return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * weights)
 
     shards = current_shards("length")
@@ -64,3 +79,20 @@ def cross_entropy(
 
     total, _ = jax.lax.scan(step, jnp.zeros((), jnp.float32), (split(hidden), split(targets), split(weights)))
     return total, weights.sum()
+
+
+def _check_targets(targets: Any, weights: Any, shape: tuple[int, int], vocab_size: int) -> None:
+    require(
+        targets.shape == shape and jnp.issubdtype(targets.dtype, jnp.integer),
+        f"targets must be integers of shape {shape}, got {targets.dtype} {targets.shape}",
+    )
+    require(
+        weights is None or weights.shape == shape,
+        f"weights must have shape {shape}, got {getattr(weights, 'shape', None)}",
+    )
+    known = concrete_values(targets)
+    counts = np.ones(shape, bool) if weights is None else concrete_values(weights)
+    if known is None or counts is None:
+        return
+    wrong = known[((known < 0) | (known >= vocab_size)) & (counts != 0)]
+    require(wrong.size == 0, f"targets must be 0 to vocab_size-1={vocab_size - 1}, got {wrong[:5].tolist()}")

@@ -1,7 +1,9 @@
 """The stack of blocks: where its parameters come from."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from brl_jax.layers import BRLConfig
@@ -20,3 +22,16 @@ def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
 
     assert shapes(1)
     assert shapes(length) == shapes(1)
+
+
+def test_no_gradient_flows_through_brls_output_history():
+    """The compressed tokens of a block are made of earlier blocks' outputs, which are constants."""
+    stack = Stack((BRLConfig(window=3, num_compressed=2, block_size=8),) * 2, dimensions(True))
+    x = jax.random.normal(jax.random.key(0), (1, 24, 16))
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x[:, :1]))
+    last = jax.jit(lambda x: stack.apply(variables, x)[0][0, -1])
+    assert float(jnp.abs(last(x.at[0, 4].multiply(-1.0)) - last(x)).max()) > 1e-6
+    slope = jax.jit(jax.grad(lambda x: jnp.vdot(last(x), jnp.arange(16.0))))(x)
+    # Two layers of windows reach back six tokens.
+    np.testing.assert_array_equal(slope[0, :16], np.zeros((16, 16)))
+    assert float(jnp.abs(slope[0, 18]).max()) > 0

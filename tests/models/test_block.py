@@ -1,0 +1,126 @@
+"""A block: cross-attention to an encoder's outputs, and dropout of each sublayer."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import BRLConfig, FullConfig, LocalConfig, Stack, TLinFormerConfig
+from brl_jax.models.block import Block, CrossAttention, Encoded
+from brl_jax.models.networks import make_stack
+from tests.laws.cases import dimensions
+from tests.laws.networks import as_float64, relative_error
+
+D = dimensions(True)
+CALL = {"positions": None, "lengths": None, "segment_ids": None, "count": None}
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def dense_cross_attention(params, x, encoded, lengths):
+    """Softmax over the existing encoder outputs, head by head, in NumPy."""
+    p = as_float64(params)
+    x, encoded = as_float64(x), as_float64(encoded)
+    out = np.zeros(x.shape)
+    heads, kv_heads = p["query"]["kernel"].shape[1], p["key"]["kernel"].shape[1]
+    for b, length in enumerate(lengths):
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            query = x[b] @ p["query"]["kernel"][:, head]
+            key = encoded[b, :length] @ p["key"]["kernel"][:, shared]
+            value = encoded[b, :length] @ p["value"]["kernel"][:, shared]
+            scores = query @ key.T / np.sqrt(query.shape[1])
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[b] += (weights / weights.sum(axis=1, keepdims=True)) @ value @ p["out"]["kernel"][head]
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
+    layer = CrossAttention(dataclasses.replace(D, num_heads=4, head_dim=4, num_kv_heads=kv_heads))
+    x, outputs, lengths = draw(2, 5, 16), draw(2, 9, 16, seed=1), jnp.array([4, 9])
+    variables = nn.unbox(layer.init(jax.random.key(0), x, Encoded(outputs)))
+    got = layer.apply(variables, x, Encoded(outputs, lengths))
+    expected = dense_cross_attention(variables["params"], x, outputs, lengths)
+    assert relative_error(got, expected) < 1e-5
+    # Padding changes nothing, not even NaN, and all exist by default.
+    poisoned = outputs.at[0, 4:].set(jnp.nan)
+    np.testing.assert_array_equal(layer.apply(variables, x, Encoded(poisoned, lengths)), got)
+    whole = dense_cross_attention(variables["params"], x, outputs, [9, 9])
+    assert relative_error(layer.apply(variables, x, Encoded(outputs)), whole) < 1e-5
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_stack_reads_an_encoder_in_every_layer(remat):
+    stack = Stack((LocalConfig(window=2),) * 2, D, remat, cross_attention=True)
+    x, encoded = draw(2, 7, 16), Encoded(draw(2, 5, 16, seed=1), jnp.array([3, 5]))
+    variables = nn.unbox(stack.init(jax.random.key(0), x, encoded=encoded))
+    plain = nn.unbox(Stack((LocalConfig(window=2),) * 2, D).init(jax.random.key(0), x))
+    block = variables["params"]["layers_0"]["block_0"]
+    assert set(block) - set(plain["params"]["layers_0"]["block_0"]) == {"cross_mixer", "cross_norm"}
+    run = jax.jit(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs, encoded.lengths))[0])
+    y = run(encoded.outputs)
+    # Every existing output counts for every token, and padding for none.
+    np.testing.assert_array_equal(run(encoded.outputs.at[0, 3:].set(9.0)), y)
+    moved = run(encoded.outputs.at[0, 2].multiply(-1.0))
+    assert (np.abs(moved - y)[0].max(axis=-1) > 1e-4).all()
+    np.testing.assert_array_equal(moved[1], y[1])
+    slope = jax.jit(jax.grad(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs))[0].sum()))
+    assert np.isfinite(slope(encoded.outputs)).all()
+    # Token by token, from a cache.
+    step = jax.jit(lambda x, cache: stack.apply(variables, x, cache=cache, encoded=encoded))
+    cache, outputs = stack.init_cache(2, 7), []
+    for i in range(7):
+        out, cache = step(x[:, i : i + 1], cache)
+        outputs.append(out)
+    assert relative_error(jnp.concatenate(outputs, axis=1), y) < 1e-5
+
+
+def test_a_stack_in_segments_reads_an_encoder():
+    mechanism = BRLConfig(window=3, num_compressed=2, block_size=4)
+    stack = Stack((mechanism,) * 2, D, cross_attention=True)
+    x, encoded = draw(1, 10, 16), Encoded(draw(1, 5, 16, seed=1))
+    variables = nn.unbox(stack.init(jax.random.key(0), x[:, :1], encoded=encoded))
+    run = jax.jit(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs))[0])
+    change = np.abs(run(encoded.outputs * 2) - run(encoded.outputs)).max(axis=(0, 2))
+    assert (change > 1e-4).all()
+
+
+def test_what_cross_attention_refuses():
+    x, encoded = draw(1, 3, 16), Encoded(draw(1, 5, 16))
+    with pytest.raises(ValueError, match="encoded must not be given with cross_attention=False"):
+        Stack((FullConfig(),), D).init(jax.random.key(0), x, encoded=encoded)
+    with pytest.raises(ValueError, match="encoded must be given with cross_attention=True"):
+        Stack((FullConfig(),), D, cross_attention=True).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="cross_attention must be False with TLinFormerConfig, got True"):
+        make_stack((TLinFormerConfig(hidden=0),) * 2, D, cross_attention=True)
+
+
+@pytest.mark.parametrize("sublayer", ["mixer", "cross_mixer", "feed_forward"])
+def test_dropout_reaches_each_sublayer(sublayer):
+    """What one sublayer adds, with the others silent: half of it is 0, the other half doubled."""
+    block = Block(FullConfig(), dataclasses.replace(D, dropout=0.5), cross_attention=True)
+    x, encoded = draw(2, 40, 16), Encoded(draw(2, 5, 16, seed=1))
+    params = nn.unbox(block.init(jax.random.key(0), x, None, None, CALL, True, encoded))["params"]
+    last = {"mixer": "out", "cross_mixer": "out", "feed_forward": "down"}
+    for other, layer in last.items():
+        if other != sublayer:
+            silent = jax.tree.map(jnp.zeros_like, params[other][layer])
+            params = {**params, other: {**params[other], layer: silent}}
+
+    def added(deterministic, seed=0):
+        y, _, _ = block.apply(
+            {"params": params}, x, None, None, CALL, deterministic, encoded, rngs={"dropout": jax.random.key(seed)}
+        )  # fmt: skip
+        return np.asarray(y - x)
+
+    whole, dropped = added(True), added(False)
+    gone = dropped == 0
+    assert 0.4 < gone.mean() < 0.6
+    np.testing.assert_allclose(dropped[~gone], 2 * whole[~gone], rtol=1e-4, atol=1e-5)
+    assert (gone != (added(False, 1) == 0)).any()

@@ -1,0 +1,253 @@
+"""The entrance of networks: tokens, features, sets, positions, dropout, and what is refused."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import (
+    Classifier,
+    DecoderConfig,
+    DecoderLM,
+    Encoder,
+    EncoderConfig,
+    FullConfig,
+    LocalConfig,
+    PairClassifier,
+    Regressor,
+    RegressorConfig,
+)
+from brl_jax.models.losses import cross_entropy
+from tests.laws.networks import relative_error
+
+SIZE = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 24, "mechanism": FullConfig()}
+TOKENS = jax.random.randint(jax.random.key(0), (2, 6), 0, 11)
+VECTORS = jax.random.normal(jax.random.key(1), (2, 6, 3))
+
+
+def make(model, inputs):
+    """Parameters moved from where they start, so that each is seen to be used."""
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), inputs))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda a: a + jnp.asarray(0.2 * rng.standard_normal(a.shape), a.dtype), variables)
+
+
+def encoder_config(**changes):
+    return EncoderConfig(**SIZE | {"vocab_size": 11, "max_length": 8} | changes)
+
+
+def test_an_encoder_gives_token_outputs_that_classifiers_pool():
+    config = encoder_config()
+    encoder, classifier = Encoder(config), Classifier(config)
+    variables = make(classifier, TOKENS)
+    lengths = jnp.array([4, 6])
+    own = {"params": variables["params"]["encoder"]}
+    outputs = encoder.apply(own, TOKENS, lengths=lengths)
+    assert outputs.shape == (2, 6, 16)
+    pooled = jnp.stack([outputs[0, :4].mean(axis=0), outputs[1].mean(axis=0)])
+    head = variables["params"]["head"]
+    hidden = jax.nn.relu(pooled @ head["hidden"]["kernel"] + head["hidden"]["bias"][None])
+    expected = hidden @ head["out"]["kernel"] + head["out"]["bias"][None]
+    got = classifier.apply(variables, TOKENS, lengths=lengths)
+    assert relative_error(got, expected) < 1e-5
+
+
+def test_a_prefix_stands_in_front():
+    encoder = Encoder(encoder_config(positions="none"))
+    variables = make(encoder, TOKENS)
+    rows = encoder.apply(variables, TOKENS, method=lambda m, t: m.inputs(t))
+    outputs = encoder.apply(variables, TOKENS[:, 2:], prefix=rows[:, :2], lengths=jnp.array([2, 4]))
+    alone = encoder.apply(variables, TOKENS, lengths=jnp.array([4, 6]))
+    assert relative_error(outputs[0, :4], alone[0, :4]) < 1e-6
+    assert relative_error(outputs[1], alone[1]) < 1e-6
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "cls"])
+def test_a_set_of_vectors_has_no_order(pooling):
+    config = encoder_config(inputs="features", num_features=3, positions="none", pooling=pooling)
+    order, lengths = jnp.array([3, 0, 2, 1, 4, 5]), jnp.array([4, 6])
+    model = Classifier(config)
+    variables = make(model, VECTORS)
+    logits = model.apply(variables, VECTORS, lengths=lengths)
+    assert relative_error(model.apply(variables, VECTORS[:, order], lengths=lengths), logits) < 1e-5
+    assert relative_error(model.apply(variables, -VECTORS, lengths=lengths), logits) > 1e-3
+    # Token outputs move with the vectors, padding changes nothing, and positions would matter.
+    own = {"params": variables["params"]["encoder"]}
+    outputs = Encoder(config).apply(own, VECTORS, lengths=lengths)
+    moved = Encoder(config).apply(own, VECTORS[:, order], lengths=lengths)
+    assert relative_error(moved[1], outputs[1, order]) < 1e-5
+    padded = VECTORS.at[0, 4:].set(jnp.nan)
+    np.testing.assert_array_equal(model.apply(variables, padded, lengths=lengths), logits)
+    placed = Classifier(encoder_config(inputs="features", num_features=3, pooling=pooling))
+    there, back = (placed.apply(variables, v, lengths=lengths) for v in (VECTORS, VECTORS[:, order]))
+    assert relative_error(back, there) > 1e-4
+
+
+def test_pairs_of_sets():
+    config = encoder_config(inputs="features", num_features=3)
+    model, pairs = PairClassifier(config), VECTORS.reshape(1, 2, 6, 3)
+    variables = make(model, pairs)
+    assert model.apply(variables, pairs, lengths=jnp.array([[2, 5]])).shape == (1, 2)
+    with pytest.raises(ValueError, match=r"inputs must have shape \(batch, 2, length, features\)"):
+        model.apply(variables, VECTORS)
+
+
+NETWORKS = {
+    "decoder": (DecoderLM(DecoderConfig(vocab_size=11, dropout=0.5, **SIZE)), TOKENS),
+    "encoder": (Encoder(encoder_config(dropout=0.5)), TOKENS),
+    "features": (Encoder(encoder_config(dropout=0.5, inputs="features", num_features=3)), VECTORS),
+    "regressor": (Regressor(RegressorConfig(num_inputs=3, dropout=0.5, **SIZE)), VECTORS),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_dropout_reaches_the_embedding(name):
+    """With sublayers that add nothing, and whose own dropout changes nothing, outputs still change."""
+    model, inputs = NETWORKS[name]
+    params = make(model, inputs)["params"]
+    block = params["stack"]["layers_0"]["block_0"]
+    silent = {
+        "mixer": {**block["mixer"], "out": jax.tree.map(jnp.zeros_like, block["mixer"]["out"])},
+        "feed_forward": {
+            **block["feed_forward"],
+            "down": jax.tree.map(jnp.zeros_like, block["feed_forward"]["down"]),
+        },
+    }
+    params = {**params, "stack": {**params["stack"], "layers_0": {"block_0": {**block, **silent}}}}
+
+    def run(deterministic, seed=0):
+        out = model.apply(
+            {"params": params}, inputs, deterministic=deterministic, rngs={"dropout": jax.random.key(seed)}
+        )
+        return np.asarray(out[0] if isinstance(out, tuple) else out)
+
+    assert relative_error(run(False), run(True)) > 0.1
+    assert relative_error(run(False, 1), run(False)) > 0.1
+
+
+@pytest.mark.parametrize("token", [11, -1])
+def test_tokens_outside_the_vocabulary(token):
+    """Refused where they are known; NaN, never another token's vector, where they are traced."""
+    wrong = TOKENS.at[0, 2].set(token)
+    model = DecoderLM(DecoderConfig(vocab_size=11, **SIZE))
+    variables = make(model, TOKENS)
+    message = rf"tokens must be 0 to vocab_size-1=10, got \[{token}\]"
+    with pytest.raises(ValueError, match=message):
+        model.apply(variables, wrong)
+    with pytest.raises(ValueError, match=message):
+        model.apply(variables, wrong, cache=model.init_cache(2, 6))
+    logits = jax.jit(lambda t: model.apply(variables, t)[0])(wrong)
+    assert np.isnan(logits[0, 2:]).all()
+    assert not np.isnan(logits[1]).any()
+    classifier = Classifier(encoder_config())
+    variables = make(classifier, TOKENS)
+    with pytest.raises(ValueError, match=message):
+        classifier.apply(variables, wrong)
+    # As padding it is as good as any other.
+    there = jnp.array([2, 6])
+    np.testing.assert_array_equal(
+        classifier.apply(variables, wrong, lengths=there), classifier.apply(variables, TOKENS, lengths=there)
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (jnp.array([0, 6]), r"lengths must be 1 to 6, got \[0\]"),
+        (jnp.array([3, 7]), r"lengths must be 1 to 6, got \[7\]"),
+        (jnp.array([3]), r"lengths must be integers of shape \(2,\), got int32 \(1,\)"),
+        (jnp.array([[3, 4]]), r"lengths must be integers of shape \(2,\), got int32 \(1, 2\)"),
+        (jnp.array([3.0, 4.0]), r"lengths must be integers of shape \(2,\), got float32 \(2,\)"),
+        (5, r"lengths must be integers of shape \(2,\), got int None"),
+    ],
+)
+def test_lengths_that_cannot_be(lengths, message):
+    model = Classifier(encoder_config())
+    variables = make(model, TOKENS)
+    with pytest.raises(ValueError, match=message):
+        model.apply(variables, TOKENS, lengths=lengths)
+    regressor = Regressor(RegressorConfig(num_inputs=3, is_causal=False, **SIZE))
+    with pytest.raises(ValueError, match=message):
+        regressor.init(jax.random.key(0), VECTORS, lengths=lengths)
+
+
+def test_lengths_of_pairs():
+    model = PairClassifier(encoder_config())
+    pairs = TOKENS.reshape(1, 2, 6)
+    with pytest.raises(ValueError, match=r"lengths must be integers of shape \(1, 2\), got int32 \(2,\)"):
+        model.init(jax.random.key(0), pairs, lengths=jnp.array([3, 4]))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "cls"])
+def test_traced_lengths_out_of_range_give_numbers(pooling):
+    model = Classifier(encoder_config(pooling=pooling))
+    variables = make(model, TOKENS)
+    run = jax.jit(lambda n: model.apply(variables, TOKENS, lengths=n))
+    assert np.isfinite(run(jnp.array([0, 6]))).all()
+    np.testing.assert_array_equal(run(jnp.array([3, 9])), run(jnp.array([3, 6])))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"positions": jnp.arange(6)}, r"positions must be integers of shape \(1, 6\) or \(2, 6\), got int32 \(6,\)"),
+        ({"positions": jnp.ones((2, 5), jnp.int32)}, r"positions must be integers of shape .*, got int32 \(2, 5\)"),
+        ({"positions": jnp.ones((2, 6))}, r"positions must be integers of shape .*, got float32 \(2, 6\)"),
+        ({"segment_ids": jnp.ones(6, jnp.int32)}, r"segment_ids must be integers of shape \(2, 6\), got int32 \(6,\)"),
+    ],
+)  # fmt: skip
+def test_places_of_a_decoder(call, message):
+    model = DecoderLM(DecoderConfig(vocab_size=11, **SIZE))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: model.init(jax.random.key(0), TOKENS, **call))
+
+
+def test_inputs_of_another_type():
+    model = Classifier(encoder_config(inputs="features", num_features=3))
+    for inputs, message in (
+        (VECTORS[..., :2], r"inputs must have shape \(batch, length, 3\), not empty, got \(2, 6, 2\)"),
+        (VECTORS.astype(jnp.complex64), "inputs must be real numbers, got complex64"),
+        ([[1, 2]], "inputs must be an array, got list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.apply({"params": {}}, inputs)
+
+
+def test_targets_outside_the_vocabulary():
+    hidden, targets = jnp.ones((1, 3, 4)), jnp.array([[0, 1, 5]])
+
+    def loss(targets, weights=None):
+        return cross_entropy(hidden, lambda h: h, targets, weights, vocab_size=4)[0]
+
+    for wrong in (5, -1):
+        with pytest.raises(ValueError, match=rf"targets must be 0 to vocab_size-1=3, got \[{wrong}\]"):
+            loss(targets.at[0, 2].set(wrong))
+        assert np.isnan(jax.jit(loss)(targets.at[0, 2].set(wrong)))
+        # A token of weight 0 may have any target.
+        weights = jnp.array([[1.0, 1.0, 0.0]])
+        np.testing.assert_allclose(loss(targets.at[0, 2].set(wrong), weights), 2 * np.log(4), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"targets must be integers of shape \(1, 3\), got int32 \(1, 2\)"):
+        loss(targets[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta must be a finite number above 0, or None, got 0"),
+        ({"rope_theta": -5.0}, "rope_theta must be a finite number above 0, or None, got -5.0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number above 0, or None, got nan"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a finite number above 0, or None, got inf"),
+        ({"remat": "some"}, "remat must be one of 'none', 'full', 'dots', got 'some'"),
+        ({"dtype": "float16"}, "dtype must be one of 'float32', 'bfloat16', got 'float16'"),
+        ({"implementation": "cuda"}, "implementation must be one of .*, got 'cuda'"),
+        ({"mechanism": "local"}, "mechanism must be the configuration of a mechanism, .*, got 'local'"),
+        ({"mechanism": None}, "mechanism must be the configuration of a mechanism, .*, got None"),
+        ({"mechanism": LocalConfig}, "mechanism must be the configuration .*, got LocalConfig"),
+        ({"late_mechanism": "full"}, "late_mechanism must be the configuration .*, got 'full'"),
+        ({"dropout": float("nan")}, "dropout must be at least 0 and below 1, got nan"),
+    ],
+)
+def test_configurations_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(**SIZE | changes)
