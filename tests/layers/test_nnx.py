@@ -42,19 +42,22 @@ def pure_parameters(module):
     )
 
 
+LAYER = LocalConfig(window=4).layer(
+    Dimensions(d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=32, is_causal=True)
+)
+
+
 class OwnBlock(nnx.Module):
     """One's own residual block around a single layer."""
 
     def __init__(self, x, rngs):
-        dimensions = Dimensions(d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=32, is_causal=True)
-        layer = LocalConfig(window=4).layer(dimensions)
         with nnx.use_eager_sharding(False):
-            self.mixer = nnx.bridge.ToNNX(layer, rngs=rngs).lazy_init(x)
-        self.scale = nnx.Param(jnp.ones((16,)))
+            self.mixer = nnx.bridge.ToNNX(LAYER, rngs=rngs).lazy_init(x)
+        self.gain = nnx.Param(jnp.ones((1, 1, 16)))
 
     def __call__(self, x):
         y, _, _ = self.mixer(x)
-        return x + y * self.scale[None, None]
+        return x + y * self.gain[...]
 
 
 def test_a_single_layer_in_ones_own_module():
@@ -62,7 +65,7 @@ def test_a_single_layer_in_ones_own_module():
     block = OwnBlock(x, nnx.Rngs(0))
     y = nnx.jit(lambda m, x: m(x))(block, x)
     params = pure_parameters(block.mixer)
-    mixed, _, _ = block.mixer.module.apply({"params": params}, x)
+    mixed, _, _ = LAYER.apply({"params": params}, x)
     np.testing.assert_allclose(y, x + mixed, rtol=1e-5, atol=1e-6)
     moved = nnx.jit(lambda m, x: m(x))(block, x.at[:, 7].multiply(-1.0))
     np.testing.assert_array_equal(moved[:, :7], y[:, :7])

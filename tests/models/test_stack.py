@@ -32,6 +32,6 @@ def test_no_gradient_flows_through_brls_output_history():
     last = jax.jit(lambda x: stack.apply(variables, x)[0][0, -1])
     assert float(jnp.abs(last(x.at[0, 4].multiply(-1.0)) - last(x)).max()) > 1e-6
     slope = jax.jit(jax.grad(lambda x: jnp.vdot(last(x), jnp.arange(16.0))))(x)
-    # Two layers of windows reach back six tokens.
+    # Two layers of windows reach back six tokens at most.
     np.testing.assert_array_equal(slope[0, :16], np.zeros((16, 16)))
-    assert float(jnp.abs(slope[0, 18]).max()) > 0
+    assert float(jnp.abs(slope[0, 22]).max()) > 0
