@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, get_args
 
 import flax.linen as nn
@@ -17,8 +16,9 @@ from brl_jax.attention.dense.diag import (
     diag_attention_step,
     init_diag_state,
 )
-from brl_jax.layers.core.modules import merge_heads, merged_norm, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer, NormKind
+from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.modules import merge_heads, merged_norm
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, NormKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DiagConfig(Mechanism):
         return DiagAttention(self, dimensions, **kwargs)
 
 
-class DiagAttention(MechanismLayer):
+class DiagAttention(AttentionLayer):
     """See `brl_jax.layers.core.protocol` for the call and `diag_attention` for the mathematics."""
 
     mechanism: DiagConfig
@@ -59,32 +59,16 @@ class DiagAttention(MechanismLayer):
     def num_tokens(self, cache: DiagState) -> Any:
         return cache.tokens
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, mechanism, cache = self.dimensions, self.mechanism, call.cache
-        query, key, value = project_qkv(d, x, call.positions)
-        if cache is None:
-            attend = functools.partial(
-                diag_attention,
-                query,
-                key,
-                block_size=mechanism.block_size,
-                score=mechanism.score,
-                is_causal=d.is_causal,
-                key_value_seq_lengths=None if d.is_causal else call.lengths,
-                implementation=d.implementation,
-            )
-            sow_weights(self, attend, value)
-            attended = attend(value)
-        else:
-            attended, cache = diag_attention_step(
-                query,
-                key,
-                value,
-                cache,
-                score=mechanism.score,
-                count=call.count,
-                implementation=d.implementation,
-            )
-        if mechanism.score == "relu":
-            attended = merged_norm(d, mechanism.norm, name="attended_norm")(attended)
-        return merge_heads(d, attended), cache
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        m = self.mechanism
+        return diag_attention(query, key, value, block_size=m.block_size, score=m.score, **options)
+
+    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, DiagState]:
+        options = {"count": call.count, "implementation": self.dimensions.implementation}
+        return diag_attention_step(query, key, value, call.cache, score=self.mechanism.score, **options)
+
+    def output(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        d, m = self.dimensions, self.mechanism
+        if m.score == "relu":
+            attended = merged_norm(d, m.norm, name="attended_norm")(attended)
+        return merge_heads(d, attended)

@@ -7,13 +7,13 @@ import math
 from typing import Any, ClassVar
 
 import flax.linen as nn
-import jax
+from jaxtyping import Array
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.dense.hopfield import hopfield_attention
+from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import scale_scores
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.dense.full import FullAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +37,16 @@ class HopfieldConfig(Mechanism):
         return HopfieldAttention(self, dimensions, **kwargs)
 
 
-class HopfieldAttention(FullAttention):
-    """As `FullAttention`, by `hopfield_attention`."""
+class HopfieldAttention(AttentionLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `hopfield_attention` for the mathematics."""
 
     mechanism: HopfieldConfig
 
-    def attend(self, query: jax.Array, key: jax.Array, value: jax.Array, **kwargs: Any) -> jax.Array:
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m, factor = self.mechanism, self.dimensions.head_score_factor
         if factor == 1.0:
-            return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **kwargs)
+            return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **options)
         # The queries have muP's factor already, but there it acts on the first step only: it moves into the scale.
         beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
         query = scale_scores(query, 1 / factor)
-        return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **kwargs)
+        return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **options)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.local import patterns, sharded
 from brl_jax.attention.local.api import local_attention
+from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
-from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 from brl_jax.sharding import sequence_axis, shard_call
 
 LocalPattern = Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"]
@@ -81,7 +80,7 @@ class LocalConfig(Mechanism):
         return LocalAttention(self, dimensions, **kwargs)
 
 
-class LocalAttention(MechanismLayer):
+class LocalAttention(AttentionLayer):
     """See `brl_jax.layers.core.protocol` for the call and `local_attention` for the mathematics."""
 
     mechanism: LocalConfig
@@ -94,41 +93,29 @@ class LocalAttention(MechanismLayer):
         reach = length if reach is None else min(reach, length)
         return WindowCache.empty((batch, reach, d.num_kv_heads, d.head_dim), d.dtype)
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d = self.dimensions
-        batch, length, _ = x.shape
-        pattern = self.mechanism.make_pattern(d.is_causal)
-        cache, start = call.cache, call.start
-        query, key, value = project_qkv(d, x, call.positions)
-        if cache is None:
-            attend = functools.partial(
-                _attend,
-                query,
-                key,
-                pattern=pattern,
-                is_causal=d.is_causal,
-                lengths=None if d.is_causal else call.lengths,
-                segment_ids=(call.segment_ids, call.segment_ids),
-                implementation=d.implementation,
-            )
-            sow_weights(self, attend, value)
-            return merge_heads(d, attend(value)), None
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        segment_ids = options.pop("segment_ids", None)
+        options["pattern"] = self.mechanism.make_pattern(self.dimensions.is_causal)
+        return _attend(query, key, value, segment_ids=(segment_ids, segment_ids), **options)
 
-        reach, count = cache.key.shape[1], call.num_new(length)
+    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, WindowCache]:
+        batch, length = query.shape[:2]
+        cache, start, count = call.cache, call.start, call.num_new(length)
+        reach = cache.key.shape[1]
         key, last_keys = slide(cache.key, key, count)
         value, last_values = slide(cache.value, value, count)
         attended = _attend(
             query,
             key,
             value,
-            pattern=pattern,
+            pattern=self.mechanism.make_pattern(True),
             is_causal=True,
             segment_ids=window_segments(batch, length, reach, start),
             query_offset=reach,
             key_offset=start - reach,
-            implementation=d.implementation,
+            implementation=self.dimensions.implementation,
         )
-        return merge_heads(d, attended), WindowCache(last_keys, last_values, start + count)
+        return attended, WindowCache(last_keys, last_values, start + count)
 
 
 def _attend(
@@ -138,7 +125,7 @@ def _attend(
     *,
     pattern: patterns.Pattern,
     is_causal: bool,
-    lengths: Any = None,
+    key_value_seq_lengths: Any = None,
     segment_ids: tuple[Any, Any],
     key_offset: Any = None,
     **static: Any,
@@ -174,4 +161,6 @@ def _attend(
         ("batch", tokens),
     )
     names = [queries, keys, keys, ("batch",), ids, ids, ()]
-    return shard_call(attend, (query, key, value, lengths, *segment_ids, key_offset), names, queries)
+    return shard_call(
+        attend, (query, key, value, key_value_seq_lengths, *segment_ids, key_offset), names, queries
+    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_finite
 from brl_jax.attention.core.rotary import rotate
@@ -21,9 +20,9 @@ from brl_jax.attention.structured.bilinear import (
     btt_factors,
 )
 from brl_jax.attention.structured.feature_attention import feature_attention
-from brl_jax.layers.core.caches import KeyValueCache
-from brl_jax.layers.core.modules import dense, merge_heads, parameter, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.modules import dense, parameter
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.structured import limit_rms, rms_limit
 
 
@@ -108,12 +107,8 @@ class BilinearBTTConfig(Mechanism):
         return BilinearBTTAttention(self, dimensions, **kwargs)
 
 
-class BilinearLayer(MechanismLayer):
+class BilinearLayer(AttentionLayer):
     """`feature_attention` on features that the mechanism computes; see `brl_jax.layers.core.protocol` for the call."""
-
-    def key_shape(self) -> tuple[int, int]:
-        """Heads and features of the keys."""
-        raise NotImplementedError
 
     def features(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """Query (B, T, N, F), already multiplied by the scale of the scores, and key (B, T, K, F)."""
@@ -129,41 +124,19 @@ class BilinearLayer(MechanismLayer):
         kernel = parameter(self, name, nn.initializers.normal(rms_limit(*fan)), shape, tuple(axes))
         return limit_rms(kernel, *fan) if self.mechanism.limit_weights else kernel
 
-    def init_cache(self, batch: int, length: int) -> KeyValueCache:
-        """Room for the key features and values of `length` tokens."""
-        d = self.dimensions
-        value_shape = (batch, length, d.num_kv_heads, d.head_dim)
-        return KeyValueCache.empty((batch, length, *self.key_shape()), value_shape, d.dtype)
-
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+    def heads(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> tuple[Float[Array, "B T N F"], Float[Array, "B T K F"], Float[Array, "B T K H"]]:
         d = self.dimensions
         axes = ("embed", "kv_heads", "head_dim")
         value = dense(d, (d.num_kv_heads, d.head_dim), axes, name="value")(x)
         query, key = self.features(x.astype(d.dtype))
         if d.rope_theta is not None:
-            query, key = (_rotate_pairs(features, call.positions, d.rope_theta) for features in (query, key))
-        if call.cache is None:
-            attend = functools.partial(
-                feature_attention,
-                query,
-                key,
-                is_causal=d.is_causal,
-                key_value_seq_lengths=None if d.is_causal else call.lengths,
-                segment_ids=call.segment_ids,
-                implementation=d.implementation,
-            )
-            sow_weights(self, attend, value)
-            return merge_heads(d, attend(value)), None
-        cache = call.cache.append(key, value, call.count)
-        attended = feature_attention(
-            query,
-            cache.key,
-            cache.value,
-            is_causal=True,
-            query_offset=call.start,
-            implementation=d.implementation,
-        )
-        return merge_heads(d, attended), cache
+            query, key = (_rotate_pairs(features, positions, d.rope_theta) for features in (query, key))
+        return query, key, value
+
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        return feature_attention(query, key, value, **options)
 
 
 def _rotate_pairs(x: Float[Array, "B T N F"], positions: Any, theta: float) -> Array:

@@ -4,7 +4,6 @@ keys."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -19,9 +18,10 @@ from brl_jax.attention.structured.global_window import (
     split_window,
     window_part,
 )
+from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.caches import KeyValueCache, slide, window_segments
-from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GlobalWindowCache(NamedTuple):
         return self.past.num_tokens
 
 
-class GlobalWindowAttention(MechanismLayer):
+class GlobalWindowAttention(AttentionLayer):
     """See `brl_jax.layers.core.protocol` for the call and `global_window_attention` for the mathematics."""
 
     mechanism: GlobalWindowConfig
@@ -85,34 +85,26 @@ class GlobalWindowAttention(MechanismLayer):
         past = KeyValueCache.empty((*shape, ranks[0]), (*shape, d.head_dim), d.dtype)
         return GlobalWindowCache(past, window_key)
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, m = self.dimensions, self.mechanism
-        query, key, value = project_qkv(d, x, call.positions, root_scores=False)
-        ranks = m.parts(d.head_dim)
-        scale = (m.score_scale / ranks[0], m.score_scale / ranks[1])
-        if call.cache is not None:
-            attended, cache = self.step(query, key, value, scale, call)
-            return merge_heads(d, attended), cache
-        attend = functools.partial(
-            global_window_attention,
-            query,
-            key,
-            ranks=ranks,
-            window=m.window,
-            scale=scale,
-            is_causal=d.is_causal,
-            key_value_seq_lengths=None if d.is_causal else call.lengths,
-            segment_ids=call.segment_ids,
-            implementation=d.implementation,
-        )
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+    def scales(self) -> tuple[float, float]:
+        """Scales of the two parts' scores."""
+        m = self.mechanism
+        global_rank, window_rank = m.parts(self.dimensions.head_dim)
+        return m.score_scale / global_rank, m.score_scale / window_rank
+
+    def heads(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        return project_qkv(self.dimensions, x, positions, root_scores=False)
+
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        m = self.mechanism
+        options |= {"ranks": m.parts(self.dimensions.head_dim), "window": m.window, "scale": self.scales()}
+        return global_window_attention(query, key, value, **options)
 
     def step(
-        self, query: Array, key: Array, value: Array, scale: tuple[float, float], call: LayerCall
+        self, query: Array, key: Array, value: Array, call: LayerCall
     ) -> tuple[Array, GlobalWindowCache]:
-        """Outputs of new tokens after those in the cache, and the new cache."""
-        d, m = self.dimensions, self.mechanism
+        d, m, scale = self.dimensions, self.mechanism, self.scales()
         first = m.parts(d.head_dim)[0]
         batch, length = query.shape[:2]
         cache, start, reach = call.cache, call.start, call.cache.window_key.shape[1]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_finite
 from brl_jax.attention.structured.mlr import (
@@ -17,8 +16,9 @@ from brl_jax.attention.structured.mlr import (
     mlr_attention,
 )
 from brl_jax.attention.structured.mlr_step import MlrState, init_mlr_state, mlr_attention_step
-from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.modules import project_qkv
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class MLRConfig(Mechanism):
         return MLRAttention(self, dimensions, **kwargs)
 
 
-class MLRAttention(MechanismLayer):
+class MLRAttention(AttentionLayer):
     """See `brl_jax.layers.core.protocol` for the call and `mlr_attention` for the mathematics."""
 
     mechanism: MLRConfig
@@ -92,23 +92,21 @@ class MLRAttention(MechanismLayer):
     def num_tokens(self, cache: MlrState) -> Any:
         return cache.tokens
 
-    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, m = self.dimensions, self.mechanism
-        cache = call.cache
-        query, key, value = project_qkv(d, x, call.positions, qk_norm=m.qk_norm, root_scores=False)
-        levels = m.levels(d.head_dim, x.shape[1] if cache is None else cache.value.shape[1])
+    def heads(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        return project_qkv(self.dimensions, x, positions, qk_norm=self.mechanism.qk_norm, root_scores=False)
+
+    def options(self, length: int) -> dict[str, Any]:
+        """Arguments of the attention functions, for sequences of `length` tokens."""
+        m = self.mechanism
+        levels = m.levels(self.dimensions.head_dim, length)
         scale = tuple(m.score_scale / rank for rank in levels["ranks"])
-        options: dict[str, Any] = {**levels, "scale": scale, "divide_by_levels": m.divide_by_levels}
-        if cache is not None:
-            attended, cache = mlr_attention_step(query, key, value, cache, **options, count=call.count)
-            return merge_heads(d, attended), cache
-        attend = functools.partial(
-            functools.partial(mlr_attention, **options),
-            query,
-            key,
-            is_causal=d.is_causal,
-            key_value_seq_lengths=None if d.is_causal else call.lengths,
-            implementation=d.implementation,
-        )
-        sow_weights(self, attend, value)
-        return merge_heads(d, attend(value)), None
+        return {**levels, "scale": scale, "divide_by_levels": m.divide_by_levels}
+
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        return mlr_attention(query, key, value, **self.options(key.shape[1]), **options)
+
+    def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MlrState]:
+        options = self.options(call.cache.value.shape[1])
+        return mlr_attention_step(query, key, value, call.cache, **options, count=call.count)
