@@ -1,0 +1,1 @@
+"""Differential cross-attention from a history into a few tokens."""

@@ -1,0 +1,222 @@
+"""Differential cross-attention from a history into a few tokens on GPUs: the call that can be differentiated."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.gpu.compress import backward, forward
+from pallas_kernels.gpu.core import bridge
+from pallas_kernels.gpu.core.sizes import SCORES, padded, split
+
+#: Compressed tokens that one program holds.
+MOST_TOKENS = 128
+
+
+class Tile(NamedTuple):
+    """Keys of a block, and Triton's warps and stages."""
+
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> tuple[Tile, Tile]:
+    """The sizes of the forward and the backward kernel, chosen by the compiler's counts of registers and spills."""
+    if bridge.interprets():
+        return Tile(16, 4, 1), Tile(16, 4, 1)
+    if jnp.dtype(dtype).itemsize > 2:
+        return Tile(32, 8, 1), Tile(16, 8, 1)
+    if bridge.target_capability() < 90:
+        return (Tile(64, 8, 1), Tile(32, 8, 1)) if max(tokens, head_dim) > 64 else (Tile(64, 8, 2), Tile(64, 8, 1))
+    if bridge.target_capability() >= 100:
+        return Tile(64, 8, 2), Tile(32, 8, 1)
+    return Tile(64, 8, 2), Tile(64, 8, 2)
+
+
+class _Call(NamedTuple):
+    """All that is static about one call."""
+
+    scale: float
+    score: str
+    contrast: bool
+    every_key: bool
+
+
+def compress_obstacle(query: Any, value: Any) -> str | None:
+    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    missing = bridge.obstacle()
+    if missing is not None:
+        return missing
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if query.shape[1] > MOST_TOKENS:
+        return f"there must be at most {MOST_TOKENS} compressed tokens, got {query.shape[1]}"
+    if query.shape[3] > 128:
+        return f"head_dim must be at most 128, got {query.shape[3]}"
+    if value.shape[3] != query.shape[3]:
+        return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
+    return None
+
+
+def compress(
+    query: Float[Array, "B M N H"],
+    key: Float[Array, "B S N H"],
+    contrast_key: Float[Array, "B S N H"] | None,
+    value: Float[Array, "B S N H"],
+    *,
+    gamma: Float[Array, "N"] | None,
+    scale: float,
+    score: str = "softmax",
+    key_lengths: Int[Array, " B"] | None = None,
+) -> Float[Array, "B M N H"]:
+    """(sigma(c Q K1^T) - gamma sigma(c Q K2^T)) V, BRL-Attention (OpenReview Vpyg3fqXbl), equation 12.
+
+    Both attentions read the history together, once, in as many stretches as fill the GPU; the stretches' sums are merged
+    by their maxima. The backward pass reads it once more. Differentiable in query, keys, value and gamma.
+
+    Args:
+      query: (B, M, N, H), M up to 128 and H up to 128; float32, bfloat16 or float16.
+      key, contrast_key, value: (B, S, N, H) of the same dtype; contrast_key and gamma are both None or neither is.
+      gamma: (N,) float32.
+      scale: c.
+      score: "softmax", "relu2" or "laplace".
+      key_lengths: (B,) ints, how many keys exist.
+
+    Returns:
+      (B, M, N, H) in query's dtype; rows that see no key give 0.
+
+    Raises:
+      NotImplementedError: where `compress_obstacle` names one.
+    """
+    reason = compress_obstacle(query, value)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    batch, heads = query.shape[0], query.shape[2]
+    lengths = jnp.full((batch,), key.shape[1], jnp.int32) if key_lengths is None else key_lengths.astype(jnp.int32)
+    call = _Call(float(scale), score, contrast_key is not None, key_lengths is None)
+    if contrast_key is None or gamma is None:
+        contrast_key, gamma = key, jnp.zeros((heads,), jnp.float32)
+        return _compress(query, key, jax.lax.stop_gradient(contrast_key), value, gamma, lengths, call)
+    return _compress(query, key, contrast_key, value, gamma.astype(jnp.float32), lengths, call)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _compress(query, key, contrast_key, value, gamma, lengths, call: _Call):
+    return _compress_forward(query, key, contrast_key, value, gamma, lengths, call)[0]
+
+
+def _compress_forward(query, key, contrast_key, value, gamma, lengths, call: _Call):
+    totals, tops, sums = _run_forward(call)(query, key, contrast_key, value, lengths)
+    # (B, A, SPLITS, N, M, ...)
+    if call.score == "softmax":
+        highest = tops.max(2)
+        weight = jnp.exp2(tops - highest[:, :, None])
+        normaliser = (weight * sums).sum(2)
+        blind = normaliser == 0.0
+        outs = jnp.einsum("bzsnm,bzsnmh->bznmh", weight, totals) / jnp.where(blind, 1.0, normaliser)[..., None]
+        log_sums = jnp.where(blind, jnp.inf, highest + jnp.log2(jnp.where(blind, 1.0, normaliser)))
+    else:
+        outs = totals.sum(2)
+        log_sums = jnp.zeros(outs.shape[:-1], jnp.float32)
+    out = outs[:, 0]
+    if call.contrast:
+        out = out - gamma[None, :, None, None] * outs[:, 1]
+    out = out.transpose(0, 2, 1, 3).astype(query.dtype)
+    return out, (query, key, contrast_key, value, gamma, lengths, outs, log_sums)
+
+
+def _compress_backward(call: _Call, saved, d_out):
+    query, key, contrast_key, value, gamma, lengths, outs, log_sums = saved
+    deltas = jnp.einsum("bmnh,bznmh->bznm", d_out.astype(jnp.float32), outs)
+    d_query, d_key, d_contrast, d_value = _run_backward(call)(
+        query, key, contrast_key, value, lengths, d_out.astype(query.dtype), log_sums, deltas,
+        jnp.broadcast_to(gamma, (query.shape[0], *gamma.shape)),
+    )  # fmt: skip
+    d_query = d_query.sum(1).transpose(0, 2, 1, 3).astype(query.dtype)
+    d_gamma = -deltas[:, 1].sum((0, 2)) if call.contrast else jnp.zeros_like(gamma)
+    return d_query, d_key, d_contrast, d_value, d_gamma, None
+
+
+_compress.defvjp(_compress_forward, _compress_backward)
+
+
+def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, Any]:
+    batch, tokens, heads, head_dim = query.shape
+    splits, stretch = split(key.shape[1], batch * heads, tile.block_k)
+    return {
+        "M": tokens,
+        "S": key.shape[1],
+        "N": heads,
+        "H": head_dim,
+        "HP": padded(head_dim),
+        "SPLITS": splits,
+        "STRETCH": stretch,
+        "SCALE": call.scale,
+        "SCORE": SCORES[call.score],
+        "CONTRAST": call.contrast,
+        "PRECISION": "ieee" if query.dtype == jnp.float32 else "tf32",
+        "BM": padded(tokens),
+        "BN": tile.block_k,
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def _run_forward(call: _Call):
+    attentions = 2 if call.contrast else 1
+
+    def run(query, key, contrast_key, value, lengths):
+        batch, tokens, heads, head_dim = query.shape
+        tile, _ = choose_tiles(tokens, head_dim, query.dtype)
+        constants = _constants(call, query, key, tile)
+        rows = jax.ShapeDtypeStruct((attentions, constants["SPLITS"], batch, heads, tokens), jnp.float32)
+        totals, tops, sums = bridge.launch(
+            forward.compress_forward,
+            (query, key, contrast_key, value, lengths),
+            (jax.ShapeDtypeStruct((*rows.shape, head_dim), jnp.float32), rows, rows),
+            (constants["SPLITS"], heads, batch),
+            constants,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return tuple(jnp.moveaxis(x, 2, 0) for x in (totals, tops, sums))
+
+    return bridge.fold_vmap(run)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_backward(call: _Call):
+    def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
+        batch, tokens, heads, head_dim = query.shape
+        _, tile = choose_tiles(tokens, head_dim, query.dtype)
+        constants = _constants(call, query, key, tile)
+        if head_dim > 64 and not bridge.interprets():
+            constants["BM"] = MOST_TOKENS  # with 64 rows the kernel spills, with twice as many it does not
+        full = key.shape[1] % constants["STRETCH"] == 0 and constants["HP"] == head_dim
+        constants["EVEN"] = call.every_key and full
+        parts = jax.ShapeDtypeStruct((constants["SPLITS"], batch, heads, tokens, head_dim), jnp.float32)
+        unused = jax.ShapeDtypeStruct((batch, 1), key.dtype)
+        d_query, d_key, d_contrast, d_value = bridge.launch(
+            backward.compress_gradient,
+            (query, key, contrast_key, value, lengths, d_out, jnp.moveaxis(log_sums, 1, 0), jnp.moveaxis(deltas, 1, 0), gamma),
+            (
+                parts,
+                jax.ShapeDtypeStruct(key.shape, key.dtype),
+                jax.ShapeDtypeStruct(key.shape, key.dtype) if call.contrast else unused,
+                jax.ShapeDtypeStruct(value.shape, value.dtype),
+            ),
+            (constants["SPLITS"], heads, batch),
+            constants,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+        if not call.contrast:
+            d_contrast = jnp.zeros_like(contrast_key)
+        return jnp.moveaxis(d_query, 1, 0), d_key, d_contrast, d_value
+
+    return bridge.fold_vmap(run)

@@ -1,0 +1,1 @@
+"""What the GPU kernels share: the way from JAX to Triton, and its interpreter."""

@@ -1,0 +1,223 @@
+"""The way from a JAX program to a Triton kernel: jax-triton for CUDA, Triton's interpreter for tests on a CPU.
+
+A kernel is a plain Python function in Triton's language. `launch` compiles it for CUDA through jax-triton, whose
+versions 0.3 and 0.4 differ in the names of their arguments. With TRITON_INTERPRET=1 in the environment before Triton is
+imported, the same call runs the kernel in Triton's interpreter instead, on any machine; float32 and float16 are right
+there and products of bfloat16 are not (Triton's own limitation).
+
+Triton is imported when a kernel is first launched: importing this module costs nothing and needs no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array
+
+#: Compute capability that kernels are compiled for where there is no device to ask.
+DEFAULT_CAPABILITY = 90
+#: Below this the kernels are not offered: Triton's matrix products want at least Ampere's.
+LEAST_CAPABILITY = 80
+
+
+def interprets() -> bool:
+    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 asks for."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def obstacle() -> str | None:
+    """Why no Triton kernel can be launched from this installation; None if one can."""
+    missing = [
+        name
+        for name in (("triton",) if interprets() else ("triton", "jax_triton"))
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        return f"{' and '.join(missing)} must be installed (pip install 'brl-jax[gpu]')"
+    capability = target_capability()
+    if not interprets() and capability < LEAST_CAPABILITY:
+        return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
+    return None
+
+
+def target_capability() -> int:
+    """Ten times the compute capability that kernels are compiled for.
+
+    BRL_JAX_GPU_CAPABILITY (80, 90, 100, ...) where it is set, as when compiling for a device that is not there; else that of
+    the first GPU of this process; else Hopper's.
+    """
+    given = os.environ.get("BRL_JAX_GPU_CAPABILITY")
+    return int(given) if given else _device_capability()
+
+
+@functools.cache
+def _device_capability() -> int:
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return DEFAULT_CAPABILITY
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return int(major) * 10 + int(minor) if major.isdigit() and minor.isdigit() else DEFAULT_CAPABILITY
+
+
+def launch(
+    kernel: Callable[..., None],
+    arrays: Sequence[Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int,
+) -> tuple[Array, ...]:
+    """The results of `kernel(*arrays, *results, **constants)` over a grid of programs.
+
+    Args:
+      kernel: a function in Triton's language; it is not yet decorated.
+      arrays: its inputs, contiguous, in order.
+      results: shapes and dtypes of the arrays that it writes; a kernel writes every element.
+      grid: number of programs along each axis.
+      constants: its `tl.constexpr` arguments by name.
+      num_warps, num_stages: Triton's.
+    """
+    results = tuple(results)
+    if interprets():
+        run = functools.partial(_interpret, kernel, grid, results, dict(constants))
+        out = jax.pure_callback(run, results, *arrays)
+    else:
+        out = _compile_for_cuda(kernel, arrays, results, grid, constants, num_warps, num_stages)
+    # Under shard_map results vary over the same mesh axes as the inputs; triton_call does not say so.
+    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return tuple(lax.pcast(x, tuple(axes), to="varying") for x in out) if axes else tuple(out)
+
+
+def _compile_for_cuda(kernel, arrays, results, grid, constants, num_warps, num_stages):
+    triton_call, results_name = _triton_call()
+    options = {results_name: results, **constants}
+    return triton_call(
+        *arrays,
+        kernel=_jitted(kernel),
+        grid=grid,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        name=kernel.__name__,
+        compute_capability=target_capability(),
+        **options,
+    )
+
+
+@functools.cache
+def _jitted(kernel):
+    import triton
+
+    return triton.jit(kernel)
+
+
+@functools.cache
+def _triton_call():
+    """jax-triton's call, and the name under which it takes the results' types."""
+    import jax_triton
+
+    _mend_dead_code_elimination(jax_triton)
+    names = inspect.signature(jax_triton.triton_call).parameters
+    return jax_triton.triton_call, "out_type" if "out_type" in names else "out_shape"
+
+
+def _mend_dead_code_elimination(jax_triton: Any) -> None:
+    """JAX 0.12 passes its dead-code rules one argument more than jax-triton 0.4.1's rule takes, which fails every jit.
+
+    A kernel's results are used together or not at all, so a rule that keeps everything loses nothing.
+    """
+    if jax.__version_info__ < (0, 12):
+        return
+    from jax.interpreters import partial_eval as pe
+
+    library = getattr(jax_triton, "triton_lib", None)
+    primitive = getattr(library, "triton_kernel_call_p", None)
+    rules = getattr(pe, "dce_rules", None)
+    if primitive is not None and rules is not None:
+        rules[primitive] = lambda *arguments: ([True] * len(arguments[-1].invars), arguments[-1])
+
+
+# --- Triton's interpreter ---
+
+
+class _Tensor:
+    """As much of a tensor as Triton's interpreter asks for, over the memory of a NumPy array."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, array.dtype.name
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def copy_(self, other):
+        pass
+
+    def new_empty(self, *shape, **options):
+        return _Tensor(self.array)
+
+    def set_(self, *source):
+        return self
+
+    def storage_offset(self):
+        return 0
+
+    def size(self):
+        return self.array.shape
+
+    def stride(self):
+        return [step // self.array.itemsize for step in self.array.strides]
+
+
+def _interpret(kernel, grid, results, constants, *arrays):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    inputs = [_Tensor(np.array(x, copy=True, order="C")) for x in arrays]
+    # NaN, or the largest integer, shows what a kernel leaves unwritten.
+    outputs = [
+        np.full(s.shape, np.nan if np.issubdtype(s.dtype, np.floating) else np.iinfo(s.dtype).max, s.dtype)
+        for s in results
+    ]
+    InterpretedFunction(kernel)[grid](*inputs, *map(_Tensor, outputs), **constants)
+    return tuple(outputs)
+
+
+# --- vmap ---
+
+
+def fold_vmap(function: Callable[..., tuple[Array, ...]], static: int = 0) -> Callable[..., tuple[Array, ...]]:
+    """`function` of arrays whose leading axis is the batch, mapped by `jax.vmap` as one call on a longer batch.
+
+    The last `static` arguments have no batch axis and must not be mapped.
+    """
+    batched = custom_vmap(function)
+
+    @batched.def_vmap
+    def rule(size, mapped, *arguments):
+        shared = arguments[len(arguments) - static :] if static else ()
+        if any(mapped[len(arguments) - static :]) if static else False:
+            raise NotImplementedError("the lists of a GPU kernel cannot be mapped by vmap")
+        rows = [
+            x if m else jax.numpy.broadcast_to(x, (size, *x.shape))
+            for x, m in zip(arguments[: len(arguments) - static], mapped)
+        ]
+        out = batched(*(x.reshape(-1, *x.shape[2:]) for x in rows), *shared)
+        return tuple(y.reshape(size, -1, *y.shape[1:]) for y in out), (True,) * len(out)
+
+    return batched

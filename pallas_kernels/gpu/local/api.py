@@ -1,0 +1,260 @@
+"""Block-sparse softmax attention on GPUs: the call that can be differentiated."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.absent import mark_absent
+from pallas_kernels.gpu.core import bridge
+from pallas_kernels.gpu.core.sizes import padded
+from pallas_kernels.gpu.local import backward, forward
+from pallas_kernels.gpu.local.lists import Pattern, make_lists
+
+
+class Tile(NamedTuple):
+    """Sizes of one kernel's program: queries and keys of a block, and Triton's warps and stages."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    """The three kernels' sizes."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+
+
+# By the least compute capability and the padded head dimension that they are for. Chosen by the compiler's counts of
+# registers and spills (`python -m eval.gpu_costs`).
+_TILES = {
+    (100, 64): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    (100, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+    (100, 256): Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (90, 64): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    (90, 128): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    (90, 256): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 1)),
+    (80, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    (80, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    (80, 256): Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+}
+# float32 takes twice the registers and shared memory of a 16-bit type.
+_FLOAT32 = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+# Small tiles keep Triton's interpreter quick and show every kind of edge.
+_INTERPRETED = Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1))
+
+
+def choose_tiles(head_dim: int, dtype: Any) -> Tiles:
+    """The sizes for a head dimension and a type on the GPU that is compiled for."""
+    if bridge.interprets():
+        return _INTERPRETED
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32
+    capability, padded = bridge.target_capability(), max(64, padded(head_dim))
+    least = max(c for c, _ in _TILES if c <= max(capability, bridge.LEAST_CAPABILITY))
+    return _TILES[least, padded]
+
+
+class _Call(NamedTuple):
+    """All that is static about one call."""
+
+    pattern: Pattern
+    scale: float
+    segments: bool
+    with_log_sum: bool
+
+
+def local_obstacle(query: Any, key: Any, value: Any) -> str | None:
+    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    missing = bridge.obstacle()
+    if missing is not None:
+        return missing
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if query.shape[3] > 256:
+        return f"head_dim must be at most 256, got {query.shape[3]}"
+    if value.shape[3] != query.shape[3]:
+        return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
+    return None
+
+
+def local_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    pattern: Pattern,
+    scale: float | None = None,
+    query_segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    query_lengths: Int[Array, " B"] | None = None,
+    key_lengths: Int[Array, " B"] | None = None,
+    return_log_sum_exp: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Softmax attention over any pattern of pairs, at the cost of the blocks that the pattern touches.
+
+    BRL-Attention (OpenReview Vpyg3fqXbl), equation 1; one launch forward and two backward, none of which needs more
+    memory than its results and one float32 a row. Differentiable in query, key and value.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16, H up to 256.
+      key, value: (B, S, K, H) of the same dtype; K divides N, and query head g reads key head g // (N / K).
+      pattern: which pairs see each other.
+      scale: multiplies the scores; 1 / sqrt(H) by default.
+      query_segment_ids, key_segment_ids: ints, both or neither; a query sees the keys of its own segment.
+      query_lengths, key_lengths: (B,) ints, how many tokens exist; what lies beyond is never read into a result.
+      return_log_sum_exp: also return the natural logarithm of each row's sum of exponentials.
+
+    Returns:
+      (B, T, N, H) in query's dtype, zero where a query sees nothing; with `return_log_sum_exp` also (B, T, N) float32,
+      -inf where a query sees nothing.
+
+    Raises:
+      NotImplementedError: where Triton is missing, the GPU is too old, or the dtype or head dimension is not served.
+    """
+    reason = local_obstacle(query, key, value)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    batch, length, heads, head_dim = query.shape
+    num_keys = key.shape[1]
+    exists = [
+        None if n is None else jnp.arange(size, dtype=jnp.int32)[None] < n.astype(jnp.int32)[:, None]
+        for n, size in ((query_lengths, length), (key_lengths, num_keys))
+    ]
+    ids: tuple[Array, Array] | None = None
+    if query_segment_ids is not None or any(x is not None for x in exists):
+        there = [
+            jnp.ones((1, size), bool) if x is None else x for x, size in zip(exists, (length, num_keys))
+        ]
+        ids = mark_absent(query_segment_ids, key_segment_ids, *there, batch=batch)
+        query = _only(query, exists[0])
+        key, value = _only(key, exists[1]), _only(value, exists[1])
+    call = _Call(
+        pattern,
+        1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        ids is not None,
+        return_log_sum_exp,
+    )
+    if ids is None:
+        empty = jnp.zeros((batch, 1), jnp.int32)
+        ids = (empty, empty)
+    out, log_sums = _attend(query, key, value, *ids, call)
+    if not return_log_sum_exp:
+        return _only(out, exists[0])
+    return _only(out, exists[0]), jnp.moveaxis(log_sums, 1, 2)
+
+
+def _only(x: Array, exists: Array | None) -> Array:
+    """x with zeros where there is no token, since NaN times a weight of 0 is NaN."""
+    return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(query, key, value, query_ids, key_ids, call: _Call):
+    return _attend_forward(query, key, value, query_ids, key_ids, call)[0]
+
+
+def _attend_forward(query, key, value, query_ids, key_ids, call: _Call):
+    out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids)
+    natural = jnp.where(jnp.isposinf(log_sums), -jnp.inf, log_sums * math.log(2.0)) if call.with_log_sum else log_sums
+    return (out, natural), (query, key, value, query_ids, key_ids, out, log_sums)
+
+
+def _attend_backward(call: _Call, saved, gradients):
+    query, key, value, query_ids, key_ids, out, log_sums = saved
+    d_out, d_log_sums = gradients
+    if not call.with_log_sum:
+        d_log_sums = jnp.zeros((query.shape[0], 1), jnp.float32)
+    else:
+        d_log_sums = jnp.where(jnp.isposinf(log_sums), 0.0, d_log_sums)
+    gradients = _run_backward(call)(
+        query, key, value, query_ids, key_ids, out, d_out.astype(query.dtype), log_sums, d_log_sums
+    )
+    return *gradients, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, Any]:
+    (_, length, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
+    return {
+        "T": length,
+        "S": num_keys,
+        "N": heads,
+        "G": heads // kv_heads,
+        "H": head_dim,
+        "HP": padded(head_dim),
+        "SCALE": call.scale,
+        "SEGMENTS": call.segments,
+        "PRECISION": "ieee" if query.dtype == jnp.float32 else "tf32",
+        "BM": tile.block_q,
+        "BN": tile.block_k,
+    }
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+@functools.lru_cache(maxsize=64)
+def _run_forward(call: _Call):
+    def run(query, key, value, query_ids, key_ids):
+        batch, length, heads, _ = query.shape
+        tile = choose_tiles(query.shape[3], query.dtype).forward
+        lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
+        return bridge.launch(
+            forward.local_forward,
+            (query, key, value, *map(jnp.asarray, lists.arrays()), query_ids, key_ids),
+            (
+                jax.ShapeDtypeStruct(query.shape, query.dtype),
+                jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+            ),
+            (-(-length // tile.block_q), heads, batch),
+            _constants(call, query, key, tile),
+            **_options(tile),
+        )
+
+    return bridge.fold_vmap(run)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_backward(call: _Call):
+    def run(query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
+        batch, length, heads, _ = query.shape
+        tiles = choose_tiles(query.shape[3], query.dtype)
+        tile = tiles.query_gradient
+        lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
+        d_query, delta = bridge.launch(
+            backward.local_query_gradient,
+            (query, key, value, out, d_out, log_sums, d_log_sums, *map(jnp.asarray, lists.arrays()), query_ids, key_ids),
+            (
+                jax.ShapeDtypeStruct(query.shape, query.dtype),
+                jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+            ),
+            (-(-length // tile.block_q), heads, batch),
+            _constants(call, query, key, tile) | {"LOG_SUMS": call.with_log_sum},
+            **_options(tile),
+        )  # fmt: skip
+        tile = tiles.key_gradient
+        lists = make_lists(call.pattern, tile.block_q, tile.block_k, True)
+        d_key, d_value = bridge.launch(
+            backward.local_key_gradient,
+            (query, key, value, d_out, log_sums, delta, *map(jnp.asarray, lists.arrays()), query_ids, key_ids),
+            (jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
+            (-(-key.shape[1] // tile.block_k), key.shape[2], batch),
+            _constants(call, query, key, tile),
+            **_options(tile),
+        )
+        return d_query, d_key, d_value
+
+    return bridge.fold_vmap(run)

@@ -1,0 +1,59 @@
+"""The forward kernel: one program a block of queries and head, over the blocks of keys in its list."""
+
+# ruff: noqa: E741, N803, N806
+from __future__ import annotations
+
+try:
+    import triton.language as tl
+except ImportError:  # The kernel is then never launched; see `pallas_kernels.gpu.obstacle`.
+    from pallas_kernels.gpu.core import no_triton as tl  # type: ignore[no-redef]
+
+
+def local_forward(
+    q, k, v, starts, middles, others, mask_numbers, masks, query_ids, key_ids, out, log_sums,
+    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
+    SCALE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out (B, T, N, H) and the base-2 log-sum-exp (B, N, T) of scores times log2(e); a blind query gets 0 and +inf."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    K: tl.constexpr = N // G
+    r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
+    rows = i * BM + r
+    at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
+    there = (rows[:, None] < T) & (d[None, :] < H)
+    query = tl.load(q + at_q, mask=there, other=0.0)
+    m = tl.full([BM], -1e30, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, HP], tl.float32)
+    if SEGMENTS:
+        query_id = tl.load(query_ids + b * T + rows, mask=rows < T, other=0)
+    first, middle, last = tl.load(starts + i), tl.load(middles + i), tl.load(starts + i + 1)
+    for masked in tl.static_range(2):  # the whole blocks, then those with a mask
+        if masked == 0:
+            begin, end = middle, last
+        else:
+            begin, end = first, middle
+        for pair in range(begin, end):
+            cols = tl.load(others + pair) * BN + c
+            at_k = ((b * S + cols[:, None]) * K + h // G) * H + d[None, :]
+            exists = (cols[:, None] < S) & (d[None, :] < H)
+            key = tl.load(k + at_k, mask=exists, other=0.0)
+            value = tl.load(v + at_k, mask=exists, other=0.0)
+            s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (SCALE * 1.4426950408889634)
+            if masked == 1:
+                number = tl.load(mask_numbers + pair)
+                seen = tl.load(masks + number * (BM * BN) + r[:, None] * BN + c[None, :])
+                s = tl.where(seen != 0, s, float("-inf"))
+            if SEGMENTS:
+                key_id = tl.load(key_ids + b * S + cols, mask=cols < S, other=0)
+                s = tl.where(query_id[:, None] == key_id[None, :], s, float("-inf"))
+            top = tl.maximum(m, tl.max(s, 1))
+            p = tl.exp2(s - top[:, None])
+            shrink = tl.exp2(m - top)
+            l = l * shrink + tl.sum(p, 1)
+            acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+            m = top
+    total = tl.where(l == 0.0, 1.0, l)
+    tl.store(out + at_q, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
+    log_sum = tl.where(l == 0.0, float("inf"), m + tl.log2(total))
+    tl.store(log_sums + (b * N + h) * T + rows, log_sum, mask=rows < T)

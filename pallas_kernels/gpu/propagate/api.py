@@ -1,0 +1,202 @@
+"""Cross-attention from all tokens to a few compressed ones on GPUs: the call that can be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.gpu.core import bridge
+from pallas_kernels.gpu.core.sizes import SCORES, padded, split
+from pallas_kernels.gpu.propagate import backward, forward
+
+#: Compressed tokens that one program holds.
+MOST_TOKENS = 256
+
+
+class Tile(NamedTuple):
+    """Rows of a block, compressed tokens of a block (None: all), and Triton's warps and stages."""
+
+    block_t: int
+    block_m: int | None
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    """The three kernels' sizes."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+
+
+def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> Tiles:
+    """The sizes of the three kernels, chosen by the compiler's counts of registers and spills."""
+    if bridge.interprets():
+        return Tiles(Tile(32, None, 4, 1), Tile(32, None, 4, 1), Tile(16, 16, 4, 1))
+    wide = padded(tokens) > 128 or padded(head_dim) > 128
+    if jnp.dtype(dtype).itemsize > 2:
+        rows = 16 if wide else 32
+        return Tiles(Tile(rows, None, 8, 1), Tile(rows, None, 8, 1), Tile(32, 32, 8, 1))
+    if bridge.target_capability() < 90:
+        rows = 32 if wide else 64
+        return Tiles(Tile(rows, None, 8, 1), Tile(rows, None, 8, 1), Tile(32, 64, 8, 1))
+    return Tiles(
+        Tile(64 if wide else 128, None, 8, 1), Tile(32 if wide else 64, None, 8, 1), Tile(64, 64, 8 if wide else 4, 2)
+    )
+
+
+class _Call(NamedTuple):
+    """All that is static about one call."""
+
+    scale: float
+    score: str
+
+
+def propagate_obstacle(query: Any, key: Any, value: Any) -> str | None:
+    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    missing = bridge.obstacle()
+    if missing is not None:
+        return missing
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if key.shape[1] > MOST_TOKENS:
+        return f"there must be at most {MOST_TOKENS} compressed tokens, got {key.shape[1]}"
+    if query.shape[3] > 128:
+        return f"head_dim must be at most 128, got {query.shape[3]}"
+    if value.shape[3] != query.shape[3]:
+        return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
+    return None
+
+
+def propagate(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B M N H"],
+    value: Float[Array, "B M N H"],
+    *,
+    strength: Float[Array, "N"],
+    scale: float,
+    score: str = "softmax",
+) -> Float[Array, "B T N H"]:
+    """lambda sigma(c Q K^T) V over M compressed tokens, BRL-Attention (OpenReview Vpyg3fqXbl), equation 9.
+
+    One launch forward, two backward and the sums of their parts. Differentiable in query, key, value and strength.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16, H up to 128.
+      key, value: (B, M, N, H) of the same dtype, M up to 256.
+      strength: (N,) float32, lambda.
+      scale: c.
+      score: "softmax", "relu2" or "laplace".
+
+    Returns:
+      (B, T, N, H) in query's dtype.
+
+    Raises:
+      NotImplementedError: where `propagate_obstacle` names one.
+    """
+    reason = propagate_obstacle(query, key, value)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    rows = jnp.broadcast_to(strength.astype(jnp.float32), (query.shape[0], *strength.shape))
+    return _propagate(query, key, value, rows, _Call(float(scale), score))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _propagate(query, key, value, strength, call: _Call):
+    return _propagate_forward(query, key, value, strength, call)[0]
+
+
+def _propagate_forward(query, key, value, strength, call: _Call):
+    (out,) = _run_forward(call)(query, key, value, strength)
+    return out, (query, key, value, strength)
+
+
+def _propagate_backward(call: _Call, saved, d_out):
+    query, key, _, _ = saved
+    d_query, d_key, d_value, d_strength = _run_backward(call)(*saved, d_out.astype(query.dtype))
+    d_key, d_value = (x.sum(1).transpose(0, 2, 1, 3).astype(key.dtype) for x in (d_key, d_value))
+    return d_query, d_key, d_value, d_strength.sum(2)
+
+
+_propagate.defvjp(_propagate_forward, _propagate_backward)
+
+
+def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, Any]:
+    return {
+        "T": query.shape[1],
+        "M": key.shape[1],
+        "N": query.shape[2],
+        "H": query.shape[3],
+        "HP": padded(query.shape[3]),
+        "SCALE": call.scale,
+        "SCORE": SCORES[call.score],
+        "PRECISION": "ieee" if query.dtype == jnp.float32 else "tf32",
+        "BT": tile.block_t,
+        "BM": min(tile.block_m or MOST_TOKENS, padded(key.shape[1])),
+    }
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+@functools.lru_cache(maxsize=64)
+def _run_forward(call: _Call):
+    def run(query, key, value, strength):
+        batch, length, heads, head_dim = query.shape
+        tile = choose_tiles(key.shape[1], head_dim, query.dtype).forward
+        return bridge.launch(
+            forward.propagate_forward,
+            (query, key, value, strength),
+            (jax.ShapeDtypeStruct(query.shape, query.dtype),),
+            (-(-length // tile.block_t), heads, batch),
+            _constants(call, query, key, tile),
+            **_options(tile),
+        )
+
+    return bridge.fold_vmap(run)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_backward(call: _Call):
+    def run(query, key, value, strength, d_out):
+        batch, length, heads, head_dim = query.shape
+        tokens = key.shape[1]
+        tiles = choose_tiles(tokens, head_dim, query.dtype)
+        tile = tiles.query_gradient
+        blocks = -(-length // tile.block_t)
+        rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+        d_query, log_sums, deltas, d_strength = bridge.launch(
+            backward.propagate_query_gradient,
+            (query, key, value, strength, d_out),
+            (
+                jax.ShapeDtypeStruct(query.shape, query.dtype),
+                rows,
+                rows,
+                jax.ShapeDtypeStruct((batch, heads, blocks), jnp.float32),
+            ),
+            (blocks, heads, batch),
+            _constants(call, query, key, tile),
+            **_options(tile),
+        )
+        tile = tiles.key_gradient
+        constants = _constants(call, query, key, tile)
+        count = -(-tokens // constants["BM"])
+        splits, stretch = split(length, batch * heads * count, tile.block_t)
+        parts = jax.ShapeDtypeStruct((splits, batch, heads, tokens, head_dim), jnp.float32)
+        d_key, d_value = bridge.launch(
+            backward.propagate_key_gradient,
+            (query, key, value, strength, d_out, log_sums, deltas),
+            (parts, parts),
+            (splits * count, heads, batch),
+            constants | {"TILES": count, "STRETCH": stretch},
+            **_options(tile),
+        )
+        return d_query, jnp.moveaxis(d_key, 1, 0), jnp.moveaxis(d_value, 1, 0), d_strength
+
+    return bridge.fold_vmap(run)

@@ -1,0 +1,99 @@
+"""The backward kernels of propagate: one by rows, one by compressed tokens. Neither adds atomically."""
+
+# ruff: noqa: N803, N806
+from __future__ import annotations
+
+try:
+    import triton.language as tl
+except ImportError:  # The kernels are then never launched; see `pallas_kernels.gpu.obstacle`.
+    from pallas_kernels.gpu.core import no_triton as tl  # type: ignore[no-redef]
+
+
+def propagate_query_gradient(
+    q, k, v, strength, d_out, d_query, log_sums, deltas, d_strength,
+    T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SCALE: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """d_query (B, T, N, H); log_sums (base 2) and deltas (B, N, T) for the other kernel; d_strength (B, N, blocks) in parts."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, cols, d = i * BT + tl.arange(0, BT), tl.arange(0, BM), tl.arange(0, HP)
+    at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
+    at_k = ((b * M + cols[:, None]) * N + h) * H + d[None, :]
+    there = (rows[:, None] < T) & (d[None, :] < H)
+    exists = (cols[:, None] < M) & (d[None, :] < H)
+    query = tl.load(q + at_q, mask=there, other=0.0)
+    grad = tl.load(d_out + at_q, mask=there, other=0.0)
+    key = tl.load(k + at_k, mask=exists, other=0.0)
+    value = tl.load(v + at_k, mask=exists, other=0.0)
+    s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * SCALE
+    dp = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    at_row = (b * N + h) * T + rows
+    if SCORE == 0:
+        s = tl.where(cols[None, :] < M, s * 1.4426950408889634, float("-inf"))
+        top = tl.max(s, 1)
+        w = tl.exp2(s - top[:, None])
+        total = tl.sum(w, 1)
+        w = w / total[:, None]
+        e = tl.sum(w * dp, 1)
+        ds = w * (dp - e[:, None])
+        tl.store(log_sums + at_row, top + tl.log2(total), mask=rows < T)
+    else:
+        if SCORE == 1:
+            w = tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
+            ds = 2.0 * tl.maximum(s, 0.0) * dp
+        else:
+            u = (s - 0.7071067811865476) * 2.5066282746310002
+            w = 0.5 + 0.5 * tl.erf(u)
+            ds = 1.4142135623730951 * tl.exp(-u * u) * dp
+        e = tl.sum(tl.where(cols[None, :] < M, w * dp, 0.0), 1)
+        tl.store(log_sums + at_row, e * 0.0, mask=rows < T)
+    tl.store(deltas + at_row, e, mask=rows < T)
+    tl.store(d_strength + (b * N + h) * tl.num_programs(0) + i, tl.sum(tl.where(rows < T, e, 0.0), 0))
+    ds = ds * (tl.load(strength + b * N + h) * SCALE)
+    result = tl.dot(ds.to(key.dtype), key, input_precision=PRECISION)
+    tl.store(d_query + at_q, result.to(d_query.dtype.element_ty), mask=there)
+
+
+def propagate_key_gradient(
+    q, k, v, strength, d_out, log_sums, deltas, d_key, d_value,
+    T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, TILES: tl.constexpr,
+    STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """d_key and d_value (SPLITS, B, N, M, H) in parts: one program has BM compressed tokens and STRETCH rows."""
+    program, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, tile = program // TILES, program % TILES
+    cols, d = tile * BM + tl.arange(0, BM), tl.arange(0, HP)
+    at_k = ((b * M + cols[:, None]) * N + h) * H + d[None, :]
+    exists = (cols[:, None] < M) & (d[None, :] < H)
+    key = tl.load(k + at_k, mask=exists, other=0.0)
+    value = tl.load(v + at_k, mask=exists, other=0.0)
+    weight = tl.load(strength + b * N + h)
+    acc_k = tl.zeros([BM, HP], tl.float32)
+    acc_v = tl.zeros([BM, HP], tl.float32)
+    stop = tl.minimum((split + 1) * STRETCH, T)
+    for start in range(split * STRETCH, stop, BT):
+        rows = start + tl.arange(0, BT)
+        at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
+        there = (rows[:, None] < stop) & (d[None, :] < H)
+        query = tl.load(q + at_q, mask=there, other=0.0)
+        grad = tl.load(d_out + at_q, mask=there, other=0.0)
+        s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * SCALE
+        dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+        if SCORE == 0:
+            z = tl.load(log_sums + (b * N + h) * T + rows, mask=rows < stop, other=float("inf"))
+            e = tl.load(deltas + (b * N + h) * T + rows, mask=rows < stop, other=0.0)
+            w = tl.exp2(s * 1.4426950408889634 - z[None, :])
+            ds = w * (dp - e[None, :])
+        elif SCORE == 1:
+            w = tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
+            ds = 2.0 * tl.maximum(s, 0.0) * dp
+        else:
+            u = (s - 0.7071067811865476) * 2.5066282746310002
+            w = 0.5 + 0.5 * tl.erf(u)
+            ds = 1.4142135623730951 * tl.exp(-u * u) * dp
+        acc_v = tl.dot(w.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
+        acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
+    at = (((split * tl.num_programs(2) + b) * N + h) * M + cols[:, None]) * H + d[None, :]
+    tl.store(d_key + at, acc_k * (SCALE * weight), mask=exists)
+    tl.store(d_value + at, acc_v * weight, mask=exists)

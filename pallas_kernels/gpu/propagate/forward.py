@@ -1,0 +1,38 @@
+"""The forward kernel of propagate: all compressed tokens in one tile, so that the softmax needs no loop."""
+
+# ruff: noqa: N803, N806
+from __future__ import annotations
+
+try:
+    import triton.language as tl
+except ImportError:  # The kernel is then never launched; see `pallas_kernels.gpu.obstacle`.
+    from pallas_kernels.gpu.core import no_triton as tl  # type: ignore[no-redef]
+
+
+def propagate_forward(
+    q, k, v, strength, out,
+    T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SCALE: tl.constexpr,
+    SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """out (B, T, N, H); one program has BT rows of one head."""
+    i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, cols, d = i * BT + tl.arange(0, BT), tl.arange(0, BM), tl.arange(0, HP)
+    at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
+    at_k = ((b * M + cols[:, None]) * N + h) * H + d[None, :]
+    there = (rows[:, None] < T) & (d[None, :] < H)
+    exists = (cols[:, None] < M) & (d[None, :] < H)
+    query = tl.load(q + at_q, mask=there, other=0.0)
+    key = tl.load(k + at_k, mask=exists, other=0.0)
+    value = tl.load(v + at_k, mask=exists, other=0.0)
+    s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * SCALE
+    factor = tl.zeros([BT], tl.float32) + tl.load(strength + b * N + h)
+    if SCORE == 0:
+        s = tl.where(cols[None, :] < M, s * 1.4426950408889634, float("-inf"))
+        w = tl.exp2(s - tl.max(s, 1)[:, None])
+        factor = factor / tl.sum(w, 1)
+    elif SCORE == 1:
+        w = tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
+    else:
+        w = 0.5 + 0.5 * tl.erf((s - 0.7071067811865476) * 2.5066282746310002)
+    result = tl.dot(w.to(value.dtype), value, input_precision=PRECISION) * factor[:, None]
+    tl.store(out + at_q, result.to(out.dtype.element_ty), mask=there)
