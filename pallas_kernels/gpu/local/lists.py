@@ -22,20 +22,24 @@ class Pattern:
 
     Attributes:
       rectangles: cover every pair that is seen; they may reach beyond the sequences.
-      visible: takes positions of queries and keys, broadcast against each other, and says which pairs are seen; None
-        where every pair of the rectangles is.
+      visible: takes positions of queries and keys, broadcast against each other, and `num_positions`, and says which
+        pairs are seen; None where every pair of the rectangles is.
       is_causal: besides, no query sees a later key.
       num_queries, num_keys: T and S.
       query_position, key_position: positions of query 0 and key 0, as `visible` counts.
     """
 
     rectangles: tuple[Rectangle, ...]
-    visible: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
+    visible: Callable[[np.ndarray, np.ndarray, int], np.ndarray] | None
     is_causal: bool
     num_queries: int
     num_keys: int
     query_position: int = 0
     key_position: int = 0
+
+    @property
+    def num_positions(self) -> int:
+        return max(self.query_position + self.num_queries, self.key_position + self.num_keys)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,7 +129,7 @@ def _seen(pattern: Pattern, row: int, touched: np.ndarray, block_q: int, block_k
     key = np.minimum(key, pattern.num_keys - 1)
     positions = query + pattern.query_position, key + pattern.key_position
     if pattern.visible is not None:
-        inside = inside & np.asarray(pattern.visible(*positions))
+        inside = inside & np.asarray(pattern.visible(*positions, pattern.num_positions))
     if pattern.is_causal:
         inside = inside & (positions[1] <= positions[0])
     return np.ascontiguousarray(inside).astype(np.int8)

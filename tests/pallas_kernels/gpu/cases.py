@@ -1,0 +1,187 @@
+"""Cases of the GPU kernels, to be run in Triton's interpreter: each compares results and gradients with the oracle.
+
+`python -m tests.pallas_kernels.gpu.cases FILE`, with TRITON_INTERPRET=1 in the environment, runs all of them and writes
+what each found: an empty text, or why it failed.
+"""
+
+import functools
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brl_jax.attention.local import patterns
+from pallas_kernels import gpu
+from tests.pallas_kernels.gpu import oracle
+
+ENDS = np.iinfo(np.int32)
+TOLERANCE = {"float32": 2e-5, "float16": 5e-3}
+
+
+def random(seed, *shape, dtype):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def close(names, got, want, dtype):
+    for name, a, b in zip(names, got, want, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        top = max(1.0, float(np.abs(b[np.isfinite(b)]).max(initial=0.0)))
+        np.testing.assert_allclose(a / top, b / top, atol=TOLERANCE[dtype], rtol=0, err_msg=name)
+
+
+def local(
+    pattern, *, length=100, keys=None, offset=0, heads=(2, 1), head_dim=16, batch=1, is_causal=False,
+    dtype="float32", segments=None, lengths=None,
+):  # fmt: skip
+    """One call over a pattern of the library, against the dense form."""
+    keys = length if keys is None else keys
+    query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
+    key, value = (random(seed, batch, keys, heads[1], head_dim, dtype=dtype) for seed in (1, 2))
+    if isinstance(pattern, (patterns.SlidingWindow, patterns.Dilated)):
+        rectangles = tuple(
+            (i, i + 16, i + offset - pattern.lookback, i + offset + 16 + pattern.lookahead)
+            for i in range(0, length, 16)
+        )
+    else:
+        rectangles = ((0, length, 0, keys),)
+    rule = gpu.Pattern(rectangles, pattern.visible, is_causal, length, keys, offset, 0)
+    at_query, at_key = np.arange(length)[:, None] + offset, np.arange(keys)[None, :]
+    seen = np.broadcast_to(np.asarray(pattern.visible(at_query, at_key, rule.num_positions)), (length, keys))
+    if is_causal:
+        seen = seen & (at_key <= at_query)
+    seen = np.repeat(seen[None], batch, axis=0)
+    options = {}
+    if segments is not None:
+        ids = [
+            np.random.default_rng(seed).choice(segments, (batch, size)).astype(np.int32)
+            for seed, size in ((3, length), (4, keys))
+        ]
+        options |= {"query_segment_ids": jnp.asarray(ids[0]), "key_segment_ids": jnp.asarray(ids[1])}
+        seen = seen & (ids[0][:, :, None] == ids[1][:, None, :])
+    if lengths is not None:
+        inside = np.arange(keys)[None] < np.asarray(lengths)[:, None]
+        seen = seen & inside[:, None, :]
+        # What padding holds must reach nothing.
+        key, value = (jnp.where(inside[:, :, None, None], x, jnp.nan) for x in (key, value))
+        options["key_lengths"] = jnp.asarray(lengths)
+    run = functools.partial(gpu.local_attention, pattern=rule, return_log_sum_exp=True, **options)
+    (out, log_sums), pull = jax.vjp(run, query, key, value)
+    d_out = random(5, *out.shape, dtype=dtype)
+    d_log_sums = random(6, *log_sums.shape, dtype="float32")
+    want = oracle.softmax_attention(
+        query, np.nan_to_num(key), np.nan_to_num(value), seen, head_dim**-0.5, d_out, d_log_sums
+    )
+    blind = ~seen.any(-1)
+    np.testing.assert_array_equal(np.isneginf(log_sums), np.broadcast_to(blind[..., None], log_sums.shape))
+    log_sums, expected = (np.where(blind[..., None], 0.0, x) for x in (log_sums, want[1]))
+    close(
+        ("out", "log_sums", "d_query", "d_key", "d_value"),
+        (out, log_sums, *pull((d_out, d_log_sums))),
+        (want[0], expected, *want[2:]),
+        dtype,
+    )
+
+
+def compress(score, *, length=100, tokens=20, heads=2, head_dim=24, batch=2, dtype="float32", lengths=None, contrast=True):
+    query = random(0, batch, tokens, heads, head_dim, dtype=dtype)
+    key, contrast_key, value = (random(i, batch, length, heads, head_dim, dtype=dtype) for i in (1, 2, 3))
+    gamma = jnp.linspace(0.2, 0.9, heads)
+    seen = np.ones((batch, 1, 1, length), bool)
+    clean = key, contrast_key, value
+    if lengths is not None:
+        inside = np.arange(length)[None] < np.asarray(lengths)[:, None]
+        seen = inside[:, None, None]
+        key, contrast_key, value = (jnp.where(inside[:, :, None, None], x, jnp.nan) for x in clean)
+        lengths = jnp.asarray(lengths)
+    options = {"scale": head_dim**-0.5, "score": score, "key_lengths": lengths}
+    d_out = random(5, *query.shape, dtype=dtype)
+    want = oracle.compress(query, *clean, gamma, seen, options["scale"], score, d_out)
+    if contrast:
+        run = lambda q, k, c, v, g: gpu.compress(q, k, c, v, gamma=g, **options)  # noqa: E731
+        out, pull = jax.vjp(run, query, key, contrast_key, value, gamma)
+    else:
+        want = oracle.compress(query, *clean, 0.0 * gamma, seen, options["scale"], score, d_out)
+        want = want[:3] + want[4:5]
+        run = lambda q, k, v: gpu.compress(q, k, None, v, gamma=None, **options)  # noqa: E731
+        out, pull = jax.vjp(run, query, key, value)
+    names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
+    close(names[: len(want)], (out, *pull(d_out)), want, dtype)
+
+
+def propagate(score, *, length=100, tokens=20, heads=2, head_dim=24, batch=2, dtype="float32"):
+    query = random(0, batch, length, heads, head_dim, dtype=dtype)
+    key, value = (random(i, batch, tokens, heads, head_dim, dtype=dtype) for i in (1, 2))
+    strength = jnp.linspace(0.2, 0.9, heads)
+    run = lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=head_dim**-0.5, score=score)  # noqa: E731
+    out, pull = jax.vjp(run, query, key, value, strength)
+    d_out = random(5, *out.shape, dtype=dtype)
+    want = oracle.propagate(query, key, value, strength, head_dim**-0.5, score, d_out)
+    close(("out", "d_query", "d_key", "d_value", "d_strength"), (out, *pull(d_out)), want, dtype)
+
+
+def mapped():
+    """vmap is one launch on a longer batch, and gives what calls one by one give."""
+    query = random(0, 3, 2, 40, 2, 16, dtype="float32")
+    rule = gpu.Pattern(((0, 40, 0, 40),), patterns.SlidingWindow(9, 0).visible, True, 40, 40)
+    run = lambda q: gpu.local_attention(q, q, q, pattern=rule)  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(run)(query), jnp.stack([run(q) for q in query]), atol=1e-6)
+    strength = jnp.asarray([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
+    run = lambda q, s: gpu.propagate(q, q[:, :8], q[:, :8], strength=s, scale=0.25)  # noqa: E731
+    one_by_one = jnp.stack([run(q, s) for q, s in zip(query, strength)])
+    np.testing.assert_allclose(jax.vmap(run)(query, strength), one_by_one, atol=1e-6)
+
+
+SLIDING = patterns.SlidingWindow
+MASK = patterns.BlockMask.of(16, np.random.default_rng(7).random((8, 8)) < 0.4)
+
+CASES = {
+    "window-causal-grouped": lambda: local(SLIDING(20, 0), heads=(4, 2), batch=2, is_causal=True),
+    "window-both-sides-odd-head": lambda: local(SLIDING(5, 7), length=64, head_dim=24),
+    "window-wider-than-the-sequence": lambda: local(SLIDING(200, 0), length=70, is_causal=True),
+    "window-after-a-cache": lambda: local(SLIDING(20, 0), length=13, keys=40, offset=27, is_causal=True),
+    "window-float16": lambda: local(SLIDING(20, 0), dtype="float16", is_causal=True),
+    "window-segments": lambda: local(SLIDING(30, 30), segments=[7, 8]),
+    "window-segments-of-padding": lambda: local(SLIDING(30, 30), segments=[-1, -2], lengths=[70]),
+    "window-segments-at-the-ends": lambda: local(SLIDING(30, 0), segments=[ENDS.min, ENDS.max], lengths=[61]),
+    "window-lengths": lambda: local(SLIDING(31, 31), batch=2, lengths=[33, 0]),
+    "dilated": lambda: local(patterns.Dilated(4, 4, 4), length=130),
+    "block-diagonal": lambda: local(patterns.BlockDiagonal(24), is_causal=True),
+    "bucketed": lambda: local(patterns.Bucketed(16)),
+    "strided": lambda: local(patterns.Strided(16), is_causal=True),
+    "fixed": lambda: local(patterns.Fixed(16, 2), is_causal=True),
+    "global": lambda: local(patterns.GlobalWindow(8, 8, 5)),
+    "bigbird": lambda: local(patterns.BigBird(8), length=90),
+    "block-mask": lambda: local(MASK, length=128),
+    "compress-softmax": lambda: compress("softmax"),
+    "compress-softmax-lengths": lambda: compress("softmax", lengths=[81, 0]),
+    "compress-softmax-one-attention": lambda: compress("softmax", contrast=False),
+    "compress-softmax-float16": lambda: compress("softmax", dtype="float16"),
+    "compress-softmax-many-tokens": lambda: compress("softmax", tokens=100, head_dim=16, batch=1),
+    "compress-relu2": lambda: compress("relu2", lengths=[81, 40]),
+    "compress-laplace": lambda: compress("laplace", lengths=[81, 40]),
+    "propagate-softmax": lambda: propagate("softmax"),
+    "propagate-softmax-many-tokens": lambda: propagate("softmax", tokens=200, head_dim=16),
+    "propagate-softmax-float16": lambda: propagate("softmax", dtype="float16"),
+    "propagate-relu2": lambda: propagate("relu2"),
+    "propagate-laplace": lambda: propagate("laplace"),
+    "vmap": mapped,
+}
+
+
+def main() -> None:
+    found = {}
+    for name, case in CASES.items():
+        try:
+            case()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()[-3000:]
+    Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Dense float64 forms of the GPU kernels' operations with their gradients, in NumPy."""
+
+import math
+
+import numpy as np
+from scipy import special
+
+
+def softmax_attention(query, key, value, seen, scale, d_out, d_log_sums=None):
+    """out, log-sum-exp and the gradients of query, key and value; seen is (B, T, S), heads are grouped."""
+    groups = query.shape[2] // key.shape[2]
+    q, k, v, g = (np.asarray(x, np.float64) for x in (query, key, value, d_out))
+    wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    logits = np.where(seen[:, None], np.einsum("btnh,bsnh->bnts", q, wide_k) * scale, -np.inf)
+    top = np.max(logits, -1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        log_sums = (np.where(np.isfinite(top), top, 0.0) + np.log(total))[..., 0]
+    weights = weights / np.where(total > 0, total, 1.0)
+    out = np.einsum("bnts,bsnh->btnh", weights, wide_v)
+    d_weights = np.einsum("btnh,bsnh->bnts", g, wide_v)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+    if d_log_sums is not None:
+        d_logits = d_logits + weights * np.asarray(d_log_sums, np.float64).transpose(0, 2, 1)[..., None]
+    d_query = np.einsum("bnts,bsnh->btnh", d_logits, wide_k) * scale
+    d_key = np.einsum("bnts,btnh->bsnh", d_logits, q) * scale
+    d_value = np.einsum("bnts,btnh->bsnh", weights, g)
+    d_key, d_value = (
+        x.reshape(*x.shape[:2], key.shape[2], groups, -1).sum(3) for x in (d_key, d_value)
+    )
+    return out, log_sums.transpose(0, 2, 1), d_query, d_key, d_value
+
+
+def sigma(logits, seen, score):
+    """The weights of a score function and a function from their gradient to the logits'."""
+    if score == "softmax":
+        logits = np.where(seen, logits, -np.inf)
+        top = np.max(logits, -1, keepdims=True)
+        weights = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
+        total = weights.sum(-1, keepdims=True)
+        weights = weights / np.where(total > 0, total, 1.0)
+        return weights, lambda d: weights * (d - (weights * d).sum(-1, keepdims=True))
+    if score == "relu2":
+        positive = np.maximum(logits, 0.0) * seen
+        return positive**2, lambda d: 2.0 * positive * d
+    deviation = math.sqrt(0.25 / math.pi)
+    u = (logits - math.sqrt(0.5)) / deviation
+    density = np.exp(-0.5 * u**2) / (deviation * math.sqrt(2.0 * math.pi))
+    return special.ndtr(u) * seen, lambda d: density * seen * d
+
+
+def compress(query, key, contrast_key, value, gamma, seen, scale, score, d_out):
+    """out and the gradients of query, key, contrast_key, value and gamma; seen is (B, 1, 1, S)."""
+    q, k1, k2, v, g, do = (np.asarray(x, np.float64) for x in (query, key, contrast_key, value, gamma, d_out))
+    logits = [np.einsum("bmnh,bsnh->bnms", q, k) * scale for k in (k1, k2)]
+    (w1, pull1), (w2, pull2) = (sigma(x, seen, score) for x in logits)
+    outs = [np.einsum("bnms,bsnh->bmnh", w, v) for w in (w1, w2)]
+    weigh = g[None, :, None, None]
+    d_weights = np.einsum("bmnh,bsnh->bnms", do, v)
+    d1, d2 = pull1(d_weights) * scale, pull2(-weigh * d_weights) * scale
+    d_query = np.einsum("bnms,bsnh->bmnh", d1, k1) + np.einsum("bnms,bsnh->bmnh", d2, k2)
+    return (
+        outs[0] - g[None, None, :, None] * outs[1],
+        d_query,
+        np.einsum("bnms,bmnh->bsnh", d1, q),
+        np.einsum("bnms,bmnh->bsnh", d2, q),
+        np.einsum("bnms,bmnh->bsnh", w1 - weigh * w2, do),
+        -np.einsum("bmnh,bmnh->n", do, outs[1]),
+    )
+
+
+def propagate(query, key, value, strength, scale, score, d_out):
+    """out and the gradients of query, key, value and strength."""
+    q, k, v, s, do = (np.asarray(x, np.float64) for x in (query, key, value, strength, d_out))
+    weights, pull = sigma(np.einsum("btnh,bmnh->bntm", q, k) * scale, np.True_, score)
+    read = np.einsum("bntm,bmnh->btnh", weights, v)
+    d_logits = pull(np.einsum("btnh,bmnh->bntm", do, v)) * s[None, :, None, None] * scale
+    return (
+        read * s[None, None, :, None],
+        np.einsum("bntm,bmnh->btnh", d_logits, k),
+        np.einsum("bntm,btnh->bmnh", d_logits, q),
+        np.einsum("bntm,btnh->bmnh", weights, do) * s[None, None, :, None],
+        np.einsum("btnh,btnh->n", do, read),
+    )
