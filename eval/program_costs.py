@@ -90,7 +90,7 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     Args:
       hlo: the compiled program's text, partitioned: its shapes are those of one device.
     """
-    bodies, entry = _computations(hlo)
+    bodies, entry = computations(hlo)
     totals: dict[str, float] = collections.defaultdict(float)
     # One that runs beside several computations stands in each of them, under the same numbers.
     seen: set[tuple[Any, ...]] = set()
@@ -113,7 +113,7 @@ def collective_bytes(hlo: str) -> dict[str, float]:
                 [condition], [body] = (
                     re.findall(rf"{part}=%?([\w.-]+)", line) for part in ("condition", "body")
                 )
-                walk(body, times * _trips(line, bodies.get(condition, ())))
+                walk(body, times * trips(line, bodies.get(condition, ())))
             else:
                 for called in re.findall(
                     r"(?:calls|to_apply|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)", line
@@ -125,7 +125,7 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     return dict(totals)
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     """The lines of each computation by name, and the name of the first to run."""
     bodies: dict[str, list[str]] = {}
     entry, current = "", ""
@@ -140,7 +140,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _trips(line: str, condition: Any) -> int:
+def trips(line: str, condition: Any) -> int:
     """How often a loop runs: the compiler's word, else the number its counter is compared with."""
     known = re.search(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)', line)
     if known is not None:

@@ -59,9 +59,8 @@ def choose_tiles(head_dim: int, dtype: Any) -> Tiles:
         return _INTERPRETED
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32
-    capability, padded = bridge.target_capability(), max(64, padded(head_dim))
-    least = max(c for c, _ in _TILES if c <= max(capability, bridge.LEAST_CAPABILITY))
-    return _TILES[least, padded]
+    capability = max(bridge.target_capability(), bridge.LEAST_CAPABILITY)
+    return _TILES[max(c for c, _ in _TILES if c <= capability), max(64, padded(head_dim))]
 
 
 class _Call(NamedTuple):
