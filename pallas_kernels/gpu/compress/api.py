@@ -33,7 +33,7 @@ def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> tuple[Tile, Tile]:
     if jnp.dtype(dtype).itemsize > 2:
         return Tile(32, 8, 1), Tile(16, 8, 1)
     if bridge.target_capability() < 90:
-        return (Tile(64, 8, 1), Tile(32, 8, 1)) if max(tokens, head_dim) > 64 else (Tile(64, 8, 2), Tile(64, 8, 1))
+        return Tile(64, 4, 2), Tile(32, 4, 1)
     if bridge.target_capability() >= 100:
         return Tile(64, 8, 2), Tile(32, 8, 1)
     return Tile(64, 8, 2), Tile(64, 8, 2)
@@ -59,6 +59,12 @@ def compress_obstacle(query: Any, value: Any) -> str | None:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {query.shape[1]}"
     if query.shape[3] > 128:
         return f"head_dim must be at most 128, got {query.shape[3]}"
+    if bridge.target_capability() < 90 and not bridge.interprets() and max(query.shape[1], query.shape[3]) > 64:
+        # An Ampere GPU has no registers left for more, and kernels that spill are slower than XLA's.
+        return (
+            "below compute capability 9.0 there must be at most 64 compressed tokens and a head_dim of at most 64, "
+            f"got {query.shape[1]} and {query.shape[3]}"
+        )
     if value.shape[3] != query.shape[3]:
         return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
     return None
