@@ -1,9 +1,9 @@
 """What the GPU kernels cost, by the compiler's own counts and without a GPU: python -m eval.gpu_costs.
 
-Compiles local attention, compress and propagate in Triton, forward and with the backward pass, for an A100, an H100 and a
-B200, and prints for each program how many kernels it launches, how many bytes these read and write beside the least that is
-possible (every argument and result once), and the registers, spilled bytes and shared memory of our own kernels. Needs
-`pip install '.[gpu]'` (the CUDA plugin brings its assembler), and neither a driver nor a device.
+Compiles local attention, compress and propagate in Triton, forward and with the backward pass, for an A100, an H100
+and a B200, and prints for each program how many kernels it launches, how many bytes these read and write beside the
+least that is possible (every argument and result once), and the registers, spilled bytes and shared memory of our own
+kernels. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), and neither a driver nor a device.
 
 The exit status is 1 if a kernel spills, does not compile, or launches more kernels for twice the tokens.
 """
@@ -186,13 +186,24 @@ class Cost:
         found = [f"{where}: {k.name} spills {k.spilled} bytes" for k in self.kernels if k.spilled]
         found += [f"{where}: {k.name}: {k.error}" for k in self.kernels if k.error]
         if self.doubled_launches > self.launches:
-            found.append(f"{where}: {self.launches} launches grow to {self.doubled_launches} at twice the tokens")
+            found.append(
+                f"{where}: {self.launches} launches grow to {self.doubled_launches} at twice the tokens"
+            )
         return found
 
 
 # Operations of a compiled program that launch nothing.
 _FREE = frozenset(
-    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "add-dependency")
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "opt-barrier",
+        "add-dependency",
+    )
 )
 _BITS = {"pred": 8, "s4": 4, "u4": 4}
 
@@ -230,7 +241,9 @@ def launches(hlo: str) -> tuple[int, int]:
 def _bytes(shape: str) -> int:
     total = 0
     for kind, dims in re.findall(r"(pred|bf16|f8\w*|[fsuc]\d+)\[([\d,]*)\]", shape):
-        bits = _BITS.get(kind) or int(re.sub(r"\D", "", kind.replace("f8", "f8 ").split()[0] if "f8" in kind else kind))
+        bits = _BITS.get(kind) or int(
+            re.sub(r"\D", "", kind.replace("f8", "f8 ").split()[0] if "f8" in kind else kind)
+        )
         size = 1
         for n in filter(None, dims.split(",")):
             size *= int(n)
@@ -307,7 +320,10 @@ def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
 def main(argv: Sequence[str]) -> None:
     """Prints the table; see the module's text and --help."""
     options = parse_options(
-        CostOptions(), argv, prog="python -m eval.gpu_costs", about="Compiles the GPU kernels and prints their costs."
+        CostOptions(),
+        argv,
+        prog="python -m eval.gpu_costs",
+        about="Compiles the GPU kernels and prints their costs.",
     )
     for name in ("triton", "jax_triton", "jax_plugins"):
         if importlib.util.find_spec(name) is None:

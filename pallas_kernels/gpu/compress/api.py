@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +58,11 @@ def compress_obstacle(query: Any, value: Any) -> str | None:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {query.shape[1]}"
     if query.shape[3] > 128:
         return f"head_dim must be at most 128, got {query.shape[3]}"
-    if bridge.target_capability() < 90 and not bridge.interprets() and max(query.shape[1], query.shape[3]) > 64:
+    if (
+        bridge.target_capability() < 90
+        and not bridge.interprets()
+        and max(query.shape[1], query.shape[3]) > 64
+    ):
         # An Ampere GPU has no registers left for more, and kernels that spill are slower than XLA's.
         return (
             "below compute capability 9.0 there must be at most 64 compressed tokens and a head_dim of at most 64, "
@@ -83,8 +86,8 @@ def compress(
 ) -> Float[Array, "B M N H"]:
     """(sigma(c Q K1^T) - gamma sigma(c Q K2^T)) V, BRL-Attention (OpenReview Vpyg3fqXbl), equation 12.
 
-    Both attentions read the history together, once, in as many stretches as fill the GPU; the stretches' sums are merged
-    by their maxima. The backward pass reads it once more. Differentiable in query, keys, value and gamma.
+    Both attentions read the history together, once, in as many stretches as fill the GPU; the stretches' sums are
+    merged by their maxima. The backward pass reads it once more. Differentiable in query, keys, value and gamma.
 
     Args:
       query: (B, M, N, H), M up to 128 and H up to 128; float32, bfloat16 or float16.
@@ -104,7 +107,9 @@ def compress(
     if reason is not None:
         raise NotImplementedError(reason)
     batch, heads = query.shape[0], query.shape[2]
-    lengths = jnp.full((batch,), key.shape[1], jnp.int32) if key_lengths is None else key_lengths.astype(jnp.int32)
+    lengths = (
+        jnp.full((batch,), key.shape[1], jnp.int32) if key_lengths is None else key_lengths.astype(jnp.int32)
+    )
     call = _Call(float(scale), score, contrast_key is not None, key_lengths is None)
     if contrast_key is None or gamma is None:
         contrast_key, gamma = key, jnp.zeros((heads,), jnp.float32)
@@ -125,7 +130,9 @@ def _compress_forward(query, key, contrast_key, value, gamma, lengths, call: _Ca
         weight = jnp.exp2(tops - highest[:, :, None])
         normaliser = (weight * sums).sum(2)
         blind = normaliser == 0.0
-        outs = jnp.einsum("bzsnm,bzsnmh->bznmh", weight, totals) / jnp.where(blind, 1.0, normaliser)[..., None]
+        outs = (
+            jnp.einsum("bzsnm,bzsnmh->bznmh", weight, totals) / jnp.where(blind, 1.0, normaliser)[..., None]
+        )
         log_sums = jnp.where(blind, jnp.inf, highest + jnp.log2(jnp.where(blind, 1.0, normaliser)))
     else:
         outs = totals.sum(2)
@@ -209,7 +216,7 @@ def _run_backward(call: _Call):
         unused = jax.ShapeDtypeStruct((batch, 1), key.dtype)
         d_query, d_key, d_contrast, d_value = bridge.launch(
             backward.compress_gradient,
-            (query, key, contrast_key, value, lengths, d_out, jnp.moveaxis(log_sums, 1, 0), jnp.moveaxis(deltas, 1, 0), gamma),
+            (query, key, contrast_key, value, lengths, d_out, *(jnp.moveaxis(x, 1, 0) for x in (log_sums, deltas)), gamma),
             (
                 parts,
                 jax.ShapeDtypeStruct(key.shape, key.dtype),

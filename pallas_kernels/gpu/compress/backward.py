@@ -1,6 +1,5 @@
 """The backward kernel of compress: one program a stretch of the history, which it reads once."""
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 try:
@@ -17,7 +16,8 @@ def compress_gradient(
 ):  # fmt: skip
     """d_query (SPLITS, B, N, M, H) in parts; d_k1, d_k2 and d_v (B, S, N, H) whole.
 
-    EVEN says that every key exists and every block is full, so that nothing is masked. log_sums (base 2, +inf where a row saw nothing) and deltas are (A, B, N, M); only softmax uses them.
+    EVEN says that every key exists and every block is full, so that nothing is masked. log_sums (base 2, +inf where a
+    row saw nothing) and deltas are (A, B, N, M); only softmax uses them.
     """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     B = tl.num_programs(2)

@@ -1,6 +1,5 @@
 """The forward kernel of compress: each program reads a stretch of the history once, for one or both attentions."""
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 try:

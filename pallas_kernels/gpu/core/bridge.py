@@ -52,8 +52,8 @@ def obstacle() -> str | None:
 def target_capability() -> int:
     """Ten times the compute capability that kernels are compiled for.
 
-    BRL_JAX_GPU_CAPABILITY (80, 90, 100, ...) where it is set, as when compiling for a device that is not there; else that of
-    the first GPU of this process; else Hopper's.
+    BRL_JAX_GPU_CAPABILITY (80, 90, 100, ...) where it is set, as when compiling for a device that is not there; else
+    that of the first GPU of this process; else Hopper's.
     """
     given = os.environ.get("BRL_JAX_GPU_CAPABILITY")
     return int(given) if given else _device_capability()
@@ -127,25 +127,8 @@ def _triton_call():
     """jax-triton's call, and the name under which it takes the results' types."""
     import jax_triton
 
-    _mend_dead_code_elimination(jax_triton)
     names = inspect.signature(jax_triton.triton_call).parameters
     return jax_triton.triton_call, "out_type" if "out_type" in names else "out_shape"
-
-
-def _mend_dead_code_elimination(jax_triton: Any) -> None:
-    """JAX 0.12 passes its dead-code rules one argument more than jax-triton 0.4.1's rule takes, which fails every jit.
-
-    A kernel's results are used together or not at all, so a rule that keeps everything loses nothing.
-    """
-    if jax.__version_info__ < (0, 12):
-        return
-    from jax.interpreters import partial_eval as pe
-
-    library = getattr(jax_triton, "triton_lib", None)
-    primitive = getattr(library, "triton_kernel_call_p", None)
-    rules = getattr(pe, "dce_rules", None)
-    if primitive is not None and rules is not None:
-        rules[primitive] = lambda *arguments: ([True] * len(arguments[-1].invars), arguments[-1])
 
 
 # --- Triton's interpreter ---
@@ -201,7 +184,9 @@ def _interpret(kernel, grid, results, constants, *arrays):
 # --- vmap ---
 
 
-def fold_vmap(function: Callable[..., tuple[Array, ...]], static: int = 0) -> Callable[..., tuple[Array, ...]]:
+def fold_vmap(
+    function: Callable[..., tuple[Array, ...]], static: int = 0
+) -> Callable[..., tuple[Array, ...]]:
     """`function` of arrays whose leading axis is the batch, mapped by `jax.vmap` as one call on a longer batch.
 
     The last `static` arguments have no batch axis and must not be mapped.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 #: Streaming multiprocessors that a kernel's programs should fill once (H100, H200; A100 has 108, B200 148).
 MULTIPROCESSORS = 132
 
@@ -16,5 +18,6 @@ def padded(size: int) -> int:
 
 def split(length: int, others: int, block: int) -> tuple[int, int]:
     """Cuts a length so that its stretches, times `others` programs, fill the GPU once: their number and length."""
-    stretch = -(-(-(-length // max(1, MULTIPROCESSORS // others))) // block) * block
-    return -(-length // stretch), stretch
+    stretch = math.ceil(length / max(1, MULTIPROCESSORS // others))
+    stretch = math.ceil(stretch / block) * block
+    return math.ceil(length / stretch), stretch

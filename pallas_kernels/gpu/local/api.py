@@ -123,7 +123,7 @@ def local_attention(
     reason = local_obstacle(query, key, value)
     if reason is not None:
         raise NotImplementedError(reason)
-    batch, length, heads, head_dim = query.shape
+    batch, length, _, head_dim = query.shape
     num_keys = key.shape[1]
     exists = [
         None if n is None else jnp.arange(size, dtype=jnp.int32)[None] < n.astype(jnp.int32)[:, None]
@@ -131,10 +131,10 @@ def local_attention(
     ]
     ids: tuple[Array, Array] | None = None
     if query_segment_ids is not None or any(x is not None for x in exists):
-        there = [
+        query_exists, key_exists = (
             jnp.ones((1, size), bool) if x is None else x for x, size in zip(exists, (length, num_keys))
-        ]
-        ids = mark_absent(query_segment_ids, key_segment_ids, *there, batch=batch)
+        )
+        ids = mark_absent(query_segment_ids, key_segment_ids, query_exists, key_exists, batch=batch)
         query = _only(query, exists[0])
         key, value = _only(key, exists[1]), _only(value, exists[1])
     call = _Call(
@@ -164,7 +164,11 @@ def _attend(query, key, value, query_ids, key_ids, call: _Call):
 
 def _attend_forward(query, key, value, query_ids, key_ids, call: _Call):
     out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids)
-    natural = jnp.where(jnp.isposinf(log_sums), -jnp.inf, log_sums * math.log(2.0)) if call.with_log_sum else log_sums
+    natural = (
+        jnp.where(jnp.isposinf(log_sums), -jnp.inf, log_sums * math.log(2.0))
+        if call.with_log_sum
+        else log_sums
+    )
     return (out, natural), (query, key, value, query_ids, key_ids, out, log_sums)
 
 
@@ -229,13 +233,14 @@ def _run_forward(call: _Call):
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _Call):
     def run(query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
+        ids = (query_ids, key_ids)
         batch, length, heads, _ = query.shape
         tiles = choose_tiles(query.shape[3], query.dtype)
         tile = tiles.query_gradient
         lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
         d_query, delta = bridge.launch(
             backward.local_query_gradient,
-            (query, key, value, out, d_out, log_sums, d_log_sums, *map(jnp.asarray, lists.arrays()), query_ids, key_ids),
+            (query, key, value, out, d_out, log_sums, d_log_sums, *map(jnp.asarray, lists.arrays()), *ids),
             (
                 jax.ShapeDtypeStruct(query.shape, query.dtype),
                 jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
@@ -248,7 +253,17 @@ def _run_backward(call: _Call):
         lists = make_lists(call.pattern, tile.block_q, tile.block_k, True)
         d_key, d_value = bridge.launch(
             backward.local_key_gradient,
-            (query, key, value, d_out, log_sums, delta, *map(jnp.asarray, lists.arrays()), query_ids, key_ids),
+            (
+                query,
+                key,
+                value,
+                d_out,
+                log_sums,
+                delta,
+                *map(jnp.asarray, lists.arrays()),
+                query_ids,
+                key_ids,
+            ),
             (jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
             (-(-key.shape[1] // tile.block_k), key.shape[2], batch),
             _constants(call, query, key, tile),

@@ -4,7 +4,6 @@ Neither uses atomic additions, so results are the same in every run. Probabiliti
 log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 """
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 try:

@@ -1,6 +1,6 @@
 """The forward kernel: one program a block of queries and head, over the blocks of keys in its list."""
 
-# ruff: noqa: E741, N803, N806
+# ruff: noqa: E741
 from __future__ import annotations
 
 try:

@@ -80,7 +80,8 @@ def make_lists(pattern: Pattern, block_q: int, block_k: int, by_keys: bool) -> B
         if not touched.size:
             continue
         seen = _seen(pattern, row, touched, block_q, block_k)
-        whole, some = seen.all(axis=(1, 2)), seen.any(axis=(1, 2))
+        count = seen.sum(axis=(1, 2), dtype=np.int64)
+        whole, some = count == block_q * block_k, count > 0
         for number, column in enumerate(touched):
             if some[number]:
                 mask = -1 if whole[number] else masks.setdefault(seen[number].tobytes(), len(masks))

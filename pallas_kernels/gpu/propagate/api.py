@@ -46,7 +46,9 @@ def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> Tiles:
         rows = 32 if wide else 64
         return Tiles(Tile(rows, None, 8, 1), Tile(32, None, 8 if wide else 4, 1), Tile(32, 64, 8, 1))
     return Tiles(
-        Tile(64 if wide else 128, None, 8, 1), Tile(32 if wide else 64, None, 8, 1), Tile(64, 64, 8 if wide else 4, 2)
+        Tile(64 if wide else 128, None, 8, 1),
+        Tile(32 if wide else 64, None, 8, 1),
+        Tile(64, 64, 8 if wide else 4, 2),
     )
 
 

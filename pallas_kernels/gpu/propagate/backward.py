@@ -1,6 +1,5 @@
 """The backward kernels of propagate: one by rows, one by compressed tokens. Neither adds atomically."""
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 try:
@@ -14,7 +13,7 @@ def propagate_query_gradient(
     T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SCALE: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """d_query (B, T, N, H); log_sums (base 2) and deltas (B, N, T) for the other kernel; d_strength (B, N, blocks) in parts."""
+    """d_query (B, T, N, H), log_sums (base 2) and deltas (B, N, T) for the other kernel, d_strength (B, N, blocks)."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, cols, d = i * BT + tl.arange(0, BT), tl.arange(0, BM), tl.arange(0, HP)
     at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]

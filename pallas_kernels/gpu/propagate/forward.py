@@ -1,6 +1,5 @@
 """The forward kernel of propagate: all compressed tokens in one tile, so that the softmax needs no loop."""
 
-# ruff: noqa: N803, N806
 from __future__ import annotations
 
 try:

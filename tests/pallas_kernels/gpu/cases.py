@@ -86,7 +86,18 @@ def local(
     )
 
 
-def compress(score, *, length=100, tokens=20, heads=2, head_dim=24, batch=2, dtype="float32", lengths=None, contrast=True):
+def compress(
+    score,
+    *,
+    length=100,
+    tokens=20,
+    heads=2,
+    head_dim=24,
+    batch=2,
+    dtype="float32",
+    lengths=None,
+    contrast=True,
+):
     query = random(0, batch, tokens, heads, head_dim, dtype=dtype)
     key, contrast_key, value = (random(i, batch, length, heads, head_dim, dtype=dtype) for i in (1, 2, 3))
     gamma = jnp.linspace(0.2, 0.9, heads)

@@ -26,9 +26,7 @@ def softmax_attention(query, key, value, seen, scale, d_out, d_log_sums=None):
     d_query = np.einsum("bnts,bsnh->btnh", d_logits, wide_k) * scale
     d_key = np.einsum("bnts,btnh->bsnh", d_logits, q) * scale
     d_value = np.einsum("bnts,btnh->bsnh", weights, g)
-    d_key, d_value = (
-        x.reshape(*x.shape[:2], key.shape[2], groups, -1).sum(3) for x in (d_key, d_value)
-    )
+    d_key, d_value = (x.reshape(*x.shape[:2], key.shape[2], groups, -1).sum(3) for x in (d_key, d_value))
     return out, log_sums.transpose(0, 2, 1), d_query, d_key, d_value
 
 

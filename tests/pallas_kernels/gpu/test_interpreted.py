@@ -1,4 +1,4 @@
-"""The GPU kernels' numbers in Triton's interpreter, in a process of its own: it must be chosen before Triton is imported."""
+"""The GPU kernels' numbers in Triton's interpreter, which must be chosen before a process imports Triton."""
 
 import importlib.util
 import json
@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[3]
 
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install '.[gpu-test]')"
+        importlib.util.find_spec("triton") is None,
+        reason="triton is not installed (pip install '.[gpu-test]')",
     ),
     pytest.mark.xdist_group("triton"),
 ]
