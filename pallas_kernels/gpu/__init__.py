@@ -1,13 +1,14 @@
 """GPU kernels in Triton, reached through jax-triton: arrays in, arrays out, differentiable, forward and backward."""
 
 from pallas_kernels.gpu.compress.api import compress, compress_obstacle
-from pallas_kernels.gpu.core.bridge import obstacle
+from pallas_kernels.gpu.core.bridge import check_interpretation, obstacle
 from pallas_kernels.gpu.local.api import local_attention, local_obstacle
 from pallas_kernels.gpu.local.lists import Pattern
 from pallas_kernels.gpu.propagate.api import propagate, propagate_obstacle
 
 __all__ = [
     "Pattern",
+    "check_interpretation",
     "compress",
     "compress_obstacle",
     "local_attention",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.compressed import tpu, xla
+from brl_jax.attention.compressed import gpu, tpu, xla
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
@@ -124,9 +124,12 @@ def per_head(gamma, query):
 @functools.partial(jax.jit, static_argnames=("scale", "score", "axis_name", "implementation"))
 def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
-    kernel = tpu.compress_backend(query, key, contrast_key, value, bias, mask, **static)
+    backends = {
+        "tpu": tpu.compress_backend(query, key, contrast_key, value, bias, mask, **static),
+        "cuda": gpu.compress_backend(query, value, bias, mask, **static),
+    }
     xla_form = functools.partial(_compress, **static)
-    return dispatch("compress", implementation, {"tpu": kernel}, xla_form, *operands)
+    return dispatch("compress", implementation, backends, xla_form, *operands)
 
 
 def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):

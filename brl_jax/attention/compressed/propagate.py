@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.attention.compressed import tpu
+from brl_jax.attention.compressed import gpu, tpu
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
@@ -90,9 +90,12 @@ def _choose(query, key, value, strength, bias, *, scale, score, implementation):
             query, key, value, strength, cpu=in_blocks, default=lambda *operands: whole(*operands, None)
         )
 
-    kernel = tpu.propagate_backend(query, key, value, bias, scale=scale, score=score)
+    backends = {
+        "tpu": tpu.propagate_backend(query, key, value, bias, scale=scale, score=score),
+        "cuda": gpu.propagate_backend(query, key, value, bias, scale=scale, score=score),
+    }
     operands = (query, key, value, strength, bias)
-    return dispatch("propagate", implementation, {"tpu": kernel}, xla, *operands)
+    return dispatch("propagate", implementation, backends, xla, *operands)
 
 
 def propagate_weights(

@@ -20,7 +20,7 @@ from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
 
 #: The backends that a caller can ask for by name. A function accepts those that it has, and None for its own choice.
-Implementation = Literal["xla", "pallas", "pallas_interpret", "cudnn"]
+Implementation = Literal["xla", "pallas", "pallas_interpret", "cudnn", "triton", "triton_interpret"]
 
 _LOG = logging.getLogger("brl_jax")
 

@@ -30,7 +30,7 @@ from brl_jax.attention.core.dispatch import (
     check_implementation,
     dispatch,
 )
-from brl_jax.attention.local import xla
+from brl_jax.attention.local import gpu, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
@@ -84,7 +84,8 @@ def local_attention(
         reach (all keys, where it has no bound).
       implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
         sliding window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every
-        pattern and offset, without a bias; "pallas_interpret" interprets these kernels on any platform. A call of
+        pattern and offset, without a bias; "pallas_interpret" interprets these kernels on any platform; "triton" is
+        the GPU kernel (docs/gpu.md), which must be asked for. A call of
         fewer than 128 queries on more keys, such as a decoding step, goes to the kernels only when they are asked
         for. With None, a call that they do not serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the
         same O(n w), and lowering it for a TPU logs a warning that says why, once.
@@ -113,7 +114,9 @@ def local_attention(
             query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths,
             segment_ids is not None, query_offset,
         )  # fmt: skip
-    check_implementation(implementation, None, "xla", "cudnn", "pallas", "pallas_interpret")
+    check_implementation(
+        implementation, None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret"
+    )
     call = PatternCall(
         pattern, bool(is_causal), scale, query.shape[1], key.shape[1], int(query_offset), static_key_offset
     )
@@ -127,22 +130,27 @@ def local_attention(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
     # Pallas is imported where it is needed: it costs import time.
-    def obstacle() -> str | None:
+    def tpu_obstacle() -> str | None:
         from brl_jax.attention.local import tpu
 
         return bias_obstacle(x.bias) or tpu.obstacle(call, x.query, x.key)
 
-    def run(x: CallArrays, *, interpret: bool) -> Array:
+    def run_on_tpu(x: CallArrays, *, interpret: bool) -> Array:
         from brl_jax.attention.local import tpu
 
         return tpu.attend(call, x, interpret=interpret)
 
-    # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
+    def gpu_obstacle() -> str | None:
+        return bias_obstacle(x.bias) or gpu.obstacle(call, x)
+
+    # The TPU kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
-    kernel = Backend("pallas", run, obstacle, unsuited=few)
-    return dispatch(
-        "local_attention", implementation, {"tpu": kernel}, functools.partial(xla.attend, call), x
-    )
+    backends = {
+        "tpu": Backend("pallas", run_on_tpu, tpu_obstacle, unsuited=few),
+        # Only on request, as long as the kernel has not run on a GPU (docs/gpu.md).
+        "cuda": Backend("triton", functools.partial(gpu.attend, call), gpu_obstacle, unsuited=True),
+    }
+    return dispatch("local_attention", implementation, backends, functools.partial(xla.attend, call), x)
 
 
 def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:

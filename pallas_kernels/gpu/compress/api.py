@@ -211,12 +211,13 @@ def _run_backward(call: _Call):
         if head_dim > 64 and not bridge.interprets():
             constants["BM"] = MOST_TOKENS  # with 64 rows the kernel spills, with twice as many it does not
         full = key.shape[1] % constants["STRETCH"] == 0 and constants["HP"] == head_dim
+        statistics = (jnp.moveaxis(x, 1, 0) for x in (log_sums, deltas))
         constants["EVEN"] = call.every_key and full
         parts = jax.ShapeDtypeStruct((constants["SPLITS"], batch, heads, tokens, head_dim), jnp.float32)
         unused = jax.ShapeDtypeStruct((batch, 1), key.dtype)
         d_query, d_key, d_contrast, d_value = bridge.launch(
             backward.compress_gradient,
-            (query, key, contrast_key, value, lengths, d_out, *(jnp.moveaxis(x, 1, 0) for x in (log_sums, deltas)), gamma),
+            (query, key, contrast_key, value, lengths, d_out, *statistics, gamma),
             (
                 parts,
                 jax.ShapeDtypeStruct(key.shape, key.dtype),

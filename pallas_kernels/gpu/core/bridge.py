@@ -34,6 +34,15 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def check_interpretation(wanted: bool) -> None:
+    """Raises NotImplementedError unless this process interprets kernels, or compiles them, as the caller wants."""
+    if wanted != interprets():
+        raise NotImplementedError(
+            "Triton's interpreter is chosen for a whole process: TRITON_INTERPRET=1 must be "
+            f"{'set' if wanted else 'unset'} before Triton is imported"
+        )
+
+
 def obstacle() -> str | None:
     """Why no Triton kernel can be launched from this installation; None if one can."""
     missing = [

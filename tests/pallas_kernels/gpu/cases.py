@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import brl_jax
 from brl_jax.attention.local import patterns
 from pallas_kernels import gpu
 from tests.pallas_kernels.gpu import oracle
@@ -146,6 +147,59 @@ def mapped():
     np.testing.assert_allclose(jax.vmap(run)(query, strength), one_by_one, atol=1e-6)
 
 
+def public(pattern, *, is_causal=False, offset=0, **options):
+    """`brl_jax.local_attention` on the kernel and through XLA, forward and backward, under jit."""
+    length = 90
+    query, key, value = (random(i, 1, length + i // 3 * offset, 2, 16, dtype="float32") for i in (0, 3, 4))
+    d_out = random(5, *query.shape, dtype="float32")
+
+    def run(implementation):
+        @jax.jit
+        def both(query, key, value):
+            call = functools.partial(
+                brl_jax.local_attention, pattern=pattern, is_causal=is_causal, query_offset=offset, **options
+            )
+            out, pull = jax.vjp(functools.partial(call, implementation=implementation), query, key, value)
+            return out, *pull(d_out)
+
+        return both(query, key, value)
+
+    close(("out", "d_query", "d_key", "d_value"), run("triton_interpret"), run("xla"), "float32")
+
+
+def public_compress():
+    """`brl_jax.compress` on the kernel and through XLA, with lengths."""
+    query, *keys = (random(i, 2, length, 2, 16, dtype="float32") for i, length in enumerate((12, 60, 60, 60)))
+    gamma = jnp.asarray([0.3, 0.7])
+
+    def run(implementation):
+        call = lambda q, k, c, v, g: brl_jax.compress(  # noqa: E731
+            q, k, c, v, gamma=g, key_value_seq_lengths=jnp.asarray([60, 31]), implementation=implementation
+        )
+        out, pull = jax.vjp(jax.jit(call), query, *keys, gamma)
+        return out, *pull(jnp.ones_like(out))
+
+    names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
+    close(names, run("triton_interpret"), run("xla"), "float32")
+
+
+def public_propagate():
+    """`brl_jax.propagate` on the kernel and through XLA."""
+    query, key, value = (
+        random(i, 2, length, 2, 16, dtype="float32") for i, length in enumerate((60, 12, 12))
+    )
+    strength = jnp.asarray([0.3, 0.7])
+
+    def run(implementation):
+        call = lambda q, k, v, s: brl_jax.propagate(q, k, v, strength=s, implementation=implementation)  # noqa: E731
+        out, pull = jax.vjp(jax.jit(call), query, key, value, strength)
+        return out, *pull(jnp.ones_like(out))
+
+    close(
+        ("out", "d_query", "d_key", "d_value", "d_strength"), run("triton_interpret"), run("xla"), "float32"
+    )
+
+
 SLIDING = patterns.SlidingWindow
 MASK = patterns.BlockMask.of(16, np.random.default_rng(7).random((8, 8)) < 0.4)
 
@@ -180,6 +234,15 @@ CASES = {
     "propagate-relu2": lambda: propagate("relu2"),
     "propagate-laplace": lambda: propagate("laplace"),
     "vmap": mapped,
+    "public-window": lambda: public(SLIDING(20, 0), is_causal=True),
+    "public-window-after-a-cache": lambda: public(SLIDING(20, 0), is_causal=True, offset=30),
+    "public-global": lambda: public(patterns.GlobalWindow(8, 8, 5), key_value_seq_lengths=jnp.asarray([80])),
+    "public-bigbird": lambda: public(patterns.BigBird(8)),
+    "public-block-mask": lambda: public(MASK),
+    "public-bucketed-at-an-offset": lambda: public(patterns.Bucketed(16), is_causal=True, key_offset=5),
+    "public-compress": public_compress,
+    "public-propagate": public_propagate,
+    "public-dilated": lambda: public(patterns.Dilated(4, 4, 3)),
 }
 
 

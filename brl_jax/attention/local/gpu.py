@@ -1,0 +1,69 @@
+"""Local attention on GPUs: one launch of the Triton kernel for any pattern that touches few blocks of keys."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float
+
+from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.patterns import Dilated, Fixed, SlidingWindow, Strided
+from pallas_kernels import gpu
+
+# Queries for which one stretch of keys is listed: no more than a kernel's block, so that lists hold no needless pairs.
+_STRETCH = 32
+
+
+def obstacle(call: PatternCall, x: CallArrays) -> str | None:
+    """Why the kernel cannot serve a call without a bias; None if it can. Traces nothing."""
+    name = type(call.pattern).__name__
+    if isinstance(call.pattern, (Strided, Fixed)):
+        return f"pattern must touch few blocks of keys, and the columns of {name} touch all of them"
+    if call.key_offset is None and not isinstance(call.pattern, (SlidingWindow, Dilated)):
+        return f"key_offset must be a static int with {name}, got it traced"
+    return gpu.local_obstacle(x.query, x.key, x.value)
+
+
+def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Float[Array, "B T N H"]:
+    """`local_attention` without a bias, on the kernel."""
+    gpu.check_interpretation(interpret)
+    result = gpu.local_attention(
+        x.query,
+        x.key,
+        x.value,
+        pattern=_listed(call),
+        scale=call.scale,
+        query_segment_ids=x.query_segments,
+        key_segment_ids=x.key_segments,
+        query_lengths=x.query_lengths,
+        key_lengths=x.key_lengths,
+    )
+    assert not isinstance(result, tuple)
+    return result
+
+
+def _listed(call: PatternCall) -> gpu.Pattern:
+    """The pattern as the kernel's lists are made from it."""
+    pattern = call.pattern
+    # Windows look at distances alone, so that it does not matter where key 0 stands.
+    key_position = call.key_offset or 0
+    if pattern.lookback is not None and pattern.lookahead is not None:
+        rectangles = tuple(
+            (
+                first,
+                first + _STRETCH,
+                first + call.query_offset - pattern.lookback,
+                first + call.query_offset + _STRETCH + pattern.lookahead,
+            )
+            for first in range(0, call.num_queries, _STRETCH)
+        )
+    else:
+        parts = pattern.parts(call, lambda width: _STRETCH)
+        rectangles = tuple(rectangle for part in parts for rectangle in part.rectangles())
+    return gpu.Pattern(
+        rectangles,
+        pattern.visible,
+        call.is_causal,
+        call.num_queries,
+        call.num_keys,
+        query_position=call.query_offset + key_position,
+        key_position=key_position,
+    )
