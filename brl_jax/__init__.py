@@ -50,7 +50,7 @@ from brl_jax.attention.recurrent.performer import (
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
-from brl_jax.attention.structured.mlr_step import init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr_generation import init_mlr_state, mlr_attention_step
 from brl_jax.decoding import generate, stream
 from brl_jax.layers import (
     MECHANISMS,

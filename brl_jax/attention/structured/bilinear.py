@@ -1,4 +1,7 @@
-"""Attention whose scores are bilinear forms of structured matrices of high rank: MLR and BTT (002, section 3.2)."""
+"""Attention whose scores are bilinear forms of structured matrices of high rank: MLR and BTT.
+
+The paper is arXiv:2509.07963; see its section 3.2.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.attention.structured.feature_attention import feature_attention
 
-# A BTT is cheap where its two factors of the width are near each other.
+# A BTT is cheap only if its two factors of the width do not differ much.
 _LARGEST_RATIO = 4
 
 
@@ -22,10 +26,10 @@ def bilinear_mlr_attention(
     x: Float[Array, "B T D"],
     value: Float[Array, "B T J V"],
     *,
-    query_weights: Sequence[Float[Array, "p d N r"]],
-    key_weights: Sequence[Float[Array, "p d K r"]],
-    query_norm_scales: Sequence[Float[Array, " pr"]] | None = None,
-    key_norm_scales: Sequence[Float[Array, " pr"]] | None = None,
+    query_weights: Sequence[Float[Array, "_ _ N _"]],
+    key_weights: Sequence[Float[Array, "_ _ K _"]],
+    query_norm_scales: Sequence[Float[Array, " _"]] | None = None,
+    key_norm_scales: Sequence[Float[Array, " _"]] | None = None,
     normalize: bool = True,
     scale: float | None = None,
     is_causal: bool = False,
@@ -34,29 +38,32 @@ def bilinear_mlr_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Softmax attention with a multi-level low-rank matrix between the tokens of each head (002, eq. 6).
+    """Softmax attention whose scores are a multi-level low-rank bilinear form of the tokens (arXiv:2509.07963, eq. 6).
 
       score(i, j) = sum over the levels l of  q_i^(l) . k_j^(l) * scale / sqrt(r_l p_l)
 
-    with q^(l), k^(l) from `bilinear_mlr_features`: x in p_l blocks of channels, each by its own d/p_l x r_l matrix. The
-    order of the products is that of 002, eq. 32: tokens meet their factors first, and then each other.
+    q^(l) and k^(l) come from `bilinear_mlr_features`, which cuts x into p_l blocks of channels and multiplies each by a
+    (D / p_l) x r_l matrix of its own. The order of the products is that of eq. 32: each token is multiplied by its
+    factors first, and then queries by keys. `reference.bilinear_mlr_attention` is the plain form.
 
     Args:
-      x: (B, T, D), float32, bfloat16 or float16; the tokens that are queries and keys.
+      x: (B, T, D), float32, bfloat16 or float16; the tokens from which queries and keys are made.
       value: (B, T, J, V) of the same dtype; J divides K.
-      query_weights: for each level (p_l, D / p_l, N, r_l).
-      key_weights: for each level (p_l, D / p_l, K, r_l); K divides N.
-      query_norm_scales, key_norm_scales: of the LayerNorms, for each level (r_l p_l,), shared by the heads; None for 1.
-      normalize: LayerNorms of each head's and level's features (002, E.2); without, the scores are the bare form.
-      scale: 1 by default; muP's is 8 / sqrt(r_l p_l) for a level of as many features (002, E.2).
-      is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids: as in `full_attention`.
+      query_weights: an array (p_l, D / p_l, N, r_l) for each level.
+      key_weights: an array (p_l, D / p_l, K, r_l) for each level; K divides N.
+      query_norm_scales, key_norm_scales: the scales of the LayerNorms, an array (r_l p_l,) for each level, shared by
+        the heads; None for 1.
+      normalize: whether the features of each head and level go through a LayerNorm (appendix E.2); without it the
+        scores are the bilinear form itself.
+      scale: 1 by default; muP uses 8 / sqrt(r_l p_l) (appendix E.2).
+      is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids: as for `full_attention`.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in x's dtype. Memory is linear in T.
+      (B, T, N, V) in the dtype of x. Memory is linear in T.
 
     Raises:
-      ValueError: shapes that don't fit, naming the argument.
+      ValueError: shapes or a scale that do not fit, naming the argument.
     """
     require(
         len(query_weights) == len(key_weights)
@@ -66,7 +73,8 @@ def bilinear_mlr_attention(
     )
     query = bilinear_mlr_features(x, query_weights, norm_scales=query_norm_scales, normalize=normalize)
     key = bilinear_mlr_features(x, key_weights, norm_scales=key_norm_scales, normalize=normalize)
-    query = query * bilinear_mlr_scales(query_weights, 1.0 if scale is None else scale, x.dtype)
+    scale = check_scale(1.0 if scale is None else scale, x.shape[2])
+    query = query * bilinear_mlr_scales(query_weights, scale, x.dtype)
     return feature_attention(
         query, key, value, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, implementation=implementation,
@@ -75,12 +83,12 @@ def bilinear_mlr_attention(
 
 def bilinear_mlr_features(
     x: Float[Array, "B T D"],
-    weights: Sequence[Float[Array, "p d N r"]],
+    weights: Sequence[Float[Array, "_ _ N _"]],
     *,
-    norm_scales: Sequence[Float[Array, " pr"]] | None = None,
+    norm_scales: Sequence[Float[Array, " _"]] | None = None,
     normalize: bool = True,
 ) -> Float[Array, "B T N F"]:
-    """The features of all levels side by side, F = sum_l r_l p_l; arguments as in `bilinear_mlr_attention`."""
+    """The F = sum_l r_l p_l features of all levels, concatenated; arguments as for `bilinear_mlr_attention`."""
     require(x.ndim == 3, f"x must have shape (batch, length, width), got {x.shape}")
     require(len(weights) > 0, "weights must have at least one level, got none")
     batch, length, width = x.shape
@@ -92,8 +100,10 @@ def bilinear_mlr_features(
             f"{weight.shape}",
         )
         blocks, size, heads, rank = weight.shape
-        cut = x.reshape(batch, length, blocks, size)
-        y = jnp.einsum("btpd,pdnr->btnpr", cut, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+        channels = x.reshape(batch, length, blocks, size)
+        y = jnp.einsum(
+            "btpd,pdnr->btnpr", channels, weight.astype(x.dtype), preferred_element_type=jnp.float32
+        )
         y = y.reshape(batch, length, heads, blocks * rank)
         if normalize:
             y = _layer_norm(y, None if norm_scales is None else norm_scales[level])
@@ -102,7 +112,7 @@ def bilinear_mlr_features(
 
 
 def bilinear_mlr_scales(weights: Sequence[Array], scale: float, dtype: Any) -> Float[Array, "1 1 1 F"]:
-    """scale / sqrt(r_l p_l) for each feature."""
+    """scale / sqrt(r_l p_l) for each feature, in the order of `bilinear_mlr_features`."""
     counts = [weight.shape[0] * weight.shape[3] for weight in weights]
     parts = [jnp.full((1, 1, 1, count), scale / math.sqrt(count), dtype) for count in counts]
     return jnp.concatenate(parts, -1)
@@ -123,31 +133,31 @@ def bilinear_btt_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Softmax attention with a block tensor-train matrix between the tokens of each head (002, eq. 7 and 40).
+    """Softmax attention whose scores are a block tensor-train form of the tokens (arXiv:2509.07963, eqs. 7 and 40).
 
       score(i, j) = scale x_i . LN(BTT(x_j))
 
-    BTT as in `bilinear_btt_keys`. A query is the token itself, so that heads differ in their keys, and each needs its
-    own: only the values' heads can be grouped.
+    BTT is that of `bilinear_btt_keys`. The query of every head is the token itself, so heads differ in their keys only,
+    and only the heads of the values can be grouped. `reference.bilinear_btt_attention` is the plain form.
 
     Args:
-      x: (B, T, D), float32, bfloat16 or float16; the tokens that are queries and keys.
+      x: (B, T, D), float32, bfloat16 or float16; the tokens from which queries and keys are made.
       value: (B, T, J, V) of the same dtype; J divides N.
       right: (c, e, N, b, t) with c e = D; left: (N, b, a, c, t) with a b = D. t is the rank.
-      norm_scale: of the LayerNorm, (D,), shared by the heads; None for 1.
-      normalize: the LayerNorm of the keys over D; without it the scores are the bare form.
-      scale: 1 / sqrt(D) by default; muP's is a constant over D (002, E.2).
-      is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids: as in `full_attention`.
+      norm_scale: the scale of the LayerNorm, (D,), shared by the heads; None for 1.
+      normalize: whether the keys go through a LayerNorm over D; without it the scores are the bilinear form itself.
+      scale: 1 / sqrt(D) by default; muP uses a constant over D (appendix E.2).
+      is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids: as for `full_attention`.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in x's dtype. Memory is linear in T.
+      (B, T, N, V) in the dtype of x. Memory is linear in T.
 
     Raises:
-      ValueError: shapes that don't fit, naming the argument.
+      ValueError: shapes or a scale that do not fit, naming the argument.
     """
     key = bilinear_btt_keys(x, right, left, norm_scale=norm_scale, normalize=normalize)
-    query = bilinear_btt_queries(x, key.shape[2], scale)
+    query = bilinear_btt_queries(x, key.shape[2], check_scale(scale, x.shape[2]))
     return feature_attention(
         query, key, value, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids, implementation=implementation,
@@ -157,7 +167,7 @@ def bilinear_btt_attention(
 def bilinear_btt_queries(
     x: Float[Array, "B T D"], heads: int, scale: float | None
 ) -> Float[Array, "B T N D"]:
-    """The tokens themselves, for every head, times the scale of the scores."""
+    """The tokens themselves, repeated for every head and multiplied by the scale of the scores."""
     batch, length, width = x.shape
     query = x * jnp.asarray(1 / math.sqrt(width) if scale is None else scale, x.dtype)
     return jnp.broadcast_to(query[:, :, None], (batch, length, heads, width))
@@ -171,9 +181,9 @@ def bilinear_btt_keys(
     norm_scale: Float[Array, " D"] | None = None,
     normalize: bool = True,
 ) -> Float[Array, "B T N D"]:
-    """LN(BTT(x)) of each head: y[a, b] = sum_{c, t} left[b, a, c, t] sum_e right[c, e, b, t] x[c, e] (002, eq. 35).
+    """LN(BTT(x)) for each head: y[a, b] = sum_{c, t} left[b, a, c, t] sum_e right[c, e, b, t] x[c, e] (eq. 35).
 
-    Two products of small blocks, 2 D b t + 2 D c t FLOPs a head for its D x D matrix of full rank.
+    The D x D matrix of full rank of each head costs two products of small blocks, 2 D b t + 2 D c t FLOPs per token.
     """
     require(x.ndim == 3, f"x must have shape (batch, length, width), got {x.shape}")
     batch, length, width = x.shape
@@ -197,12 +207,13 @@ def bilinear_btt_keys(
 
 
 def btt_factors(width: int) -> tuple[int, int]:
-    """a, b with a b = width for a BTT: b the smallest divisor not below sqrt(width); 48 gives 6, 8.
+    """The factors a, b of a BTT, a b = width: b is the smallest divisor not below sqrt(width); 48 gives 6, 8.
 
     Raises:
-      ValueError: the width has no two factors above 1 of which the larger is at most 4 times the other, in which case
-        a BTT would be all but dense; names the nearest widths that have.
+      ValueError: the width is not an int of at least 1, or is not a product of two factors above 1 the larger of which
+        is at most 4 times the other: the BTT would be almost dense. The message names the nearest widths that are.
     """
+    check_sizes(width=width)
     a, b = _nearest_factors(width)
     if _has_factors(width):
         return a, b
@@ -228,7 +239,7 @@ def _has_factors(width: int) -> bool:
 
 
 def _layer_norm(x: Array, scale: Array | None) -> Array:
-    """Over the last axis, without bias; statistics in float32."""
+    """LayerNorm over the last axis without a bias, with statistics in float32."""
     wide = x.astype(accumulation_dtype(x.dtype))
     wide = wide - wide.mean(-1, keepdims=True)
     y = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)

@@ -13,7 +13,7 @@ from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 
-# Queries at a time: their scores on all keys are the largest array that exists.
+# The number of queries at a time: their scores for all keys are the largest array in memory.
 _QUERY_BLOCK = 256
 
 
@@ -29,15 +29,18 @@ def feature_attention(
     query_offset: int | Int[Array, ""] = 0,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"]:
-    """softmax(query key^T) value with unscaled scores, and heads of the values grouped apart from those of the keys.
+    """softmax(query key^T) value with unscaled scores, where value heads and key heads may be grouped differently.
 
     Args:
       query: (B, T, N, F); key: (B, S, K, F); value: (B, S, J, V), of one dtype. J divides K, and K divides N.
-      is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids, query_offset: as in `full_attention`.
+      is_causal, query_seq_lengths, key_value_seq_lengths, segment_ids, query_offset: as for `full_attention`.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in query's dtype; a query that sees no key gives 0.
+      (B, T, N, V) in the dtype of the query; a query that sees no key gives 0.
+
+    Raises:
+      ValueError: shapes or an implementation that do not fit, naming the argument.
     """
     require(implementation in (None, "xla"), f"implementation must be None or 'xla', got {implementation!r}")
     require(
@@ -47,7 +50,7 @@ def feature_attention(
     value = jnp.repeat(value, key.shape[2] // value.shape[2], axis=2)
     same_tokens = query.shape[1] == key.shape[1] and is_int(query_offset) and query_offset == 0
     if segment_ids is None and same_tokens:
-        # One MLR level over everything: tiles of scores, the causal half of them.
+        # MLR attention with one level is softmax attention in tiles, and computes only the causal half of them.
         return mlr_attention(
             query, key, value, ranks=(query.shape[3],), scale=1.0, is_causal=is_causal,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,

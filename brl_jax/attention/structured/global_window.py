@@ -1,4 +1,4 @@
-"""Heads split in a part that sees everything and a part that sees a window (a comparison of 002, section 5.1)."""
+"""Heads split into a part that sees all tokens and a part that sees a window (arXiv:2509.07963, section 5.1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import is_int
+from brl_jax.attention.core.arguments import check_scale, is_int
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
@@ -27,27 +27,29 @@ def global_window_attention(
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """The sum of two softmax attentions of the same values, each by its own slice of the head.
+    """The sum of two softmax attentions over the same values, each with its own slice of the head.
 
       out = softmax(scale_1 q^(1) k^(1)T) v + softmax_window(scale_2 q^(2) k^(2)T) v
 
-    q^(1) the first ranks[0] features of the head, q^(2) the others. The rows of weights sum to 2. Quadratic time
-    through the first part; memory is linear.
+    q^(1) is the first ranks[0] features of the head and q^(2) the others. The weights of a query sum to 2. The first
+    part takes quadratic time; memory is linear. A comparison of arXiv:2509.07963, section 5.1.
+    `reference.global_window_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H) of the same dtype; K divides N.
-      ranks: features of the global and of the window part; they sum to H.
-      window: w; the window holds w + 1 keys: a causal query's own and the w before it, else w // 2 on both sides.
-      scale: of the two parts' scores; 8 / rank each by default.
-      is_causal, key_value_seq_lengths, segment_ids: as in `full_attention`.
-      implementation: of the window part, as in `local_attention`; the global part takes "xla" only.
+      ranks: the features of the global part and of the window part; they sum to H.
+      window: w; the window has w + 1 keys: those of the query and of the w tokens before it where causal, else of the
+        query and of w // 2 tokens on both sides.
+      scale: the scales of the scores of the two parts; 8 / rank each by default.
+      is_causal, key_value_seq_lengths, segment_ids: as for `full_attention`.
+      implementation: that of the window part, as for `local_attention`; the global part always runs through XLA.
 
     Returns:
-      (B, T, N, H) in query's dtype.
+      (B, T, N, H) in the dtype of the query.
 
     Raises:
-      ValueError: shapes, ranks or windows that don't fit, naming the argument.
+      ValueError: shapes, ranks, scales or windows that do not fit, naming the argument.
     """
     check_qkv(query, key, value)
     first = check_split(ranks, query.shape[3])
@@ -57,6 +59,7 @@ def global_window_attention(
         isinstance(scale, (tuple, list)) and len(scale) == 2,
         f"scale must be two numbers, one for each part, got {scale!r}",
     )
+    scales = [check_scale(part, query.shape[3]) for part in scale]
     pattern = split_window(window, is_causal)
     options: dict[str, Any] = {
         "is_causal": is_causal,
@@ -64,23 +67,23 @@ def global_window_attention(
         "segment_ids": segment_ids,
     }
     everywhere = feature_attention(
-        query[..., :first] * jnp.asarray(scale[0], query.dtype), key[..., :first], value, **options
+        query[..., :first] * jnp.asarray(scales[0], query.dtype), key[..., :first], value, **options
     )
     near = window_part(
-        query[..., first:], key[..., first:], value, scale=scale[1], pattern=pattern,
+        query[..., first:], key[..., first:], value, scale=scales[1], pattern=pattern,
         implementation=implementation, **options,
     )  # fmt: skip
     return everywhere + near
 
 
 def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array:
-    """`local_attention` whose queries and keys have fewer features than the values: the missing ones are 0."""
+    """`local_attention` for queries and keys with fewer features than the values: the missing ones are 0."""
     room = [(0, 0)] * 3 + [(0, value.shape[3] - query.shape[3])]
     return local_attention(jnp.pad(query, room), jnp.pad(key, room), value, **options)
 
 
 def check_split(ranks: Any, head_dim: int) -> int:
-    """The features of the global part; ValueError unless both parts have some and together the head's."""
+    """The number of features of the global part; raises ValueError unless both are positive and sum to head_dim."""
     require(
         isinstance(ranks, (tuple, list)) and len(ranks) == 2 and all(is_int(r) and r >= 1 for r in ranks),
         f"ranks must be two ints of at least 1, got {ranks!r}",
@@ -90,5 +93,6 @@ def check_split(ranks: Any, head_dim: int) -> int:
 
 
 def split_window(window: Any, is_causal: bool) -> SlidingWindow:
+    """The pattern of the window part."""
     require(is_int(window) and window >= 1, f"window must be an int of at least 1, got {window!r}")
     return SlidingWindow(window, 0) if is_causal else SlidingWindow(window // 2, window // 2)

@@ -1,4 +1,7 @@
-"""MLR attention: scores of more features between near tokens than between far ones (002, section 3.4)."""
+"""MLR attention: scores with more features between near tokens than between distant ones.
+
+The paper is arXiv:2509.07963; see its section 3.4.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, is_int, zero_padding
+from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_sizes, is_int, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.structured.mlr_blocks import rectangles
-from brl_jax.attention.structured.mlr_xla import Spec, attend
+from brl_jax.attention.structured.mlr_rectangles import rectangles
+from brl_jax.attention.structured.mlr_tiles import MlrPlan, attend
 
 BlockSizes = Sequence[int | None]
 
@@ -33,39 +36,40 @@ def mlr_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Attention whose score matrix is a multi-level low-rank matrix (002, eq. 9).
+    """Attention whose score matrix is a multi-level low-rank matrix (arXiv:2509.07963, eq. 9).
 
-    Level l owns r_l = ranks[l] of the head's features, one slice after the other, and cuts the sequence into blocks:
+    Level l owns a slice of r_l = ranks[l] of the head's features and cuts the sequence into blocks:
 
       score(i, j) = sum over the levels whose block holds both i and j of  scale_l q_i^(l) . k_j^(l)
       out_i = sum_j softmax_j(score(i, j)) v_j
 
-    Pairs without a common block (only where the coarsest block is shorter than the sequence) score 0; they see each
-    other all the same. One level over everything is softmax attention. Scores cost 2 sum_l r_l b_l FLOPs a query (half
-    of it where causal) against 2 H T of full attention; time is quadratic through the coarsest level and the values.
-    Memory is linear in T, forward and backward: no more than some rows of scores exist at a time.
+    Pairs without a common block (which exist only if the coarsest block is shorter than the sequence) have the score 0
+    and still see each other. One level with one block is softmax attention. Scores cost 2 sum_l r_l b_l FLOPs per query
+    (half of that where causal), where full attention needs 2 H T; time is quadratic because of the coarsest level and
+    of the values. Memory is linear in T, forward and backward: only a few rows of scores exist at a time.
+    `reference.mlr_attention` is the plain form.
 
-    Packed sequences need rows of their own: blocks are counted from the row's first token.
+    Packed sequences are not supported: blocks are counted from the first token of a row.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key: (B, T, K, H) of the same dtype; K divides N.
       value: (B, T, K, V) of the same dtype.
-      ranks: features of each level, from the coarsest to the finest; they sum to H.
-      block_sizes: tokens of a block of each level; each a multiple of the next. None in place of a size is one block
-        over everything. None for all of them: sizes that grow with the sequence, as `doubling_block_sizes(T, levels)`.
-      scale: of the levels' scores, one for each or one for all; 1 / r_l by default.
-      divide_by_levels: divides each score by the number of levels that take part in it.
+      ranks: the number of features of each level, from the coarsest to the finest; they sum to H.
+      block_sizes: the tokens of a block of each level; each is a multiple of the next. None in place of a size is one
+        block over all tokens. None for all of them gives `doubling_block_sizes(T, levels)`, which grow with T.
+      scale: the scale of the scores, one for each level or one for all; 1 / r_l by default.
+      divide_by_levels: divides each score by the number of levels that contribute to it.
       is_causal: query i sees keys up to i only.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding, which may hold
-        anything. Padded rows give 0.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which may
+        contain anything. Padded rows give 0.
       implementation: None or "xla".
 
     Returns:
-      (B, T, N, V) in query's dtype; a query that sees no key gives 0.
+      (B, T, N, V) in the dtype of the query; a query that sees no key gives 0.
 
     Raises:
-      ValueError: shapes, dtypes, ranks or block sizes that don't fit, naming the argument.
+      ValueError: shapes, dtypes, ranks or block sizes that do not fit, naming the argument.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -83,25 +87,29 @@ def mlr_attention(
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query = zero_padding(query, query_lengths)
     key, value = zero_padding(key, lengths), zero_padding(value, lengths)
-    spec = Spec(rectangles(length, ranks, block_sizes, is_causal), is_causal, divide_by_levels)
+    plan = MlrPlan(rectangles(length, ranks, block_sizes, is_causal), is_causal, divide_by_levels)
     query = query * feature_scales(ranks, scale, query.dtype)
-    return zero_padding(attend(spec, query, key, value, lengths), query_lengths)
+    return zero_padding(attend(plan, query, key, value, lengths), query_lengths)
 
 
 def doubling_block_sizes(length: int, levels: int) -> tuple[int | None, ...]:
-    """Blocks for a sequence (or a training context) of `length` tokens: level l has 2^(l-1) of them (002, section 3.4).
+    """Block sizes for a sequence (or a training context) of `length` tokens, of which level l has 2^(l-1) blocks.
 
-    One block over everything, then length / 2, length / 4, ... tokens, where 2^(levels-1) divides the length; elsewhere
-    the finest blocks are rounded up and the others are twice as large as the next. Sequences longer than `length` keep
-    the sizes, and one block over everything.
+    arXiv:2509.07963, section 3.4. The first level is one block over all tokens (None), and the next ones have blocks of
+    length / 2, length / 4, ... tokens where 2^(levels-1) divides the length. Elsewhere the finest blocks are rounded up
+    and all others are twice as large as those of the next level. A sequence longer than `length` has more blocks of the
+    same sizes, but still one block of the first level.
+
+    Raises:
+      ValueError: a length or a number of levels below 1.
     """
-    require(is_int(length) and length >= 1, f"length must be an int of at least 1, got {length!r}")
-    require(is_int(levels) and levels >= 1, f"levels must be an int of at least 1, got {levels!r}")
+    check_sizes(length=length, levels=levels)
     finest = -(-length // 2 ** (levels - 1))
     return (None, *(finest * 2 ** (levels - 1 - level) for level in range(1, levels)))
 
 
 def check_ranks(ranks: Any, head_dim: int) -> tuple[int, ...]:
+    """The ranks as ints; raises ValueError unless they are at least 1 and sum to head_dim."""
     require(
         isinstance(ranks, (tuple, list)) and len(ranks) > 0 and all(is_int(r) and r >= 1 for r in ranks),
         f"ranks must be one or more ints of at least 1, got {ranks!r}",
@@ -114,6 +122,7 @@ def check_ranks(ranks: Any, head_dim: int) -> tuple[int, ...]:
 
 
 def check_block_sizes(block_sizes: Any, levels: int) -> tuple[int | None, ...]:
+    """The block sizes as ints or None; raises ValueError unless there is one per level and they are nested."""
     require(
         isinstance(block_sizes, (tuple, list))
         and all(size is None or (is_int(size) and size >= 1) for size in block_sizes),
@@ -127,14 +136,14 @@ def check_block_sizes(block_sizes: Any, levels: int) -> tuple[int | None, ...]:
         nested = coarse is None or (fine is not None and coarse % fine == 0)
         require(
             nested,
-            "block_sizes must be nested, each a multiple of the next (None, one block over everything, first), "
+            "block_sizes must be nested, each a multiple of the next (None, one block over all tokens, first), "
             f"got {coarse} before {fine} in {tuple(block_sizes)}",
         )
     return tuple(None if size is None else int(size) for size in block_sizes)
 
 
 def feature_scales(ranks: Sequence[int], scale: Any, dtype: Any) -> Float[Array, "1 1 1 H"]:
-    """The scale of each feature's products."""
+    """The factor of each feature of the query, so that products of query and key are scaled by level."""
     if scale is None:
         scale = tuple(1 / rank for rank in ranks)
     scales = scale if isinstance(scale, (tuple, list)) else (scale,) * len(ranks)

@@ -15,7 +15,7 @@ from brl_jax.attention.structured.mlr import (
     doubling_block_sizes,
     mlr_attention,
 )
-from brl_jax.attention.structured.mlr_step import MlrState, init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr_generation import MlrState, init_mlr_state, mlr_attention_step
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import project_qkv
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism

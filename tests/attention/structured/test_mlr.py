@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.dense.full import full_attention
-from brl_jax.attention.structured import mlr_xla as mlr_core
+from brl_jax.attention.structured import mlr_tiles
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
-from brl_jax.attention.structured.mlr_blocks import rectangles
+from brl_jax.attention.structured.mlr_rectangles import rectangles
 from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, largest_array, random_qkv, schedule  # noqa: F401
 
@@ -111,7 +111,7 @@ def test_ragged_lengths(length):
 
 def test_many_tiles_and_steps(monkeypatch):
     """A cache so small that every rectangle is cut in rows and walked over one by one."""
-    monkeypatch.setattr(mlr_core, "_CACHE_BYTES", 2**12)
+    monkeypatch.setattr(mlr_tiles, "CACHE_BYTES", 2**12)
     arrays = random_qkv(301)
     ranks, sizes = levels_of("small_blocks", 301)
     assert_close(
@@ -256,7 +256,7 @@ def test_memory_grows_linearly(schedule):  # noqa: F811
 @pytest.mark.parametrize("schedule", ["at_once"], indirect=True)
 def test_flops_of_the_scores(schedule, monkeypatch):  # noqa: F811
     """The compiler counts sum_l r_l / 2^(l-1) of full attention's score FLOPs (002, section 3.4), here 39.4 / 64."""
-    monkeypatch.setattr(mlr_core, "_ROWS", 2**20)  # no loops: the compiler counts their bodies once
+    monkeypatch.setattr(mlr_tiles, "_ROWS", 2**20)  # no loops: the compiler counts their bodies once
     length, ranks = 2048, (32, 8, 8, 8, 4, 4)
     shape = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
     values = jax.ShapeDtypeStruct((1, length, 1, 1), jnp.float32)

@@ -1,9 +1,9 @@
-"""How MLR attention cuts the score matrix: rectangles of pairs that share the same blocks, without an n x n array.
+"""MLR attention's score matrix as rectangles of pairs that share the same blocks, without a (T, T) array.
 
-The blocks of all levels are nested, so the pairs (i, j) whose smallest common block is one of size S are those that
-fall into different children of it: rectangles off the diagonal, in each of which the same levels are active. As the
-slices of the levels stand in the head one after the other, a rectangle's scores are one product over the first
-features of the head. What is left at the end is the squares along the diagonal.
+The blocks of all levels are nested. The pairs (i, j) whose smallest common block has size S therefore fall into
+different children of that block: they form rectangles off the diagonal, in each of which the same levels are active.
+Because the slices of the levels are consecutive in the head, the scores of a rectangle are a single product over the
+first features of the head. The remaining pairs form squares along the diagonal.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Squares on the diagonal are at least this large (levels with smaller blocks are masked inside them), and cut in
-# halves while they are larger than twice that: a causal square computes its upper half for nothing.
+# Squares on the diagonal have at least this size, and levels with smaller blocks are masked inside them. Squares of
+# more than twice this size are halved, because a causal square computes its upper half in vain.
 _SQUARE = 64
 
 
@@ -25,12 +25,12 @@ class Rectangle:
     """One rectangle of pairs in each of `blocks` consecutive blocks of `period` tokens.
 
     Attributes:
-      period, blocks: where the rectangles stand.
-      query, key: start and stop of its queries and keys, counted from the block's first token.
-      features: the features of the head that its scores are a product over, the first ones; may be 0.
-      levels: how many levels these are.
-      finer: for a square on the diagonal, (first feature, stop, block size) of the levels with smaller blocks.
-      diagonal: a square on the diagonal, whose queries and keys are the same tokens.
+      period, blocks: the size and the number of the blocks that contain the rectangle.
+      query, key: start and stop of its queries and keys, counted from the first token of the block.
+      features: the scores are a product over this number of leading features of the head; it may be 0.
+      levels: the number of levels to which these features belong.
+      finer: for a square on the diagonal, (first feature, stop, block size) of each level with smaller blocks.
+      diagonal: whether it is a square on the diagonal, whose queries and keys are the same tokens.
     """
 
     period: int
@@ -52,11 +52,11 @@ class Rectangle:
 
     @property
     def width(self) -> int:
-        """Features of the head that it reads in all."""
+        """The number of leading features of the head that are read in all."""
         return self.finer[-1][1] if self.finer else self.features
 
     def cut(self, x: Array, axis: int, span: tuple[int, int]) -> Array:
-        """The tokens `span` of each block of x (along axis): that axis becomes (blocks, tokens)."""
+        """The tokens `span` of each block of x along an axis, which becomes two axes (blocks, tokens)."""
         head, size, tail = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
         whole = self.blocks * self.period if self.blocks > 1 else span[1]
         if whole > size:
@@ -69,7 +69,7 @@ class Rectangle:
         return x[(slice(None),) * (axis + 1) + (slice(*span),)]
 
     def restore(self, x: Array, axis: int, span: tuple[int, int], size: int, fill: float = 0) -> Array:
-        """The inverse of `cut`, for `size` tokens; those outside the spans become `fill`."""
+        """The inverse of `cut` for `size` tokens; tokens outside the spans become `fill`."""
         head, tail = x.shape[:axis], x.shape[axis + 2 :]
         whole = self.period if self.blocks > 1 else span[1]
         room = [(0, 0)] * x.ndim
@@ -85,16 +85,18 @@ class Rectangle:
 def rectangles(
     length: int, ranks: Sequence[int], block_sizes: Sequence[int | None], is_causal: bool
 ) -> tuple[Rectangle, ...]:
-    """The rectangles that hold each pair of `length` tokens once (of the causal ones, each with j <= i at least).
+    """Rectangles that contain each pair of `length` tokens once; where causal, at least each pair with j <= i.
 
     Args:
-      ranks, block_sizes: of the levels, from the coarsest to the finest; None is one block over everything.
+      length: the number of tokens.
+      ranks, block_sizes: those of the levels, from the coarsest to the finest; None is one block over all tokens.
+      is_causal: whether pairs with j > i may be left out.
     """
     sizes = [length if size is None or size >= length else size for size in block_sizes]
     stops = [sum(ranks[: i + 1]) for i in range(len(ranks))]
 
     def active(size: int) -> tuple[int, int]:
-        """Features and number of the levels whose blocks are of at least this size (each of the whole counts)."""
+        """The features and the number of the levels whose blocks have at least this size."""
         count = sum(s >= min(size, length) for s in sizes)
         return (stops[count - 1] if count else 0), count
 
@@ -122,8 +124,10 @@ def rectangles(
 
 
 def _ladder(length: int, sizes: Sequence[int]) -> list[int]:
-    """Sizes from the smallest square up to one block over everything, each a prime number times the one before;
-    every block size below the length is among them."""
+    """The sizes from the smallest square up to one block over all tokens.
+
+    Each is the one before it times a prime number, and every block size below the length is among them.
+    """
     smaller = sorted({size for size in sizes if size < length})
     first = smaller[0] if smaller else 2 * _SQUARE
     while first > 2 * _SQUARE and first % 2 == 0:
@@ -138,7 +142,7 @@ def _ladder(length: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _primes(number: int) -> list[int]:
-    """The prime factors, ascending."""
+    """The prime factors in ascending order."""
     found, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -151,7 +155,7 @@ def _primes(number: int) -> list[int]:
 def _placed(
     length: int, period: int, query: tuple[int, int], key: tuple[int, int], features: int, levels: int
 ) -> list[Rectangle]:
-    """The rectangle in every block in which it has queries and keys, if there is one."""
+    """The rectangle in every block in which it has queries and keys; none if there is no such block."""
     blocks = min(-(-(length - span[0]) // period) for span in (query, key))
     if blocks < 1:
         return []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.structured.mlr import mlr_attention
-from brl_jax.attention.structured.mlr_step import init_mlr_state, mlr_attention_step
+from brl_jax.attention.structured.mlr_generation import init_mlr_state, mlr_attention_step
 from tests.attention.local.test_local import random_qkv
 
 LENGTH = 61
