@@ -1,4 +1,7 @@
-"""Compression of a history into a few tokens: differential cross-attention (BRL-Attention, eqs. 11-12)."""
+"""Compression of a history into a few tokens: differential cross-attention.
+
+BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), equations 11 and 12.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from brl_jax.attention.core.scores import (
     check_score,
 )
 
-# Longer histories are read in pieces, so that the (M, S) logits never exist at once.
+# Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time.
 _WHOLE = 4096
 
 
@@ -40,27 +43,27 @@ def compress(
     axis_name: str | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B M N H"]:
-    """Reads S tokens into M with the difference of two attentions (BRL-Attention, eq. 12).
+    """Compresses S tokens into M with the difference of two attentions (BRL-Attention, OpenReview Vpyg3fqXbl, eq. 12).
 
     Per head: out = (sigma(c Q K1^T + b) - gamma sigma(c Q K2^T + b)) V, with Q from the compressed tokens and K1
     (`key`), K2 (`contrast_key`) and V from the history. Time is O(S M) and memory O(S + M): histories beyond 4096
-    keys are read in pieces whose softmaxes are merged by their log-sum-exp, as far as the longest of
-    `key_value_seq_lengths` reaches.
+    keys are read in pieces whose softmaxes are merged, up to the longest of `key_value_seq_lengths`.
 
     Args:
       query: (B, M, N, H), float32 or bfloat16 (float64 with jax_enable_x64).
-      key, contrast_key, value: (B, S, N, H). `contrast_key=None` with `gamma=None` leaves the second attention out.
+      key, contrast_key, value: (B, S, N, H). `contrast_key=None` with `gamma=None` omits the second attention.
       gamma: (N,) or a number, the weight of the second attention.
       scale: c; by default 1 / (M sqrt(H)), modification M1 of the paper.
       score: "softmax", "relu2" or "laplace"; the last two are not normalised.
       bias: added to both logits; an array broadcastable to (B, N, M, S), or a `PositionBias` called with the
         compressed tokens' indices 0..M-1 and the keys' 0..S-1.
       mask: bool, broadcastable to (B, N, M, S); False hides a key.
-      key_value_seq_lengths: (B,), how many of the S keys exist; what lies beyond is never read into the result.
-      axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis over which histories are cut in
-        equal parts: S are this device's keys, query is the same on all devices, and so is the result. The devices'
-        softmaxes are merged by their log-sum-exp (one pmax and two psums). Lengths are those of whole histories, a
-        `PositionBias` is called with places in them; an array bias or mask is of this device's keys.
+      key_value_seq_lengths: (B,), how many of the S keys exist; what lies beyond them never reaches the result.
+      axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis over which histories are
+      sharded in
+        equal parts: S counts this device's keys, while query and result are the same on all devices. The softmaxes of
+        the devices are merged (one pmax and two psums). Lengths are those of whole histories, and a `PositionBias` is
+        called with positions in them; an array bias or mask covers this device's keys.
       implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
         "pallas_interpret" interprets it on any platform.
 
@@ -68,7 +71,7 @@ def compress(
       (B, M, N, H) in the dtype of query. Rows that see no key give 0. Sums are kept in float32.
 
     Raises:
-      ValueError: on shapes that don't fit, an unknown score, or gamma given without contrast_key (or the reverse).
+      ValueError: on shapes that do not match, an unknown score, or gamma given without contrast_key (or the reverse).
       NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
         another platform than a TPU.
     """
@@ -113,14 +116,14 @@ def compress(
 
 
 def per_head(gamma, query):
-    """A number or (N,) as (N,), in the dtype that sums are kept in."""
+    """A number or an array (N,) as an array (N,) in the dtype of sums."""
     heads = query.shape[-2]
     gamma = jnp.asarray(gamma, accumulation_dtype(query.dtype))
     require(gamma.shape in ((), (heads,)), f"gamma must have shape ({heads},) or (), got {gamma.shape}")
     return jnp.broadcast_to(gamma, (heads,))
 
 
-# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnames=("scale", "score", "axis_name", "implementation"))
 def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
@@ -146,7 +149,7 @@ def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, sc
         exists = (places[None, :] < lengths[:, None])[:, None, None, :]
         mask = exists if mask is None else mask & exists
     if mask is not None:
-        # A key nobody sees may hold anything, NaN included: it must reach neither the sum nor the gradient.
+        # A key that no query sees may contain anything, even NaN: it must reach neither the sum nor the gradient.
         seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
         key, value = (jnp.where(seen, a, jnp.zeros((), a.dtype)) for a in (key, value))
         if contrast_key is not None:
@@ -166,7 +169,7 @@ def compress_weights(
     bias: Float[Array, "#B #N #M #S"] | None = None,
     mask: Bool[Array, "#B #N #M #S"] | None = None,
 ) -> Float[Array, "B N M S"]:
-    """The weights S1 - gamma S2 that `compress` gives to the values, for looking at: (B, N, M, S), as in eq. 12.
+    """The weights S1 - gamma S2 that `compress` gives to the values, (B, N, M, S), for inspection; see eq. 12.
 
     Arguments as for `compress`; all logits exist at once.
     """

@@ -32,25 +32,25 @@ def compress_blocks(
     bias: Float[Array, "N M R"] | PositionBias | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B C M N H"]:
-    """`compress` for C consecutive blocks at once, each reading the history before it (memory per layer of BRL).
+    """`compress` for C consecutive blocks at once, each reading the history before it (BRL's memory per layer).
 
-    Block c reads the keys [c * block_size, c * block_size + history_size): with the first history_size keys being
-    what precedes block 0, those are the history_size tokens before block c. Linear in C.
+    Block c reads the keys [c * block_size, c * block_size + history_size). If the first history_size keys are those
+    that precede block 0, these are the history_size tokens before block c. The cost is linear in C.
 
     Args:
-      query: (B, C, M, N, H), each block's compressed tokens.
+      query: (B, C, M, N, H), the compressed tokens of each block.
       key, contrast_key, value: (B, S, N, H) with S >= history_size + (C - 1) * block_size.
       gamma, scale, score, implementation: as in `compress`.
       block_size, history_size: in tokens, at least 1.
-      history_lengths: (C,) or (B, C), how many of its history_size keys, the last ones, exist for each block; all by
-        default. A block that has none gets 0.
+      history_lengths: (C,) or (B, C), how many of the history_size keys of each block exist, counted from the end; all
+        by default. A block without any gets 0.
       bias: (N, M, history_size), or a `PositionBias` called with 0..M-1 and 0..history_size-1.
 
     Returns:
       (B, C, M, N, H) in the dtype of query.
 
     Raises:
-      ValueError: on shapes that don't fit.
+      ValueError: on shapes that do not match.
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
     require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
@@ -88,10 +88,10 @@ def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, imp
 def _compress_windows(
     query, key, contrast_key, value, gamma, bias, lengths, *, block_size, history_size, scale, score
 ):
-    """Every block's history as a batch of its own."""
+    """The history of every block as a batch entry of its own."""
     batch, blocks = query.shape[:2]
     needed = history_size + (blocks - 1) * block_size
-    # Whole blocks, shifted: the windows overlap, and a strided gather would cost a scatter in the backward pass.
+    # Whole blocks, shifted: the windows overlap, and the backward pass of a strided gather would be a scatter.
     shifts = -(-history_size // block_size)
     lead = shifts * block_size - history_size
 

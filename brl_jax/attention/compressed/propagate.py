@@ -1,4 +1,7 @@
-"""Propagation of compressed tokens back to all tokens: cross-attention on M keys (BRL-Attention, eqs. 8-9)."""
+"""Propagation of compressed tokens back to all tokens: cross-attention on M keys.
+
+BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), equations 8 and 9.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.scores import Score, accumulation_dtype, attention_weights, check_score
 
-# On a CPU, queries are taken this many at a time, so that their weights stay in cache.
+# Queries in a block on a CPU, so that their weights stay in cache.
 _CHUNK = 512
 
 
@@ -31,7 +34,9 @@ def propagate(
     bias: Float[Array, "#B #N #T #M"] | PositionBias | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Lets T tokens read M compressed ones: out = lambda sigma(c z_Q z_K^T + b) z_V (BRL-Attention, eq. 9).
+    """T tokens read M compressed tokens: out = lambda sigma(c z_Q z_K^T + b) z_V.
+
+    BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 9.
 
     Time and memory are O(T M); the weights are recomputed in the backward pass.
 
@@ -50,7 +55,7 @@ def propagate(
       (B, T, N, H) in the dtype of query.
 
     Raises:
-      ValueError: on shapes that don't fit or an unknown score.
+      ValueError: on shapes that do not match or an unknown score.
       NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
         another platform than a TPU.
     """
@@ -74,7 +79,7 @@ def propagate(
     return _choose(*operands, scale=float(scale), score=score, implementation=implementation)
 
 
-# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnames=("scale", "score", "implementation"))
 def _choose(query, key, value, strength, bias, *, scale, score, implementation):
     rows = functools.partial(_rows, scale=scale, score=score)
@@ -107,7 +112,7 @@ def propagate_weights(
     score: Score = "softmax",
     bias: Float[Array, "#B #N #T #M"] | None = None,
 ) -> Float[Array, "B N T M"]:
-    """The weights lambda sigma(...) that `propagate` gives to the values, for looking at: (B, N, T, M)."""
+    """The weights lambda sigma(...) that `propagate` gives to the values, (B, N, T, M), for inspection."""
     accumulate = accumulation_dtype(query.dtype)
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[3])

@@ -1,7 +1,7 @@
-"""Compression of a long history piece by piece, forward and backward: logits of one piece exist at a time.
+"""Compression of a long history piece by piece, forward and backward: the logits of one piece exist at a time.
 
-The pieces are walked by loops of as many steps as keys exist, so that a half-empty cache costs half. The backward
-pass makes the logits again from the kept log-sum-exp and visits each piece once.
+Loops stop at the last key that exists, so that a half-empty cache costs half. The backward pass computes the logits
+anew, uses the saved log-sum-exp, and visits each piece once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from brl_jax.attention.core.varying import vary_like
 
 
 class Operands(NamedTuple):
-    """What is read: see `compress`. A bias and a mask have 4 axes, each of its full size or 1."""
+    """The arrays of a call: see `compress`. Bias and mask have 4 axes, each of its full size or 1."""
 
     query: Float[Array, "B M N H"]
     keys: tuple[Float[Array, "B S N H"], ...]
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Head by head: a CPU multiplies matrices faster that lie as they are read."""
+    """One piece of the keys, with heads before keys: a CPU multiplies matrices faster in the order of reading."""
 
     keys: list[Float[Array, "B N P H"]]
     value: Float[Array, "B N P H"]
@@ -49,19 +49,19 @@ class _Piece(NamedTuple):
 
 
 def piece_size(num_queries: int, num_keys: int) -> int:
-    """Keys of a piece: more for fewer queries, so that a head's logits stay in a core's cache."""
+    """Keys in a piece: more for fewer queries, so that the logits of a head stay in a core's cache."""
     return min(num_keys, max(256, min(4096, 2**18 // num_queries // 128 * 128)))
 
 
 def read(
     operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
 ) -> tuple[Float[Array, "B M N H"], ...]:
-    """sigma(c Q K^T + b) V for each set of keys, in the dtype that sums are kept in.
+    """sigma(c Q K^T + b) V for each set of keys, in the dtype of sums.
 
-    axis_name: the mesh axis over which the keys are cut, inside `shard_map`; None where these are all of them.
+    axis_name: the mesh axis over which the keys are sharded, inside `shard_map`; None if these are all keys.
     """
-    # Under shard_map each device has a part of the gradient of a query or bias that it shares: as arrays that vary like
-    # the others, these parts are summed.
+    # Under shard_map each device computes a part of the gradient of a replicated query or bias. Made to vary like the
+    # other arrays, their gradients are summed over the devices.
     return _read(vary_like(operands, operands), piece, scale, score, axis_name)
 
 
@@ -71,7 +71,7 @@ def _read(operands: Operands, piece: int, scale: float, score: Score, axis_name:
 
 
 def _steps(x: Operands, piece: int) -> Any:
-    """How many pieces hold keys; an int where no lengths are given."""
+    """The number of pieces that contain keys; an int if no lengths are given."""
     if x.lengths is None:
         return -(-x.value.shape[1] // piece)
     longest = jnp.minimum(x.lengths.max(), x.value.shape[1]).astype(jnp.int32)
@@ -79,7 +79,7 @@ def _steps(x: Operands, piece: int) -> Any:
 
 
 def _start(x: Operands, step: Array, piece: int) -> Array:
-    """The last piece begins early where it would reach beyond the keys; what it has in common is hidden."""
+    """The start of a piece. The last one starts early if it would reach beyond the keys; what it repeats is hidden."""
     return jnp.minimum(step * piece, x.value.shape[1] - piece).astype(jnp.int32)
 
 
@@ -92,7 +92,7 @@ def _cut(x: Operands, step: Array, piece: int) -> _Piece:
         mask = mask & (index[None] < x.lengths[:, None].astype(jnp.int32))[:, None, None]
     if x.mask is not None:
         mask = mask & (cut(x.mask, axis=3) if x.mask.shape[3] > 1 else x.mask)
-    # A key nobody sees may hold anything, NaN included: it must reach neither the sum nor the gradient.
+    # A key that no query sees may contain anything, even NaN: it must reach neither the sum nor the gradient.
     seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
 
     def rows(array):
@@ -159,14 +159,14 @@ def _read_fwd(operands, piece, scale, score, axis_name):
 def _read_bwd(
     piece: int, scale: float, score: Score, axis_name: str | None, kept: Any, grads: tuple[Array, ...]
 ):
-    # With the outputs and log-sum-exps of all keys, the gradients of a part of them need nothing of the others.
+    # Given the outputs and log-sum-exps over all keys, the gradients of a part of the keys do not depend on the others.
     del axis_name
     x, outs, log_sums = kept
     accumulate = accumulation_dtype(x.query.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=accumulate)
     query = jnp.swapaxes(x.query, 1, 2)
     grads = tuple(jnp.swapaxes(g, 1, 2) for g in grads)
-    # The softmax's derivative needs each row's sum of weight times change: the output times its gradient.
+    # The derivative of the softmax needs each row's weighted mean of the changes: the output times its gradient.
     means = [(g * jnp.swapaxes(out, 1, 2)).sum(-1) for g, out in zip(grads, outs)]
     narrow = [g.astype(x.value.dtype) for g in grads]
 

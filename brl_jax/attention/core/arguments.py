@@ -1,4 +1,4 @@
-"""The arguments that the softmax attention functions share, checked and brought into one form."""
+"""The arguments that softmax attention functions share: checks, and one form for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_int(x: Any) -> bool:
 
 
 def starts(*places: Any) -> tuple[Any, ...]:
-    """Where a slice begins, int32 throughout: with `jax_enable_x64` an int would be an int64, which isn't mixed."""
+    """The start indices of a slice, all int32: with `jax_enable_x64` an int would be int64, and types must not mix."""
     return tuple(np.int32(p) if is_int(p) else p for p in places)
 
 
@@ -43,7 +43,7 @@ def check_scale(scale: Any, head_dim: int) -> float:
 
 
 def check_bias(bias: Any, query: Array, key: Array) -> Any:
-    """An array bias comes back as (B or 1, N or 1, T or 1, S or 1)."""
+    """An array bias is returned with shape (B or 1, N or 1, T or 1, S or 1)."""
     if bias is None or isinstance(bias, PositionBias):
         return bias
     require(

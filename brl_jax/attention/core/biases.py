@@ -1,9 +1,8 @@
 """Position biases added to attention logits, computed from positions so that no (T, S) array is stored.
 
-A bias is a pytree (its arrays are differentiated, sharded and donated like any other) that is called with
-query positions (T,) and key positions (S,) and gives (N, T, S) in float32. Attention functions call it on
-the blocks they work on. See Press et al. 2022 (ALiBi, arXiv 2108.12409) and Raffel et al. 2020 (T5,
-arXiv 1910.10683).
+A bias is a pytree (its arrays are differentiated, sharded and donated like any other). It is called with query
+positions (T,) and key positions (S,) and returns (N, T, S) in float32. Attention functions call it on the blocks that
+they work on. See Press et al. 2022 (ALiBi, arXiv:2108.12409) and Raffel et al. 2020 (T5, arXiv:1910.10683).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PositionBias(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ALiBi:
-    """Logits fall linearly with the distance: -slope * |i - j|, one slope a head.
+    """Logits decrease linearly with the distance: -slope * |i - j|, with one slope per head.
 
     Attributes:
       slopes: (N,) float32; `alibi_slopes(N)` gives the published geometric sequence.
@@ -45,7 +44,7 @@ class ALiBi:
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
-    """The slopes of the ALiBi paper: 2^(-8 i / N); for N no power of two, filled up from the next power's."""
+    """The slopes of the ALiBi paper: 2^(-8 i / N); if N is no power of two, the rest come from the next power."""
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
     power = 2 ** math.floor(math.log2(num_heads))
@@ -57,12 +56,12 @@ def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class T5Bias:
-    """A learned number for each head and bucket of relative positions; far distances share buckets.
+    """A learned number for each head and bucket of relative positions; large distances share buckets.
 
     Attributes:
       table: (num_buckets, N) float, learned.
-      max_distance: distances from here on share the last bucket.
-      bidirectional: half of the buckets for keys after the query; otherwise those all fall in bucket 0.
+      max_distance: distances from this one on share the last bucket.
+      bidirectional: whether half of the buckets are for keys after the query; otherwise these all fall into bucket 0.
     """
 
     table: Float[Array, "buckets N"]
@@ -82,9 +81,9 @@ class T5Bias:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RotaryBias:
-    """A learned function of the distance: the product of two vectors, turned to the query's and the key's position.
+    """A learned function of the distance: the product of two vectors, rotated to the query's and the key's position.
 
-    The bias of gated attention units on long sequences (Hua et al. 2022, arXiv 2202.10447, appendix B).
+    This is the bias of gated attention units on long sequences (Hua et al. 2022, arXiv:2202.10447, appendix B).
 
     Attributes:
       left, right: (N, H) float with H even, learned.

@@ -1,4 +1,4 @@
-"""Argument checks shared by the attention functions: each error names the argument, what came, what is expected."""
+"""Argument checks shared by the attention functions: each error names the argument, its value and what is expected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
 
 
 def check_at_least(owner: object, *names: str, least: int = 1) -> None:
-    """Raises ValueError unless each of these attributes of a configuration is at least so much."""
+    """Raises ValueError unless each of these attributes of a configuration is at least `least`."""
     for name in names:
         value = getattr(owner, name)
         require(value >= least, f"{name} must be at least {least}, got {value}")

@@ -1,4 +1,4 @@
-"""The attention matrix of any mechanism, explicit or implied, for looking at."""
+"""The attention matrix of any mechanism, explicit or implied, for inspection."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def implied_weights(
 ) -> Float[Array, "B N T S"]:
     """The matrix P by which an attention function maps values to outputs: out_i = sum_j p_ij v_j for each head.
 
-    Exact for every function that is linear in the values, whatever it computes from queries and keys: the
-    softmax's own weights, phi(q_i) . phi(k_j) / sum_k phi(q_i) . phi(k_k) of linear attention (TransNormer, arXiv
-    2210.10340, eqs. 4 and 6), the products of a delta rule. It is read off the outputs for values that are columns
-    of the identity, H at a time, so masks, patterns and padding are those of the function itself. Takes S / H
-    calls and O(T S) memory.
+    Exact for every function that is linear in the values, whatever it computes from queries and keys: the weights of a
+    softmax, phi(q_i) . phi(k_j) / sum_k phi(q_i) . phi(k_k) of linear attention (TransNormer, arXiv:2210.10340, eqs. 4
+    and 6), the products of a delta rule. The matrix is read off the outputs for values that are columns of the
+    identity, H at a time, so that masks, patterns and padding are those of the function itself. This takes S / H calls
+    and O(T S) memory.
 
     Args:
       attend: values -> outputs, at fixed queries and keys.

@@ -1,4 +1,4 @@
-"""Attention some queries at a time, so that scores of all queries on all keys never exist together."""
+"""Attention on one block of queries after the other, so that not all scores exist at the same time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ def by_query_blocks(
     segments: Int[Array, "B T"] | None = None,
     offset: Any = 0,
 ) -> Float[Array, "B T N V"]:
-    """function(query, segments, offset), `block` queries after the other; the backward pass makes scores again.
+    """function(query, segments, offset), computed on `block` queries at a time.
+
+    The backward pass computes the scores of each block anew.
 
     Args:
-      function: of queries (B, t, N, H), their segments (B, t) or None and the offset of the first of them; it treats
-        each query by itself.
-      block: queries at a time.
-      query, segments, offset: for all of them.
+      function: maps queries (B, t, N, H), their segments (B, t) or None, and the offset of the first of them to outputs
+        (B, t, N, V); the output of a query must not depend on the other queries.
+      block: queries in a block.
+      query, segments, offset: those of all queries.
     """
     batch, length = query.shape[:2]
     if length <= block:

@@ -1,4 +1,4 @@
-"""Rotary positions: vectors turned by their place in the sequence, so that products depend on distances."""
+"""Rotary positions: vectors rotated by their position, so that their products depend on distances."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from brl_jax.attention.core.scores import accumulation_dtype
 def rotate(
     x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], theta: float = 10000.0
 ) -> Float[Array, "B T N H"]:
-    """Rotary position embedding on adjacent pairs (Su et al. 2021, arXiv 2104.09864, eq. 34).
+    """Rotary position embedding on adjacent pairs (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
-    The angle position * frequency is put together from the position's low and high part, the latter's step reduced
-    modulo 2 pi beforehand, so that angles stay accurate to 1e-3 at positions of millions in float32.
+    The angle position * frequency is the sum of the angles of the position's low and high part, and the step of the
+    high part is reduced modulo 2 pi beforehand, so that float32 angles are accurate to 1e-3 at positions of millions.
 
     Args:
       x: (B, T, N, H) with H even; positions: (B, T) or (1, T), not negative.

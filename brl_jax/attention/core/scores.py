@@ -1,7 +1,7 @@
 """Score functions sigma that turn logits into attention weights (BRL-Attention, section 2.3).
 
-`softmax` normalises over the keys. `relu2` (squared ReLU, Primer) and `laplace` (Ma et al. 2022, arXiv
-2209.10655) do not: every weight stands alone, so keys can be added in any order and masked keys weigh 0.
+`softmax` normalises over the keys. `relu2` (squared ReLU, Primer) and `laplace` (Ma et al. 2022, arXiv:2209.10655) do
+not: every weight stands alone, so keys can be added in any order and masked keys weigh 0.
 """
 
 from __future__ import annotations

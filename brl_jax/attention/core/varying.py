@@ -1,4 +1,4 @@
-"""What loops need under `shard_map`."""
+"""Loops under `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ T = TypeVar("T")
 def vary_like(tree: T, others: Any) -> T:
     """The arrays of a pytree, as arrays that vary over the mesh axes that any array of `others` varies over.
 
-    Under `shard_map` what a loop carries must vary from the start over the axes it comes to vary over: zeros do not.
+    Under `shard_map` the carry of a loop must have one type from start to end: an initial value of zeros does not vary
+    over the mesh axes that the sums in it come to vary over.
     """
     arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array))
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))

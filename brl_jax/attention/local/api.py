@@ -1,7 +1,8 @@
-"""Local attention: exact softmax attention over a sparse pattern, at linear cost and without an n x n array.
+"""Local attention: exact softmax attention over a sparse pattern, at linear cost and without a (T, S) array.
 
-The queries are cut into blocks; each meets the stretch of keys that its pattern can reach (`local_blocks`),
-and a mask computed from positions cuts what it does not see (`local_steps`, `local_core`).
+`reference.py` gives the plain meaning. The fast forms divide the queries into blocks, each of which visits the stretch
+of keys that its pattern can reach (`parts.py`); a mask computed from positions hides the keys that a query does not
+see.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from brl_jax.attention.core.dispatch import (
     check_implementation,
     dispatch,
 )
-from brl_jax.attention.local import gpu, xla
+from brl_jax.attention.local import cudnn, gpu, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
@@ -54,47 +55,50 @@ def local_attention(
 ) -> Float[Array, "B T N H"]:
     """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
 
-    out_i = sum_j p_ij v_j with p_i = softmax over the visible j of (scale q_i . k_j + bias_ij):
-    000 (BRL-Attention) eq. 1. A window that reaches over the whole sequence is full attention. A query that
-    sees no key gives 0.
+    out_i = sum_j p_ij v_j with p_i = softmax over the visible j of (scale q_i . k_j + bias_ij): BRL-Attention (Liu et
+    al., OpenReview Vpyg3fqXbl), eq. 1. A window as wide as the sequence is full attention. A query that sees no key
+    gives 0.
 
-    Windows count keys on both sides besides the query's own, as in `jax.nn.dot_product_attention`:
+    Window sizes count the keys on either side of the query's own, as in `jax.nn.dot_product_attention`:
     local_window_size=(2, 1) lets query 4 see keys 2, 3, 4, 5 (x) and not the others (.)::
 
         key       0 1 2 3 4 5 6 7
         query 4   . . x x x x . .       with is_causal: . . x x x . . .
 
-    The papers' "window w" is `SlidingWindow.of_width(w, is_causal)`.
+    The "window w" of the papers is `SlidingWindow.of_width(w, is_causal)`.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, S, K, H) of the same dtype; K divides N, and heads n * (N / K) .. share a key head.
+      key, value: (B, S, K, H) of the same dtype; K divides N, and query head n reads key head n // (N / K).
       local_window_size: an int for both sides, or (left, right); exactly one of this and `pattern` is given.
       pattern: which keys a query sees (`brl_jax.attention.local.patterns`).
-      is_causal: cuts every key after the query, also from windows that reach to the right.
-      bias: added to the scaled scores: a `PositionBias`, called on absolute positions of one block at a time,
-        or an array that broadcasts to (B, N, T, S). Both get gradients.
-      scale: of the scores; 1 / sqrt(H) by default.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding. Whatever
-        padding holds, even NaN, does not reach the result; padded rows give 0.
-      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees keys of equal id only.
-      query_offset: query i stands at key index i + query_offset (keys: a window cache, then the new ones).
-      key_offset: absolute position of key 0, an int or a traced int scalar. Only patterns with absolute
-        boundaries and position biases look at it. When traced, such a pattern visits every block within its
-        reach (all keys, where it has no bound).
+      is_causal: hides the keys after the query, including those that a window reaches to the right.
+      bias: added to the scaled scores: a `PositionBias`, which is called on the absolute positions of one block at a
+        time, or an array that broadcasts to (B, N, T, S). Both get gradients.
+      scale: multiplies the scores; 1 / sqrt(H) by default.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; queries and keys from there on are padding. Padding never
+        reaches the result, even if it is NaN; padded rows give 0.
+      segment_ids: any int32 of shape (B, T) if T = S, or a pair of shapes (B, T) and (B, S): a query sees only the
+        keys whose id equals its own.
+      query_offset: query i stands at key index i + query_offset (the keys are those of a window cache, then the new
+        ones).
+      key_offset: the absolute position of key 0, an int or a traced int scalar. Only patterns with absolute
+        boundaries and position biases depend on it. If it is traced, such a pattern visits every block within its
+        reach, or all keys if its reach is unbounded.
       implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
         sliding window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every
         pattern and offset, without a bias; "pallas_interpret" interprets these kernels on any platform; "triton" is
-        the GPU kernel (docs/gpu.md), which must be asked for. A call of
-        fewer than 128 queries on more keys, such as a decoding step, goes to the kernels only when they are asked
-        for. With None, a call that they do not serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the
-        same O(n w), and lowering it for a TPU logs a warning that says why, once.
+        the GPU kernel (docs/gpu.md), which must be asked for. A call of fewer than 128 queries on more keys, such as
+        a decoding step, goes to the kernels only when they are asked for. With None, a call that the TPU kernels do not
+        serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the same O(n w), and lowering it for a TPU
+        logs a warning with the reason, once.
 
     Returns:
       (B, T, N, H) in query's dtype. The softmax is computed in float32.
 
     Raises:
-      ValueError: shapes, dtypes, windows, patterns or implementations that don't fit, naming the argument.
+      ValueError: on shapes, dtypes, windows, patterns or implementations that do not match; the error names the
+        argument.
       NotImplementedError: implementation="pallas" where the kernel cannot serve the call, or where the call is
         lowered for another platform than a TPU.
     """
@@ -109,11 +113,6 @@ def local_attention(
     query_segments, key_segments = check_segments(segment_ids, query.shape, key.shape)
     static_key_offset, traced_key_offset = _split_key_offset(key_offset)
 
-    if implementation == "cudnn":
-        return _cudnn(
-            query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths,
-            segment_ids is not None, query_offset,
-        )  # fmt: skip
     check_implementation(
         implementation, None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret"
     )
@@ -123,10 +122,10 @@ def local_attention(
     arrays = CallArrays(
         query, key, value, bias, query_lengths, key_lengths, query_segments, key_segments, traced_key_offset
     )
-    return _choose(call, implementation, arrays)
+    return cudnn.attend(call, arrays) if implementation == "cudnn" else _choose(call, implementation, arrays)
 
 
-# Compiled by itself, so that a call outside jit traces the kernel once and not every time.
+# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
     # Pallas is imported where it is needed: it costs import time.
@@ -192,29 +191,3 @@ def _split_key_offset(key_offset: Any) -> tuple[int | None, Array | None]:
         f"key_offset must be an int or an int scalar array, got {key_offset!r}",
     )
     return None, jnp.asarray(key_offset).astype(jnp.int32)
-
-
-def _cudnn(
-    query, key, value, pattern, is_causal, bias, scale, query_lengths, key_lengths, has_segments, query_offset
-):
-    missing = [
-        reason
-        for reason, fails in {
-            f"a sliding window (got {type(pattern).__name__})": not isinstance(pattern, SlidingWindow),
-            "keys up to the query only (is_causal=True or a right side of 0)": not (
-                is_causal or (isinstance(pattern, SlidingWindow) and pattern.right == 0)
-            ),
-            f"bfloat16 or float16 (got {query.dtype})": query.dtype == jnp.float32,
-            "no segment_ids": has_segments,
-            f"query_offset=0 (got {query_offset})": query_offset != 0,
-            f"as many queries as keys (got {query.shape[1]} and {key.shape[1]})": query.shape[1]
-            != key.shape[1],
-            "a bias given as an array, or none": bias is not None and not isinstance(bias, jax.Array),
-        }.items()
-        if fails
-    ]
-    require(not missing, "implementation='cudnn' serves local attention only with " + "; with ".join(missing))
-    return jax.nn.dot_product_attention(
-        query, key, value, bias, scale=scale, is_causal=True, query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths, local_window_size=(pattern.left, 0), implementation="cudnn",
-    )  # fmt: skip

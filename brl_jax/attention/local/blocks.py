@@ -1,7 +1,7 @@
-"""One block of queries on its stretch of keys: scores, softmax, gradients; how blocks are cut and joined.
+"""One block of queries on its stretch of keys: scores, softmax and gradients; how blocks are taken and joined.
 
-Heads are split in (K, G): query (B, K, G, T, H), key and value (B, K, S, H). A step of the CPU's loop takes
-some of B and K, one block of T, and the stretch of S that the block meets.
+Heads are split into (K, G): query (B, K, G, T, H), key and value (B, K, S, H). A step of the loop on a CPU takes some
+of B and K, one block of T, and the stretch of S that the block visits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from brl_jax.attention.local.parts import Part
 
 
 class Block(NamedTuple):
-    """One block of queries with the stretch of keys that it meets; b and k may be parts of B and K."""
+    """One block of queries with the stretch of keys that it visits; b and k may be parts of B and K."""
 
     query_index: Array  # (t,)
     key_index: Array  # (s,)
@@ -91,8 +91,8 @@ def softmax_block(scores: Array, value: Array, product: Product) -> SoftmaxSums:
 def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, scale: float, product: Product):
     """Gradients of one block: of its scores (unscaled), query (b, k, G, t, H), key and value (b, k, H, s).
 
-    query_t and d_out_t are (b, k, H, G, t): with them each product below reads both factors in the order in
-    which the CPU's matrix product is fastest (it takes twice the time on a transposed left factor).
+    query_t and d_out_t are (b, k, H, G, t): with them, each product below reads both factors in the order in which
+    matrix products are fastest on a CPU (a transposed left factor takes twice the time).
     """
     dtype = block.key.dtype
     d_weights = product("bkgtd,bksd->bkgts", d_out, block.value)
@@ -105,7 +105,7 @@ def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, sc
 
 
 class Arranged(NamedTuple):
-    """A call's arrays in the order of one part."""
+    """The arrays of a call in the order of one part."""
 
     query: Array  # (B, K, G, T', H)
     key: Array  # (B, K, S', H)
@@ -144,7 +144,7 @@ def arrange(part: Part, x: CallArrays, query: Array, key: Array, value: Array) -
 
 @dataclasses.dataclass(frozen=True)
 class BlockLoop:
-    """The steps of the CPU's loop: `batch` sequences x `heads` key heads x one block of queries at a time."""
+    """The steps of the loop on a CPU, each on `batch` sequences, `heads` key heads and one block of queries."""
 
     part: Part
     batch: int
@@ -225,7 +225,7 @@ class BlockLoop:
 
 
 def blocks_at_once(part: Part, arranged: Arranged, num_keys: int) -> tuple[Block, Block]:
-    """All blocks along a new axis of each array, and which axis that is (for vmap)."""
+    """All blocks, along a new axis of each array, and the number of that axis (for vmap)."""
     numbers = jnp.arange(part.num_blocks, dtype=jnp.int32)
     bias = None
     if arranged.bias is not None:

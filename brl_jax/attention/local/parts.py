@@ -30,7 +30,7 @@ Rule = Callable[[Any, Any], Any]
 class Arrangement:
     """An order of a sequence: entry u of phase r is the token r * phase_step + u * stride + base.
 
-    Tokens outside the sequence are padding. `listed` gives the tokens of one phase one by one instead.
+    Tokens outside the sequence are padding. If `listed` is given, it lists the tokens of a single phase instead.
     """
 
     phases: int
@@ -63,7 +63,7 @@ class Arrangement:
         return self.listed is None and self.stride == 1 and in_order
 
     def arrange(self, x: Array, axis: int, fill: float = 0) -> Array:
-        """Brings the tokens of x (along axis) into this order, padding with `fill`."""
+        """The tokens of x (along axis) in this order, padded with `fill`."""
         size = x.shape[axis]
         if self._contiguous:
             start, stop = self.base, self.base + self.size
@@ -77,7 +77,7 @@ class Arrangement:
         return jnp.take(x, np.where(inside, tokens, size), axis=axis, mode="fill", fill_value=fill)
 
     def restore(self, x: Array, axis: int, size: int, fill: float = 0) -> Array:
-        """The inverse of `arrange` for a sequence of `size` tokens; tokens not in it become `fill`."""
+        """The inverse of `arrange` for a sequence of `size` tokens; tokens that are not in the order become `fill`."""
         if self._contiguous:
             pad = [(0, 0, 0)] * x.ndim
             pad[axis] = (self.base, size - self.base - self.size, 0)
@@ -91,11 +91,11 @@ class Arrangement:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Queries in blocks, and the stretch of arranged keys that each block meets.
+    """Queries in blocks, and the stretch of arranged keys that each block visits.
 
-    Blocks are numbered phase by phase. `advance` is how far the stretch moves from one block of a phase to
-    the next: the block size in a band, 0 in a dense part. With a `table` (blocks, m), the stretch of block i
-    is the key blocks table[i], each of `length` / m keys; an entry equal to their number is no block.
+    Blocks are numbered phase by phase. `advance` is the distance between the stretches of two consecutive blocks of a
+    phase: the block size in a band, 0 in a dense part. With a `table` of shape (blocks, m), the stretch of block i
+    consists of the key blocks table[i], each of `length` / m keys; an entry equal to the number of key blocks is none.
     """
 
     queries: Arrangement
@@ -124,7 +124,7 @@ class Part:
         return self.queries.index(phase, j * self.block, self.block)
 
     def key_index(self, i, num_keys: int) -> Int[Array, " s"]:
-        """Tokens of block i's stretch; what is outside 0 .. num_keys is padding."""
+        """The tokens of block i's stretch; those outside 0 .. num_keys are padding."""
         if self.table is None:
             phase, j = i // self._per_phase, i % self._per_phase
             return self.keys.index(phase, j * self.advance, self.length)
@@ -138,7 +138,7 @@ class Part:
         return (i // self._per_phase) * self.keys.per_phase + (i % self._per_phase) * self.advance
 
     def rectangles(self) -> Iterator[tuple[int, int, int, int]]:
-        """(first query, stop, first key, stop) of each block's stretches, where both orders are the sequence's own."""
+        """(first query, stop, first key, stop) of each block's stretches; both orders must be the sequence's own."""
         for i in range(self.num_blocks):
             query = self.queries.base + i * self.block
             if self.queries.listed is not None:
@@ -152,7 +152,7 @@ class Part:
                 yield query, query + self.block, key, key + length
 
     def take(self, x: Array, i, axis: int) -> Array:
-        """Block i's stretch of arranged keys x (or of anything with one entry a key)."""
+        """Block i's stretch of arranged keys x (or of any array with one entry per key)."""
         if self.table is None:
             return lax.dynamic_slice_in_dim(x, self._start(i), self.length, axis)
         row = jnp.asarray(self.table, jnp.int32)[i]
@@ -172,7 +172,7 @@ class Part:
         return blocks.at[..., row, :].add(pieces, mode="drop").reshape(total.shape)
 
     def take_all(self, x: Array, axis: int) -> Array:
-        """All stretches at once: the key axis becomes (blocks, length). A band needs static slices only."""
+        """All stretches at once: the key axis becomes (blocks, length). A band needs only static slices."""
         head, tail = x.shape[:axis], x.shape[axis + 1 :]
         if self.table is not None:
             blocks = x.reshape(*head, -1, self._key_block, *tail)
@@ -212,7 +212,7 @@ class Part:
         return total.reshape(*head, self.keys.size)
 
     def split_queries(self, x: Array, axis: int) -> Array:
-        """Arranged queries with their axis cut into (blocks, block)."""
+        """Arranged queries with their axis split into (blocks, block)."""
         return x.reshape(*x.shape[:axis], self.num_blocks, self.block, *x.shape[axis + 1 :])
 
 
@@ -223,10 +223,10 @@ def _block(query_block: QueryBlock, width: int, longest: int) -> int:
 def band(
     call: PatternCall, query_block: QueryBlock, left: int, right: int, rule: Rule | None, dilation: int = 1
 ) -> Part:
-    """Queries that see `left` keys before and `right` after their own, `dilation` apart, phase by phase."""
+    """Queries that see `left` keys before and `right` keys after their own, `dilation` apart, phase by phase."""
     first = call.query_offset // dilation
     count = (call.query_offset + call.num_queries - 1) // dilation - first + 1
-    # Nothing is gained by a window that reaches beyond the keys.
+    # A window need not reach beyond the keys.
     before = max(0, min(left, first + count - 1))
     after = 0 if call.is_causal else max(0, min(right, -(-call.num_keys // dilation) - 1 - first))
     block = _block(query_block, before + after, count)
@@ -243,7 +243,7 @@ def band(
 def aligned_bands(
     call: PatternCall, query_block: QueryBlock, size: int, before: int, after: int, rule: Rule | None
 ) -> Part:
-    """Buckets of `size` at absolute boundaries: a bucket's queries see it, and buckets before and after."""
+    """Buckets of `size` at absolute boundaries: queries see their own bucket, and buckets before and after it."""
     shift = call.first_position % size
     after = 0 if call.is_causal else after
     together = max(1, min(query_block((before + after) * size), call.num_queries + shift) // size)
@@ -256,7 +256,7 @@ def aligned_bands(
 
 
 def separate_blocks(call: PatternCall, query_block: QueryBlock, size: int, rule: Rule | None) -> Part:
-    """Blocks of `size` at absolute boundaries that see nothing but themselves."""
+    """Blocks of `size` at absolute boundaries that see only themselves."""
     divisors = [d for d in range(1, size + 1) if size % d == 0 and d <= query_block(size)]
     block = divisors[-1] if divisors else size
     if block < 32:
@@ -275,7 +275,7 @@ def dense(
     keys: tuple[int, int] | np.ndarray,
     rule: Rule | None,
 ) -> Part:
-    """The queries start..stop, in blocks, on all keys start..stop (or on the listed keys)."""
+    """The queries start .. stop, in blocks, on all keys start .. stop (or on the listed keys)."""
     start, stop = queries
     if isinstance(keys, np.ndarray):
         key_order = Arrangement(1, keys.size, listed=keys)
@@ -287,7 +287,7 @@ def dense(
 
 
 def columns(call: PatternCall, query_block: QueryBlock, stride: int, rule: Rule | None) -> Part:
-    """Query i on all keys a multiple of `stride` away: one dense rectangle a phase."""
+    """Query i on all keys a multiple of `stride` away: one dense rectangle per phase."""
     first = call.query_offset // stride
     count = (call.query_offset + call.num_queries - 1) // stride - first + 1
     per_key_phase = -(-call.num_keys // stride)
@@ -299,10 +299,10 @@ def columns(call: PatternCall, query_block: QueryBlock, stride: int, rule: Rule 
 
 
 def tables(call: PatternCall, block: int, lists: list[np.ndarray], rule: Rule | None) -> list[Part]:
-    """One part for each power of two of key blocks in a list, so that short lists don't pay for long ones.
+    """One part for each power of two of key blocks in a list, so that short lists do not cost as much as long ones.
 
-    lists[i] holds the absolute key blocks seen by the i-th block of queries, counted from the block in which
-    query 0 stands. Blocks without keys are skipped: their rows stay zero.
+    lists[i] holds the absolute key blocks that the i-th block of queries sees, counted from the block of query 0.
+    Blocks without keys are skipped: their rows remain zero.
     """
     assert call.key_offset is not None
     query_shift, key_shift = call.first_position % block, call.key_offset % block

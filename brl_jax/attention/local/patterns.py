@@ -1,10 +1,10 @@
 """Which keys a query sees: sparse patterns for `local_attention`, as hashable descriptions of positions.
 
-A pattern speaks of absolute positions (key 0 stands at `key_offset`, query 0 at query_offset + key_offset).
-With `is_causal`, keys after the query are cut from any of them. Sources: 000 eq. 1 (F_gen over a pattern);
-sliding and dilated windows and global tokens, Beltagy et al. 2020 (Longformer, arXiv 2004.05150); strided and
-fixed, Child et al. 2019 (arXiv 1904.10509); window, global and random blocks, Zaheer et al. 2020 (BigBird,
-arXiv 2007.14062).
+A pattern is defined on absolute positions (key 0 stands at `key_offset`, query 0 at query_offset + key_offset). With
+`is_causal`, the keys after the query are hidden from any pattern. Sources: BRL-Attention (Liu et al., OpenReview
+Vpyg3fqXbl), eq. 1 (F_gen over a pattern); sliding and dilated windows and global tokens, Beltagy et al. 2020
+(Longformer, arXiv:2004.05150); strided and fixed patterns, Child et al. 2019 (arXiv:1904.10509); window, global and
+random blocks, Zaheer et al. 2020 (BigBird, arXiv:2007.14062).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Pattern:
 
     Attributes:
       causal_ok: whether is_causal=True makes sense with it.
-      lookback: positions between a query and the farthest key before it that it can see; None if unbounded.
+      lookback: the distance from a query to the farthest key before it that it can see; None if unbounded.
       lookahead: the same for keys after it.
-      granule: where what is visible can only be looked up, positions in a block whose members see, and are seen,
-        alike; None where `visible` computes it.
+      granule: None if `visible` computes visibility from positions. Otherwise visibility has to be looked up, and this
+        is the number of positions in a block whose members all see, and are seen by, the same positions.
     """
 
     causal_ok: ClassVar[bool] = True
@@ -78,10 +78,14 @@ class Pattern:
         raise NotImplementedError
 
     def parts(self, call: PatternCall, query_block: QueryBlock) -> list[Part]:
-        """The pattern cut into rectangles that share no (query, key) pair."""
+        """The pattern, divided into parts that share no (query, key) pair.
+
+        Args:
+          query_block: chooses the number of queries in a block.
+        """
         if call.key_offset is not None:
             return self._static_parts(call, query_block)
-        # Boundaries are known only at run time: visit all that the pattern could reach and mask by position.
+        # Boundaries are known only at run time: visit every key that the pattern could reach, and mask by position.
         if self.lookback is None or self.lookahead is None:
             return [dense(call, query_block, (0, call.num_queries), (0, call.num_keys), self.visible)]
         return [band(call, query_block, self.lookback, self.lookahead, self.visible)]
@@ -92,7 +96,7 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Pattern):
-    """Position i sees i-left .. i+right: both sides count keys besides i's own, as in `jax.nn`.
+    """Position i sees i - left .. i + right; neither side counts i itself, as in `jax.nn.dot_product_attention`.
 
     left = 2, right = 1::
 
@@ -113,7 +117,7 @@ class SlidingWindow(Pattern):
 
     @classmethod
     def of_width(cls, width: int, is_causal: bool) -> SlidingWindow:
-        """The papers' window w: w keys up to the query's own when causal, w // 2 on both sides otherwise."""
+        """The window w of the papers: w keys up to the query's own, included, if causal; else w // 2 on each side."""
         require(
             isinstance(width, (int, np.integer)) and width >= 1,
             f"width must be an int of at least 1, got {width!r}",
@@ -167,7 +171,7 @@ class Dilated(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class BlockDiagonal(Pattern):
-    """Position i sees the positions of its own block, i // block (DiagAttention)."""
+    """Position i sees the positions of its own block, i // block (DiagAttention, arXiv:2210.10340)."""
 
     block: int
 
@@ -193,7 +197,8 @@ class BlockDiagonal(Pattern):
 class Bucketed(Pattern):
     """Position i sees its bucket i // size, and `before` buckets before and `after` buckets after it.
 
-    What the local-attention package does, which 000 used; causal use leaves the buckets before.
+    This is the pattern of the local-attention package, which the experiments of BRL-Attention (Liu et al., OpenReview
+    Vpyg3fqXbl) used. With is_causal the buckets before and the query's own up to the query remain.
     """
 
     size: int
@@ -222,9 +227,9 @@ class Bucketed(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Strided(Pattern):
-    """Position i sees the `stride` positions on both sides and all that are a multiple of `stride` away.
+    """Position i sees `stride` positions on each side and all positions a multiple of `stride` away.
 
-    The union of the two heads of Child et al. 2019, section 4.2; cost O(n (stride + n / stride)).
+    This is the union of the two heads of Child et al. 2019, section 4.2; cost O(n (stride + n / stride)).
     """
 
     stride: int
@@ -255,7 +260,7 @@ class Strided(Pattern):
 class Fixed(Pattern):
     """Position i sees its block i // stride and the last `summary` positions of every block.
 
-    The union of the two heads of Child et al. 2019, section 4.2 (their c is `summary`).
+    This is the union of the two heads of Child et al. 2019, section 4.2 (their c is `summary`).
     """
 
     stride: int
@@ -290,7 +295,7 @@ class Fixed(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class GlobalWindow(Pattern):
-    """A sliding window; besides, the first `num_global` positions see and are seen by all (Longformer)."""
+    """A sliding window; in addition, the first `num_global` positions see and are seen by all (Longformer)."""
 
     left: int
     right: int
@@ -332,11 +337,11 @@ def _global_parts(call: PatternCall, query_block: QueryBlock, num_global: int) -
 
 @dataclasses.dataclass(frozen=True)
 class BigBird(Pattern):
-    """Blocks of positions: a window of them, global ones, random ones (Zaheer et al. 2020, section 2).
+    """Blocks of positions: a window of blocks, global blocks and random blocks (Zaheer et al. 2020, section 2).
 
-    Block b sees `window_blocks` blocks around and with itself (an odd number), the first `global_blocks`
-    blocks see and are seen by all, and every other block sees `random_blocks` blocks besides, drawn by `seed`
-    anew for each number of blocks.
+    Block b sees the `window_blocks` blocks centred on itself (an odd number), the first `global_blocks` blocks see and
+    are seen by all, and every other block sees `random_blocks` more blocks. These are drawn from `seed`, and depend on
+    the number of blocks in the sequence.
     """
 
     block: int
@@ -359,7 +364,7 @@ class BigBird(Pattern):
         return self.block
 
     def random_lists(self, num_blocks: int) -> list[np.ndarray]:
-        """The random key blocks of each block, out of those that it does not see anyway."""
+        """The random key blocks of each block, drawn from those that it does not see otherwise."""
         side, lists = self.window_blocks // 2, []
         for b in range(num_blocks):
             others = np.arange(self.global_blocks, num_blocks)
@@ -408,7 +413,7 @@ class BlockMask(Pattern):
 
     Attributes:
       block: positions in a block.
-      mask: rows of bools, one a query block, all of one length; `BlockMask.of` takes an array.
+      mask: one row of bools for each query block, all of one length; `BlockMask.of` takes an array.
     """
 
     block: int

@@ -320,7 +320,7 @@ def _cut(call: PatternCall, visible: Callable | None) -> Callable | None:
 
 
 def _block_size(pattern: Pattern, num_queries: int) -> int:
-    """Rows of a block: smaller ones compute less that nobody sees, larger ones take fewer steps."""
+    """Rows in a block: smaller blocks compute fewer invisible pairs, larger ones take fewer steps."""
     if pattern.granule is not None:
         size = math.gcd(pattern.granule, 512)
         return size if size >= _TILE else _TILE
@@ -368,7 +368,7 @@ def _granules(call: PatternCall, lists: list[list[int]], size: int) -> tpu.Granu
 
 
 def _dense(num_queries: int, num_keys: int, size: int, visible: Callable[[int], int]) -> list[list[int]]:
-    """Lists in which a block of queries meets the keys before `visible` of its last query's index."""
+    """Lists in which each block of queries visits the keys before `visible(index of its last query)`."""
     lists = []
     for row in range(-(-num_queries // size)):
         stop = min(visible(min((row + 1) * size, num_queries) - 1), num_keys)
@@ -377,7 +377,7 @@ def _dense(num_queries: int, num_keys: int, size: int, visible: Callable[[int], 
 
 
 def _far_columns(tokens: _Phases, query: Any, key: Any) -> _Launch:
-    """Strided's keys a multiple of the stride away, beyond the window: all of the same phase but three."""
+    """The keys of Strided that lie a multiple of the stride away, beyond the window: all but three of the phase."""
     query, key, call = tokens.shape(query, True), tokens.shape(key, False), tokens.call
     num_keys, size = key.shape[1], _block_size(Strided(1), query.shape[1])
 
@@ -392,7 +392,7 @@ def _far_columns(tokens: _Phases, query: Any, key: Any) -> _Launch:
 
 
 def _far_summaries(call: PatternCall, query: Any, key: Any, stride: int, summary: int) -> _Launch:
-    """Fixed's last positions of every block but the query's own."""
+    """The keys of Fixed that are the last of a block other than the query's own."""
     assert call.key_offset is not None
     tokens = _Summaries(call, stride, summary)
     first, first_block = call.first_position, call.key_offset // stride

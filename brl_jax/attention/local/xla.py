@@ -1,9 +1,9 @@
 """Forward and backward of local attention over the parts of a pattern, as one differentiable function.
 
-On a CPU a loop takes one block of queries at a time, so that its scores stay in cache; elsewhere all blocks
-go at once. The backward pass is written by hand: it saves the output and the logarithm of each softmax sum,
-and computes each block's scores anew (as FlashAttention does, Dao et al. 2022, arXiv 2205.14135, section 3.1
-and appendix B).
+On a CPU a loop takes one block of queries at a time, so that its scores stay in cache; elsewhere all blocks are
+computed at once. The backward pass is written by hand: it saves the output and the log-sum-exp of each row, and
+computes the scores of each block anew (as FlashAttention does, Dao et al. 2022, arXiv:2205.14135, section 3.1 and
+appendix B).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _query_block_loop(width: int) -> int:
-    """Queries of a block on a CPU: a tile of scores must be large enough for XLA to share it among cores."""
+    """Queries in a block on a CPU: a tile of scores must be large enough for XLA to divide it among cores."""
     return 256 if width >= 128 else 128
 
 
 def _query_block_batched(width: int) -> int:
-    """Queries of a block where all go at once: the multiple of 128 nearest to the window, up to 512."""
+    """Queries in a block where all are computed at once: the multiple of 128 nearest to the window, up to 512."""
     return min(512, max(128, (width + 64) // 128 * 128))
 
 
@@ -230,7 +230,7 @@ def _backward(call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: A
 
 
 def _loop_gradients(walk: BlockLoop, one, arranged: Arranged, num_keys: int, rows: tuple, own_bias):
-    """Gradients in the arranged order, step after step; keys' and bias's are summed in the loop's carry."""
+    """Gradients in the arranged order, step by step; those of keys and bias are summed in the loop's carry."""
     part = walk.part
     q_t, do, do_t, lse, delta = rows
     d_keys = jnp.zeros((*q_t.shape[:3], part.keys.size), jnp.float32)
@@ -272,7 +272,7 @@ def _loop_gradients(walk: BlockLoop, one, arranged: Arranged, num_keys: int, row
 
 
 def _gradients_at_once(part: Part, one, arranged: Arranged, num_keys: int, rows: tuple):
-    """Gradients in the arranged order, all blocks in one go."""
+    """Gradients in the arranged order, all blocks at once."""
     q_t, do, do_t, lse, delta = rows
     blocks, axes = blocks_at_once(part, arranged, num_keys)
     cut = part.split_queries
@@ -297,7 +297,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _split_floats(bias: PositionBias):
-    """The floating-point leaves of a bias, and a function that puts such leaves back."""
+    """The floating-point leaves of a bias, and a function that rebuilds the bias from such leaves."""
     leaves, structure = jax.tree.flatten(bias)
 
     def rebuild(floats: list) -> PositionBias:

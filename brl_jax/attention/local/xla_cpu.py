@@ -1,14 +1,14 @@
 """Sliding windows on a CPU: square tiles of scores that stay in cache, several independent blocks a step.
 
-A block of b queries meets T + 1 tiles of b keys. The first and the last of them hold complementary triangles of
-visible keys, so the two fold into one tile: the softmax runs over T tiles and only that one is masked.
+A block of b queries visits T + 1 tiles of b keys. The first and the last of them contain complementary triangles of
+visible keys, so the two fold into one tile: the softmax runs over T tiles, and only that one is masked.
 
     keys     tile 0    tile 1 .. T-1    tile T
     query r  c > r       all            c <= r       (a window of T * b keys)
 
-XLA runs the operations of a loop's body on several cores where they don't depend on each other, but hardly splits
-products as small as these; a step therefore computes several blocks as separate chains. Rows are read from
-(B, T, N, H) tile by tile, which spares transposed copies of whole arrays. All arithmetic is in float32.
+XLA runs independent operations of a loop's body on several cores, but hardly ever divides products as small as these; a
+step therefore computes several blocks as independent chains. Rows are read from (B, T, N, H) tile by tile, which avoids
+transposed copies of whole arrays. All arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _CHAIN_BYTES = CACHE_BYTES // 2
 
 @dataclasses.dataclass(frozen=True)
 class WindowTiling:
-    """How a call is cut.
+    """How a call is divided.
 
     Attributes:
-      tile: queries of a block, and keys of a tile.
-      before: T, the tiles before a block's last one.
-      gap: T * tile minus the window's width: keys of the folded tile that a query does not see.
-      shift: keys that the window reaches to the right; tile u holds the keys from u * tile + shift.
-      chains: blocks of one step.
-      groups: steps of one sequence and its heads of one step.
-      heads: key heads of a step.
+      tile: queries in a block, and keys in a tile.
+      before: T, the number of tiles before the last one of a block.
+      gap: T * tile minus the width of the window: keys of the folded tile that a query does not see.
+      shift: keys that the window reaches to the right; tile u starts at key u * tile + shift.
+      chains: blocks in a step.
+      groups: steps for one sequence and the heads of a step.
+      heads: key heads in a step.
     """
 
     tile: int
@@ -59,7 +59,7 @@ class WindowTiling:
 
     @classmethod
     def of(cls, call: PatternCall, query: Array, key: Array) -> WindowTiling | None:
-        """None where blocks of tiles don't pay: other patterns, short sequences, windows of many tiles."""
+        """None where tiles do not pay: other patterns, short sequences, windows of many tiles."""
         length, kv_heads = query.shape[1], key.shape[2]
         if not isinstance(call.pattern, SlidingWindow) or call.query_offset != 0 or key.shape[1] != length:
             return None
@@ -82,30 +82,30 @@ class WindowTiling:
 
     @property
     def rows(self) -> int:
-        """Queries of a step."""
+        """Queries in a step."""
         return self.chains * self.tile
 
     @property
     def size(self) -> int:
-        """Queries with padding."""
+        """Queries, including padding."""
         return self.groups * self.rows
 
     @property
     def front(self) -> int:
-        """Tiles that lie in the arranged keys before tile 0."""
+        """Tiles before tile 0 in the arranged keys."""
         return self.before if self.shift else 0
 
     def pad_queries(self, x: Array) -> Array:
         return _pad(x, 0, self.size - x.shape[1])
 
     def pad_keys(self, x: Array) -> Array:
-        """Keys (or anything with one entry a key on axis 1) so that every tile within reach is in it."""
+        """Keys (or any array with one entry per key on axis 1), padded to contain every tile within reach."""
         low = self.front * self.tile - self.shift
         return _pad(x, low, self.front * self.tile + self.size - low - x.shape[1])
 
 
 class Step(NamedTuple):
-    """Where one step stands."""
+    """The place of one step."""
 
     sequence: Array
     head: Array  # the first of its key heads
@@ -113,7 +113,7 @@ class Step(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """One block of queries and its tiles of scores, the first and the last folded into one."""
+    """One block of queries and its tiles of scores, the first and the last of them folded into one."""
 
     query: Array  # (k, G * b, H), scaled
     scores: list[Array]  # (k, G, b, b) each
@@ -232,12 +232,12 @@ def _split_rows(x: Array, like: Float[Array, "k G b"]) -> Array:
 
 
 def _fold(low: Array, tiles: Sequence[Array]) -> list[Array]:
-    """The first and the last tile in one; the others as they are."""
+    """The tiles with the first and the last folded into one."""
     return [jnp.where(low, tiles[-1], tiles[0]), *tiles[1:-1]]
 
 
 def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
-    """The inverse of _fold, with 0 where a tile has nothing; rows merged: (k, G * b, b)."""
+    """The inverse of `_fold`, with 0 for keys that a tile lacks, and rows merged: (k, G * b, b)."""
     folded, *middle = tiles
     whole = [jnp.where(chain.low, 0.0, folded), *middle, jnp.where(chain.low, folded, 0.0)]
     return [x.reshape(x.shape[0], -1, x.shape[-1]) for x in whole]
@@ -245,7 +245,7 @@ def _unfold(chain: Chain, tiles: Sequence[Array]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Walk:
-    """The steps of a call, and what each reads and writes."""
+    """The steps of a call, and the slices that each reads and writes."""
 
     tiling: WindowTiling
     scale: float
@@ -282,7 +282,7 @@ class _Walk:
         return Step(rest // self.head_steps, rest % self.head_steps * self.tiling.heads, group)
 
     def query_tile(self, x: Float[Array, "B T N H"], step: Step, i: int) -> Float[Array, "k t H"]:
-        """Chain i's queries, the rows of one key head together."""
+        """The queries of chain i, with the rows of one key head together."""
         t, g = self.tiling, self.queries_per_key
         start = step.group * t.rows + i * t.tile
         rows = lax.dynamic_slice(
@@ -302,7 +302,7 @@ class _Walk:
         return jnp.maximum(step.group * t.chains + (i - t.before + t.front), 0) * t.tile
 
     def key_tiles(self, x: Float[Array, "B S K H"], step: Step) -> list[Float[Array, "k s H"]]:
-        """The tiles of keys that the step's blocks meet."""
+        """The tiles of keys that the blocks of the step visit."""
         t = self.tiling
 
         def read(i: int) -> Array:
@@ -341,7 +341,7 @@ class _Walk:
         return Chain(query, scores, offsets, low)
 
     def _mask(self, step: Step, i: int, u: int) -> Array | None:
-        """Which keys of the step's tile u are there for chain i: () or (b or 1, b) bools; None for all."""
+        """Which keys of the step's tile u exist and are visible for chain i: (b or 1, b) bools, None for all."""
         t = self.tiling
         mask = None
         if t.shift or self.key_lengths is not None:
@@ -362,7 +362,7 @@ class _Walk:
     def put_rows(
         self, total: Float[Array, "B T N H"], step: Step, i: int, x: Float[Array, "k G b H"]
     ) -> Array:
-        """Writes chain i's rows."""
+        """`total` with the rows of chain i written to it."""
         t, g = self.tiling, self.queries_per_key
         rows = x.transpose(2, 0, 1, 3).reshape(1, t.tile, t.heads * g, x.shape[3])
         start = starts(step.sequence, step.group * t.rows + i * t.tile, step.head * g, 0)
@@ -374,7 +374,7 @@ class _Walk:
         return lax.dynamic_update_slice(total, x[None], start)
 
     def add_keys(self, total: Float[Array, "B S K H"], step: Step, tiles: Sequence[Sequence[Array]]) -> Array:
-        """Adds the step's tiles, each the sum of pieces (k, H, b); `total` begins `before` tiles early."""
+        """Adds the tiles of the step, each the sum of pieces (k, H, b); `total` starts `before` tiles early."""
         sums = [sum(pieces[1:], start=pieces[0]).transpose(2, 0, 1) for pieces in tiles]
         piece = jnp.concatenate(sums)[None]
         start = starts(step.sequence, step.group * self.tiling.rows, step.head, 0)
