@@ -118,6 +118,8 @@ class BRLConfig(Mechanism):
 
     @property
     def packs(self) -> bool:
+        # Blocks start at multiples of block_size in a row, not where its sequences do, so that a packed sequence would
+        # have other blocks than alone, and with them other compressed tokens.
         return not self.num_compressed and self.local.packs
 
     @property

@@ -1,0 +1,66 @@
+"""What decoding caches have after tokens are written, at every place and with tokens that do not exist."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import FullConfig
+from brl_jax.layers.core.caches import KeyValueCache, slide, window_segments, write_tokens
+from tests.laws.cases import dimensions
+
+
+def numbered(start, length):
+    """Tokens (1, length, 1, 2) whose entries are their positions, counted from 1."""
+    return jnp.broadcast_to(
+        (start + 1.0 + np.arange(length, dtype=np.float32))[None, :, None, None], (1, length, 1, 2)
+    )
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_tokens_stand_at_their_positions(traced):
+    append = KeyValueCache.append
+    append = jax.jit(append) if traced else append
+    cache = KeyValueCache.empty((1, 8, 1, 2), (1, 8, 1, 2), jnp.float32)
+    cache = append(cache, numbered(0, 3), -numbered(0, 3))
+    cache = append(cache, numbered(3, 4), -numbered(3, 4), jnp.int32(2))
+    assert int(cache.num_tokens) == 5
+    expected = np.where(np.arange(8) < 5, 1.0 + np.arange(8), 0.0)
+    np.testing.assert_array_equal(cache.key[0, :, 0, 0], expected)
+    np.testing.assert_array_equal(cache.value[0, :, 0, 1], -expected)
+
+
+def test_tokens_that_do_not_exist_may_reach_over_the_end():
+    cache = write_tokens(jnp.zeros((1, 4, 1, 2)), numbered(0, 3), 2, jnp.int32(1))
+    np.testing.assert_array_equal(cache[0, :, 0, 0], [0, 0, 1, 0])
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 9), (6, 3)])
+def test_more_tokens_than_room_are_refused(start, length):
+    with pytest.raises(ValueError, match=f"cache: has room for 8 tokens, got {length} after {start};"):
+        write_tokens(jnp.zeros((1, 8, 1, 2)), numbered(0, length), jnp.int32(start))
+
+
+def test_a_layer_refuses_more_tokens_than_room():
+    layer = FullConfig().layer(dimensions(True))
+    x = jnp.ones((2, 3, 16))
+    variables = layer.init(jax.random.key(0), x)
+    _, _, cache = layer.apply(variables, x, cache=layer.init_cache(2, 4))
+    with pytest.raises(ValueError, match="cache: has room for 4 tokens, got 3 after 3;"):
+        layer.apply(variables, x, cache=cache)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_window_slides_by_the_tokens_that_exist(count):
+    both, last = slide(numbered(0, 4), numbered(4, 3), jnp.int32(count))
+    np.testing.assert_array_equal(both[0, :, 0, 0], 1 + np.arange(7))
+    np.testing.assert_array_equal(last[0, :, 0, 0], 1 + count + np.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("start", "seen"), [(0, [0, 0, 0, 1, 1]), (2, [0, 1, 1, 1, 1]), (7, [1, 1, 1, 1, 1])]
+)
+def test_unfilled_places_of_a_window_are_a_segment_of_their_own(start, seen):
+    queries, keys = window_segments(2, 2, 3, jnp.int32(start))
+    np.testing.assert_array_equal(queries, np.ones((2, 2)))
+    np.testing.assert_array_equal(keys, [seen, seen])
