@@ -35,6 +35,21 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+# Groups whose first test waits for a process of many devices, by name. They begin first: at the end of the suite all
+# other workers would wait for the last of them.
+_PROCESSES = ("eight devices", "four devices", "train.lm")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    def late(item):
+        marker = item.get_closest_marker("xdist_group")
+        name = marker.args[0] if marker and marker.args else marker and marker.kwargs.get("name")
+        return _PROCESSES.index(name) if name in _PROCESSES else len(_PROCESSES)
+
+    items.sort(key=late)
+
+
 @pytest.fixture
 def uncached():
     """Programs for chips that are not there could be put into the cache of compiled programs, but not read from it."""

@@ -10,6 +10,7 @@ from train.errors import UserError
 TINY = "--widths 16 256 --num_heads 2 --num_layers 1 --steps 3 --batch 2 --length 16 --learning_rate 0.01"
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     picture = tmp_path / "coordinates.png"
     main([*TINY.split(), "--mechanism", "full", "--picture", str(picture)])

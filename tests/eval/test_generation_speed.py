@@ -24,6 +24,7 @@ SMALL = [
 SMALL += ["--vocabulary", "11", "--repeats", "1"]
 
 
+@pytest.mark.slow
 def test_times_both_networks_and_draws(tmp_path, capsys):
     path = tmp_path / "rows.json"
     main([*SMALL, "--lengths", "16", "--json", str(path), "--pictures", str(tmp_path / "new")])

@@ -20,6 +20,7 @@ def _train(folder, name, steps, *more):
     train.lm.main([*argv.split(), *more])
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("a word follows another word and so on\n" * 20)
     _train(tmp_path, "logged", 5, "--log_gradient_std", "True")

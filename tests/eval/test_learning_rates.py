@@ -10,6 +10,7 @@ from train.errors import UserError
 TINY = "--widths 16 32 --num_heads 2 --num_layers 1 --steps 4 --batch 2 --length 16 --rates 0.001 0.01"
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     picture = tmp_path / "rates.png"
     main([*TINY.split(), "--picture", str(picture)])

@@ -122,6 +122,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_command(runs, capsys, tmp_path):
     picture = tmp_path / "locality.png"
     argv = ["--length", "16", "--sequences", "3", "--ratios", "0.25", "0.5", "1"]

@@ -22,6 +22,7 @@ FUNCTIONS = [*SMALL, "--levels", "functions"]
 TWO = ["--mechanisms", "full", "local"]
 
 
+@pytest.mark.slow
 def test_functions_table_and_json(tmp_path, capsys):
     path = tmp_path / "speed.json"
     main([*FUNCTIONS, "--json", str(path)])
@@ -46,7 +47,7 @@ def test_functions_table_and_json(tmp_path, capsys):
 
 
 def test_without_torch(capsys):
-    main([*FUNCTIONS, "--torch", "False"])
+    main([*FUNCTIONS, "--torch", "False", "--mechanisms", "local"])
     assert "torch" not in capsys.readouterr().out
 
 
@@ -58,6 +59,7 @@ def test_every_listed_mechanism_has_a_layer_case():
     assert {case.name: case.growth for case in cases}["brl"] == 1
 
 
+@pytest.mark.slow
 def test_encoders(tmp_path, capsys):
     """Every row of a named mechanism, forward only; PyTorch's network where it is installed, with equal outputs."""
     path = tmp_path / "speed.json"
@@ -132,7 +134,7 @@ def test_results_must_be_finite_and_of_their_shape():
 def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
     """The smaller programs still get their numbers, and the table says why the others have none."""
     monkeypatch.setattr(measure, "available_bytes", lambda: 700_000)
-    main([*FUNCTIONS, "--lengths", "400", "--torch", "False"])
+    main([*FUNCTIONS, *TWO, "--lengths", "400", "--torch", "False"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "no room" in printed
     assert "GiB of temporary memory" in printed
@@ -176,7 +178,7 @@ def test_wrong_gradient_gets_no_number(monkeypatch):
     wrong = dataclasses.replace(functions.CASES["full"], function=lambda options: no_key_gradient)
     monkeypatch.setitem(functions.CASES, "full", wrong)
     with pytest.raises(RunError, match="wrong results"):
-        main([*FUNCTIONS, "--torch", "False"])
+        main([*FUNCTIONS, "--torch", "False", "--mechanisms", "full"])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

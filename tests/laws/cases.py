@@ -109,8 +109,46 @@ CASES: dict[str, Mechanism] = {
     for variant, mechanism in VARIANTS.get(name, {"": MECHANISMS[name]()}).items()
 }
 
-# The mechanisms in which `local_attention` or `compress` is, which have kernels for TPUs.
-KERNELS = ("local", "brl", "bsbr", "global_window", "tlinformer")
+# Laws 6 and 8 look at compiled programs, not at numbers: one case for each structure of the program. Left out are cases
+# whose program is that of another with other constants:
+#   local    all patterns go through one loop over blocks, and tests/attention/local/test_local.py looks at the memory
+#            of each (test_memory_grows_linearly). For a TPU there are a kernel for windows and one for any pattern.
+#   brl      memory per output is a scan over segments, memory per layer all blocks at once; biases go through XLA on a
+#            TPU too; scores other than softmax take no running maximum.
+#   diag, bsbr, mlr, bilinear_*: variants differ in a pointwise function, a scale, or the ranks.
+COMPILED = (
+    *(next(name for name in CASES if type(CASES[name]) is kind) for kind in MECHANISMS.values()),
+    "local-bigbird",
+    "brl-layer",
+    "brl-output-equations",
+    "brl-layer-laplace",
+)
+
+# Remat and 64-bit mode act on the engine that runs the layers, and on the loops inside of them: a stack of independent
+# layers on each kind of loop (blocks with a gradient of their own, chunks with a state, tiles of scores, query blocks,
+# a dense product), a stack with a carry over segments, and TLinFormer's own.
+ENGINES = ("full", "local-sliding", "linear", "mlr", "hopfield", "diag-relu", "brl-output", "tlinformer")
+
+_WINDOW = ("window_attention_forward", "window_attention_backward")
+_ANY_PATTERN = (
+    "block_attention_forward",
+    *(f"block_attention_backward_{part}" for part in ("key", "query", "rest")),
+)
+_COMPRESS = ("compress_forward", "compress_backward")
+_PROPAGATE = ("propagate_forward", "propagate_backward")
+# The TPU kernels in the training programs of COMPILED in bfloat16; the others run through XLA there. A segment of BRL's
+# with memory per output is short of a window's tiles, so its windows go through the kernel for any pattern.
+KERNELS = {
+    "local-sliding": _WINDOW,
+    "local-bigbird": _ANY_PATTERN,
+    "brl-output": (*_ANY_PATTERN, *_COMPRESS, *_PROPAGATE),
+    "brl-layer": (*_WINDOW, *_COMPRESS, *_PROPAGATE),
+    "brl-output-equations": _ANY_PATTERN,
+    "brl-layer-laplace": _WINDOW,
+    "bsbr": _ANY_PATTERN,
+    "global_window": _WINDOW,
+    "tlinformer": _COMPRESS,
+}
 
 
 def dimensions(is_causal: bool, **changes) -> Dimensions:

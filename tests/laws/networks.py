@@ -19,41 +19,65 @@ LAYERS = 2
 
 
 class Network(NamedTuple):
+    """A network of one case.
+
+    One program gives outputs and gradients at the inputs' own shape, and all laws run it: a program of the outputs
+    alone would take half as long to compile again. Generation, `vmap` and shorter inputs compile the forward pass by
+    itself, and are compared with it.
+    """
+
     mechanism: Mechanism
     stack: Stack
     variables: Any
-    x: jax.Array  # (2, LENGTH, 16)
-    run: Any  # jitted: variables, x -> y
-    slope: Any  # jitted: variables, x, weight -> gradients of sum(y weight) by the first two
+    x: np.ndarray  # (2, LENGTH, 16)
+    both: Any  # jitted: variables, x, weight -> y, gradients of sum(y weight) with respect to the first two
+    forward: Any  # jitted: variables, x -> y
+
+    def run(self, variables: Any, x: Any) -> jax.Array:
+        """The outputs (B, T, 16)."""
+        if x.shape == self.x.shape:
+            return self.both(variables, x, np.zeros(x.shape, np.float32))[0]
+        return self.forward(variables, x)
 
 
 @functools.cache
 def network(name: str, is_causal: bool) -> Network:
     mechanism, d = CASES[name], dimensions(is_causal)
     stack = make_stack((mechanism,) * (LAYERS * mechanism.group), d)
-    # Both forms have the same parameters, but for mechanisms whose carry one of them makes otherwise.
+    # Both forms have the same parameters, except for mechanisms with a carrier, which one of the forms may lack.
     variables, x = _variables(name, mechanism.causal if mechanism.carrier(d) is None else is_causal)
     return Network(
-        mechanism, stack, variables, x, jax.jit(lambda v, x: stack.apply(v, x)[0]), jax.jit(slope_of(stack))
+        mechanism, stack, variables, x, jax.jit(both_of(stack)), jax.jit(lambda v, x: stack.apply(v, x)[0])
     )
 
 
-def slope_of(stack: Stack) -> Any:
-    """Of (variables, x, weight): the gradients of sum(y weight) by the first two."""
-    return jax.grad(lambda v, x, weight: jnp.sum(stack.apply(v, x)[0] * weight), argnums=(0, 1))
+def both_of(stack: Stack) -> Any:
+    """A function of (variables, x, weight): y, and the gradients of sum(y weight) with respect to the first two."""
+
+    def weighted(variables, x, weight):
+        y = stack.apply(variables, x)[0]
+        return jnp.sum(y * weight), y
+
+    def both(variables, x, weight):
+        gradients, y = jax.grad(weighted, argnums=(0, 1), has_aux=True)(variables, x, weight)
+        return y, gradients
+
+    return both
 
 
 @functools.cache
-def _variables(name: str, is_causal: bool) -> tuple[Any, jax.Array]:
+def _variables(name: str, is_causal: bool) -> tuple[Any, np.ndarray]:
     """Parameters and an input."""
     stack = make_stack((CASES[name],) * (LAYERS * CASES[name].group), dimensions(is_causal))
-    # NumPy's: JAX compiles a program for each shape drawn. In 6 of the first 8 seeds ReLU leaves some row of cosFormer
-    # hardly a key, and bfloat16's rounding of the features moves it by more than law 3 allows; not in this one.
+    # NumPy's generator: JAX compiles a program for each shape drawn. In 6 of the first 8 seeds ReLU leaves some row of
+    # cosFormer hardly a key, and bfloat16's rounding of the features moves it by more than law 3 allows. Not here.
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((2, LENGTH, 16)), jnp.float32)
+    x = rng.standard_normal((2, LENGTH, 16)).astype(np.float32)
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(8), x[:, :1]))
     # Norms start at scale 1 and strengths at one number for all heads: moved, so that each is seen to be used.
-    return jax.tree.map(lambda a: a + jnp.asarray(0.1 * rng.standard_normal(a.shape), a.dtype), variables), x
+    return jax.tree.map(
+        lambda a: jnp.asarray(np.asarray(a) + (0.1 * rng.standard_normal(a.shape)).astype(a.dtype)), variables
+    ), x
 
 
 def as_float64(tree: Any) -> Any:

@@ -9,11 +9,12 @@ import pytest
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
-# What the notebook's kernel and its client say about sockets and event loops is not ours to mend.
+# The kernel and its client warn about sockets and event loops of their own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_runs_top_to_bottom(path, monkeypatch):
-    # A notebook trains: what the compiler leaves out for the tests costs more there than it saves.
+    # A notebook trains, so that programs without optimisations would take longer to run than is saved in compiling.
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit notebooks without their outputs"

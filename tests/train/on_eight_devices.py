@@ -1,5 +1,5 @@
 """What `test_mesh.py` looks at, made in a process of its own, because a process keeps the devices it began with:
-python -m tests.train.on_eight_devices FOLDER.
+python -m tests.train.on_eight_devices FOLDER PART, where PART is "steps" or "runs".
 
 A network of four mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
 """
@@ -208,21 +208,26 @@ def refused():
     return said
 
 
-def main(folder):
+def looked_at(mesh):
+    """What a mesh's steps leave to look at."""
+    lost, first, state, hlo = take_steps(mesh)
+    return {"losses": lost, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
+
+
+def main(folder, part):
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # two runs are on one device
     one = make_mesh(MeshConfig(), jax.devices()[:1])
-    results = {"refused": refused()}
-    for name, mesh in {"one": one, **{name: make_mesh(config) for name, config in MESHES.items()}}.items():
-        lost, first, state, hlo = take_steps(mesh)
-        results[name] = {"losses": lost, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
-    rows, mixed = (make_mesh(MESHES[name]) for name in ("rows", "mixed"))
-    results["pieces"] = [loss_in_pieces(mesh) for mesh in (one, make_mesh(MESHES["sequence"]))]
-    results["careless"] = gathers(careless(rows))
-    results["straight"] = run(folder / "straight", one, 6)
-    for steps, mesh in zip((2, 4, 6), (rows, one, mixed)):
-        results["moved"] = run(folder / "moved", mesh, steps)
-    (folder / "results.pickle").write_bytes(pickle.dumps(results))
+    rows, mixed, sequence = (make_mesh(config) for config in MESHES.values())
+    if part == "steps":
+        results = {"one": looked_at(one), "rows": looked_at(rows), "sequence": looked_at(sequence)}
+        results |= {"refused": refused(), "careless": gathers(careless(rows))}
+        results["pieces"] = [loss_in_pieces(mesh) for mesh in (one, sequence)]
+    else:
+        results = {"mixed": looked_at(mixed), "straight": run(folder / "straight", one, 6)}
+        for steps, mesh in zip((2, 4, 6), (rows, one, mixed)):
+            results["moved"] = run(folder / "moved", mesh, steps)
+    (folder / f"{part}.pickle").write_bytes(pickle.dumps(results))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

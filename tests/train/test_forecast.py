@@ -171,6 +171,7 @@ def test_a_forecast_does_not_read_what_came(table, center):
     assert moves == (center != "none")
 
 
+@pytest.mark.slow
 def test_commands(runs, capsys):
     picture = runs / "forecasts.png"
     eval.forecast.main(

@@ -62,6 +62,7 @@ def _wait_for(step, workdir, processes):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     text = tmp_path / "train.txt"
     text.write_text(" ".join(f"word{i * i % 97}" for i in range(3000)))

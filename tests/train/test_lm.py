@@ -108,6 +108,7 @@ def test_the_sample_goes_to_stdout(text, finished):
     assert len(finished[1]) > len(start) + 1
 
 
+@pytest.mark.slow
 def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
     """SIGTERM in the midst of a real run, the same command again: the losses of `run`, bit for bit."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # it compiles for itself
