@@ -1,4 +1,4 @@
-"""Meshes of devices, and the one table that says over which of their axes an array's dimensions are cut.
+"""Meshes of devices, and the one table that maps the dimensions of arrays to mesh axes.
 
 Parameters carry a name for each dimension ("embed", "heads"); layers name those of their activations. `RULES` maps
 names to mesh axes:
@@ -8,11 +8,11 @@ names to mesh axes:
     sequence  tokens of a row
     tensor    heads, the feed-forward width, the vocabulary
 
-A mesh axis cuts one dimension of an array: the first that asks for it. An activation's rows take fsdp, so its width
-stays whole; a parameter has no rows, so its width is cut.
+A mesh axis cuts one dimension of an array, the first whose name asks for it. The rows of an activation take fsdp, so
+its width stays whole; a parameter has no rows, so its width is cut.
 
-`with jax.set_mesh(make_mesh(config)):` around a jitted call is all that layers need to know of devices; without it,
-or on one device, everything here that layers call does nothing.
+`with jax.set_mesh(make_mesh(config)):` around a jitted call is all that layers need; without it, or on one device, the
+functions here that layers call do nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "compressed_embed": ("fsdp",),
     "features": ("fsdp",),
     "position": ("fsdp",),
-    # Never cut: too short, or cut along another dimension of the same array.
+    # Never cut: too short, or another dimension of the same array is cut.
     "head_dim": (),
     "layers": (),
     "compressed": (),
@@ -56,8 +56,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "block_in": (),
 }
 
-# Dimensions that stay whole where the mesh axis doesn't divide them; of the others that is an error. The data, not the
-# user, decide how many tokens there are and how long a text is.
+# Dimensions that stay whole where the mesh axis does not divide them; for the others that is an error. The data, not
+# the user, decide the size of the vocabulary and the length of a text.
 _MAY_STAY_WHOLE = frozenset(("vocab", "position"))
 
 # Neighbours that share one copy of the parameters by default: the chips of one or two hosts.
@@ -68,11 +68,11 @@ Names = Sequence[str | None]
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How many devices stand along each axis of the mesh; one of the sizes may be -1, for what the others leave."""
+    """Number of devices along each axis of the mesh; one size may be -1, for the devices that the others leave."""
 
     data: int | None = None
-    """Groups of devices that each hold a whole copy of parameters and optimiser, and take their share of the rows.
-    None: what the others leave."""
+    """Groups of devices, each with a whole copy of the parameters and the optimiser state and its share of the rows.
+    None: the devices that the other sizes leave."""
     fsdp: int | None = None
     """Devices that share the rows of a group and one copy of parameters and optimiser. None: what --mesh.data leaves;
     where that is None too, up to 8."""
@@ -93,10 +93,10 @@ class MeshConfig:
             )
 
     def sizes(self, devices: int) -> tuple[int, ...]:
-        """The sizes of `AXES` on so many devices.
+        """The sizes of `AXES` on this number of devices.
 
         Raises:
-          ValueError: they don't multiply to that number.
+          ValueError: sizes that do not multiply to it.
         """
         asked = {name: getattr(self, name) for name in AXES}
         given = math.prod(size for size in asked.values() if size is not None and size != -1)
@@ -141,11 +141,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def partition_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Over which mesh axes the dimensions of an array are cut; those that don't divide evenly stay whole.
+    """The mesh axes over which the dimensions of an array are cut; dimensions that do not divide evenly stay whole.
 
     Args:
-      names: a name of `RULES` or None for each dimension.
-      shape: the array's. sizes: of the mesh axes that may be used.
+      names: a name in `RULES` or None for each dimension.
+      shape: the array's shape.
+      sizes: sizes of the mesh axes that may be used.
 
     Raises:
       ValueError: a name that is not in `RULES`, or not one for each dimension.
@@ -170,13 +171,13 @@ def partition_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int])
 def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
     """A sharding for each parameter: a pytree like the unboxed parameters.
 
-    Vectors (norms, biases, one number a head) stay whole: what gathering them costs is more than what they take.
+    Vectors (norms, biases, one number for each head) stay whole: gathering them costs more than storing them.
 
     Args:
       boxed: parameters with their names, as `model.init` returns them, or their shapes.
 
     Raises:
-      ValueError: a dimension that its mesh axes don't divide; names the parameter and both sizes.
+      ValueError: a dimension that its mesh axes do not divide; the error names the parameter and both sizes.
     """
     sizes = dict(mesh.shape)
 
@@ -205,7 +206,7 @@ def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
 
 
 def row_shards(mesh: Mesh) -> int:
-    """In how many parts the rows of a batch are cut."""
+    """Number of shards of the rows of a batch."""
     return math.prod(dict(mesh.shape)[axis] for axis in RULES["batch"])
 
 
@@ -213,27 +214,28 @@ def row_shards(mesh: Mesh) -> int:
 
 
 def _automatic_axes() -> dict[str, int]:
-    """The mesh set around this trace, as sizes by axis; empty where its compiler has no work to divide."""
+    """Axis sizes of the mesh around this trace; empty where the compiler has nothing to partition."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) != set(AXES) or set(mesh.axis_types) != {AxisType.Auto}:
-        return {}  # none, somebody's own, or inside of shard_map
+        return {}  # no mesh, a mesh of the caller's own, or inside shard_map
     return {name: size for name, size in mesh.shape.items() if size > 1}
 
 
 def current_shards(name: str) -> int:
-    """In how many parts dimensions of a name of `RULES` are cut, where they divide; 1 without a mesh."""
+    """Number of shards of dimensions with this name in `RULES`, where they divide evenly; 1 without a mesh."""
     sizes = _automatic_axes()
     return math.prod(sizes.get(axis, 1) for axis in RULES[name])
 
 
 def sequence_axis(length: int, block: int = 1) -> str | None:
-    """The mesh axis over which sequences of so many tokens are cut; None where they stay whole.
+    """The mesh axis over which sequences of `length` tokens are cut; None where they stay whole.
 
-    Where it is an axis, `shard_call` may cut dimensions named "length" (and "blocks", an entry for each `block` tokens)
-    over it, and functions of stretches (`brl_jax.attention.local.sharded`) fetch from other devices by its name.
+    Over such an axis `shard_call` may cut dimensions named "length" (and "blocks", with an entry for each `block`
+    tokens), and functions of stretches (`brl_jax.attention.local.sharded`) fetch from other devices by its name.
 
     Args:
-      length: tokens. block: how many of them must stay together on one device.
+      length: number of tokens.
+      block: how many of them must stay together on one device.
     """
     (axis,) = RULES["length"]
     size = current_shards("length")
@@ -241,10 +243,10 @@ def sequence_axis(length: int, block: int = 1) -> str | None:
 
 
 def constrain(x: jax.Array, names: Names) -> jax.Array:
-    """x, cut over the mesh as its dimensions' names ask; x itself without a mesh.
+    """x, sharded over the mesh by the names of its dimensions; x itself without a mesh.
 
     Args:
-      names: a name of `RULES` or None (whole) for each dimension.
+      names: a name in `RULES`, or None (whole), for each dimension.
     """
     sizes = _automatic_axes()
     if not sizes:
@@ -255,17 +257,18 @@ def constrain(x: jax.Array, names: Names) -> jax.Array:
 def shard_call(
     function: Callable[..., Any], operands: Sequence[Any], names: Sequence[Names], out_names: Names
 ) -> Any:
-    """function(*operands), run by every device on its own shards.
+    """function(*operands), which every device runs on its own shards.
 
-    For functions that treat rows and heads each by itself, and that the compiler cannot divide: kernels; and for
-    functions of stretches of sequences that get from other devices what they need. Without a mesh it is a plain call. A
-    mesh axis that does not divide every dimension it would cut is left out.
+    It serves functions that treat each row and head separately and that the compiler cannot partition (kernels), and
+    functions of stretches of sequences, which fetch what they need from other devices. Without a mesh it is a plain
+    call. A mesh axis that does not divide every dimension it would cut is left out.
 
     Args:
-      function: of the shards; must not close over arrays.
-      operands: arrays or None. names: of each operand's dimensions; those of tokens only where `sequence_axis` gives
-        the axis whose stretches `function` is made for.
-      out_names: of the result's.
+      function: takes the shards; it must not close over arrays.
+      operands: arrays or None.
+      names: the names of each operand's dimensions; those of tokens only where `sequence_axis` gives the axis for
+        whose stretches `function` is made.
+      out_names: the names of the result's dimensions.
     """
     sizes = _automatic_axes()
     arrays = [(x.shape, dims) for x, dims in zip(operands, names) if x is not None]
@@ -280,7 +283,7 @@ def shard_call(
     ]
     if not any(any(spec) for spec in specs):
         return function(*operands)
-    # The result's sizes need no look: its dimensions are the operands'.
+    # The result's sizes need no check: its dimensions are those of the operands.
     cut = [tuple(axis for axis in (RULES[name] if name else ()) if axis in sizes) for name in out_names]
     out = PartitionSpec(*(axes or None for axes in cut))
     return jax.shard_map(function, in_specs=tuple(specs), out_specs=out)(*operands)

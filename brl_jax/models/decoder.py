@@ -100,7 +100,7 @@ class DecoderLM(nn.Module):
           tokens: (B, T) ints in 0..vocab_size-1.
           memory: of the stream so far; see the class.
           cache: of the tokens so far; excludes memory. More tokens than it was made for are an error where their
-            number is known, and lost or overwritten where it is traced.
+            number is known; traced, they are lost or overwrite others.
           positions: (1, T) or (B, T) ints, the tokens' places; by default they count on from the cache's tokens, or
             from 0.
           segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row; for mechanisms

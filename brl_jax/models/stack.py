@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import concrete_values
 from brl_jax.layers.core.modules import norm
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.block import Block, Encoded
@@ -77,13 +78,28 @@ class StackCache(NamedTuple):
 
     Attributes:
       num_tokens: () int32, the tokens so far.
+      room: () int32, how many tokens the cache was made for.
       carriers: the caches of the carriers, by name.
       layers: for each group of equal periods (`group_layers`), the caches of its layers, stacked over the repeats.
     """
 
     num_tokens: Any
+    room: Any
     carriers: dict[str, Any]
     layers: tuple[tuple[Any, ...], ...]
+
+
+def check_room(new: int, num_tokens: Any, room: Any) -> None:
+    """Raises ValueError if new tokens do not fit into a cache with `num_tokens` of at most `room`, where both are known."""
+    known, most = concrete_values(num_tokens), concrete_values(room)
+    if most is None:
+        return
+    there = 0 if known is None else int(known)
+    if there + new > most:
+        raise ValueError(
+            f"cache: has room for {most} tokens, got {new} after {there}; "
+            "init_cache(batch, length) with a larger length makes more"
+        )
 
 
 class StackMemory(NamedTuple):
@@ -183,6 +199,7 @@ class Stack(nn.Module):
         parts = self._parts()
         return StackCache(
             num_tokens=jnp.zeros((), jnp.int32),
+            room=jnp.asarray(length, jnp.int32),
             carriers={key: module.init_cache(batch, length) for key, module in parts.carriers.items()},
             layers=tuple(
                 tuple(_repeat(module.init_cache(batch, length), repeats) for module in modules)
@@ -276,13 +293,16 @@ class Stack(nn.Module):
 
         Raises:
           ValueError: positions or segment_ids for a sequence that is cut in segments; `encoded` missing or out of
-            place.
+            place; more tokens than the cache has room for, where their number is known (traced, they are lost or
+            overwrite others).
         """
         if (encoded is not None) != self.cross_attention:
             raise ValueError(
                 f"encoded must {'' if self.cross_attention else 'not '}be given with "
                 f"cross_attention={self.cross_attention}"
             )
+        if isinstance(cache, StackCache):
+            check_room(x.shape[1], cache.num_tokens, cache.room)
         length, segment = x.shape[1], self.segment
         call = StackCall(positions, lengths, segment_ids, encoded, recall)
         is_memory = cache is None or isinstance(cache, StackMemory)

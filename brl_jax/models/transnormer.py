@@ -1,4 +1,5 @@
-"""TransNormer: attention inside blocks in the early layers, normalised linear attention in the late ones (001)."""
+"""TransNormer (arXiv:2210.10340): attention inside blocks in the early layers, normalised linear attention in the late
+ones."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from brl_jax.models.config import StackConfig
 Variant = Literal["t1", "t2"]
 C = TypeVar("C", bound=StackConfig)
 
-# Table 13 and, for the Long Range Arena, appendix E. By the parameters that tables 4 and 5 count (155.99M and 124.67M),
-# table 13 has the widths of its two GLUs in each other's place: "wikitext103" has 155.97M with 1365, 162.26M with 2048.
+# Table 13 of the paper and, for the Long Range Arena, appendix E. Judging by the parameters that tables 4 and 5 count
+# (155.99M and 124.67M), table 13 interchanges the widths of its two GLUs: "wikitext103" has 155.97M with 1365 and
+# 162.26M with 2048.
 TRANSNORMER_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "wikitext103": {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_ff": 2048},
@@ -37,20 +39,21 @@ def transnormer(
     """The configuration of a TransNormer, as a decoder or for an encoder.
 
     T1 has ReLU attention inside its blocks and elu features in its linear attention; T2 softmax and 1 + elu
-    (001, section 5). DiagAttention in the first half of the layers, NormAttention in the rest, GLUs with swish.
-    001's ablations are options: tables 8 (`early_layers`), 9 (`swap_mechanisms=True`: NormAttention first),
+    (arXiv:2210.10340, section 5). Both have DiagAttention in the first half of the layers, NormAttention in the rest,
+    and GLUs with swish.
+    The paper's ablations are options: tables 8 (`early_layers`), 9 (`swap_mechanisms=True`: NormAttention first),
     10 (`ffn="relu"`), 11 (`block_size` 32, 64 or 128) and 12 (`schedule="alternate"`, also swapped, or "parallel").
 
     Args:
       variant: "t1" or "t2".
-      kind: the configuration's class: `DecoderConfig`, or `StackConfig` for the layers of an encoder
+      kind: the class of the configuration: `DecoderConfig`, or `StackConfig` for the layers of an encoder
         (`Stack(config.mechanisms, config.make_dimensions(is_causal=False))`).
       block_size: tokens of a block of DiagAttention.
       attention_norm: the norm inside NormAttention and T1's DiagAttention; `norm=` chooses those between sublayers.
       options: fields of `kind`, such as `**TRANSNORMER_SIZES["lra"]`.
 
     Raises:
-      ValueError: another variant, and whatever `kind` refuses.
+      ValueError: an unknown variant, and settings that `kind` refuses.
     """
     check_choice("variant", variant, get_args(Variant))
     t1 = variant == "t1"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import BRLConfig
+from brl_jax.layers import BRLConfig, FullConfig, LinearConfig, LocalConfig
 from brl_jax.models import Stack
 from tests.laws.cases import dimensions
 
@@ -22,6 +22,21 @@ def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
 
     assert shapes(1)
     assert shapes(length) == shapes(1)
+
+
+@pytest.mark.parametrize("mechanism", [FullConfig(), LocalConfig(window=2), LinearConfig()])
+def test_more_tokens_than_a_cache_has_room_for(mechanism):
+    stack = Stack((mechanism,), dimensions(True))
+    x = jnp.ones((1, 5, 16))
+    variables = nn.unbox(stack.init(jax.random.key(0), x))
+    cache = stack.init_cache(1, 4)
+    with pytest.raises(
+        ValueError, match=r"cache: has room for 4 tokens, got 5 after 0; init_cache\(batch, length\)"
+    ):
+        stack.apply(variables, x, cache=cache)
+    _, cache = stack.apply(variables, x[:, :4], cache=cache)
+    with pytest.raises(ValueError, match="got 1 after 4"):
+        stack.apply(variables, x[:, :1], cache=cache)
 
 
 def test_no_gradient_flows_through_brls_output_history():

@@ -1,1 +1,1 @@
-"""TLinFormer's network: windows that read their history through a small context."""
+"""TLinFormer's network (arXiv:2508.20407): windows that read their history through a small context."""

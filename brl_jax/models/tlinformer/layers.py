@@ -1,4 +1,4 @@
-"""The layers of a TLinFormer, as functions of a plain decoder's stacked parameters, and the pass of training."""
+"""The layers of a TLinFormer, as functions of a plain decoder's stacked parameters, and the training pass."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Mixer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, positions: Array | None) -> Any:
-        """Query, key and value of rows at positions, or, without those, rows of what heads attended to."""
+        """Query, key and value of rows at `positions`; without positions, the output projection of the heads."""
         if positions is None:
             return merge_heads(self.dimensions, x)
         return project_qkv(self.dimensions, x, positions)
 
 
 class _Layer(nn.Module):
-    """A layer of a plain decoder, its attention left to the caller; parameters are named as in `stack.Block`."""
+    """A layer of a plain decoder without its attention, which the caller computes; parameters as in `Block`."""
 
     dimensions: Dimensions
 
@@ -54,10 +54,10 @@ class _Layer(nn.Module):
 
 
 def _attend_history(query: Array, key: Array, value: Array, length: Any, implementation: Any) -> Array:
-    """Queries (B, T, N, H) on the first `length` of many keys (B, S, K, H); 0 where there is none."""
+    """Attention of queries (B, T, N, H) to the first `length` of many keys (B, S, K, H); zeros where length is 0."""
     batch, count, heads, width = query.shape
     kv_heads = key.shape[2]
-    # The queries that share a key head become rows of it.
+    # The query heads that share a key head become rows of that head.
     rows = query.reshape(batch, count, kv_heads, heads // kv_heads, width)
     rows = jnp.moveaxis(rows, 3, 2).reshape(batch, -1, kv_heads, width)
     lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch,))
@@ -82,7 +82,7 @@ class Layers:
     mechanism: TLinFormerConfig
     dimensions: Dimensions
     params: Any
-    key: Array | None = None  # for dropout; None: none
+    key: Array | None = None  # of dropout; None: no dropout
 
     @property
     def blocks(self) -> range:
@@ -97,14 +97,14 @@ class Layers:
         return self._apply(number, x, positions, method="project")
 
     def finish(self, number: int, x: Array, attended: Array, stream: int = 0) -> Array:
-        """`stream`: which of the dropout's draws, one for each use of a layer's parameters."""
+        """The layer after its attention; `stream` numbers the dropout draws, one for each use of its parameters."""
         if self.key is None:
             return self._apply(number, x, attended, True, method="finish")
         key = jax.random.fold_in(jax.random.fold_in(self.key, number), stream)
         return self._apply(number, x, attended, False, method="finish", rngs={"dropout": key})
 
     def folded(self, number: Any) -> Layers:
-        """The same with the dropout's draws of another window or piece."""
+        """The same layers with the dropout draws of window or piece `number`."""
         return (
             self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, number))
         )
@@ -123,11 +123,12 @@ class Layers:
     def context(
         self, first: int, x: Array, query: Array, read: Array, positions: Array, count: Any
     ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """The context through a block.
+        """The context, passed through a block.
 
         Args:
-          first: number of the block's first layer; x: the context's rows (B, C, D), of which the first `count` exist.
-          query, read: its queries in that layer, and what they read from the history.
+          first: number of the block's first layer.
+          x: the context's rows (B, C, D), of which the first `count` exist.
+          query, read: the context's queries in that layer, and what they read from the history.
 
         Returns:
           Its rows in the restored history, and its keys and values in the layers after the first.
@@ -145,7 +146,7 @@ class Layers:
         return self.restore(first, x, query, pairs[-1], count), pairs
 
     def restore(self, first: int, x: Array, query: Array, pair: tuple[Array, Array], count: Any) -> Array:
-        """Rows of the history (B, T, D), by the queries of the block's first layer, for the next block."""
+        """Rows of the history (B, T, D) for the next block; their queries are those of this block's first layer."""
         lengths = jnp.broadcast_to(jnp.asarray(count, jnp.int32), x.shape[:1])
         read = self.attend(query, *pair, key_value_seq_lengths=lengths)
         return self.finish(first + self.mechanism.group - 1, x, read, 2)
@@ -158,7 +159,7 @@ def train_window(
     x: Float[Array, "B S D"],
     shared: tuple[Array, ...],
 ) -> Float[Array, "B T D"]:
-    """Window `number` of a sequence whose rows are x and whose first layer's queries, keys and values are `shared`."""
+    """Outputs of window `number` of a sequence with rows x; `shared` holds its queries, keys and values in layer 0."""
     m = layers.mechanism
     size, history = m.window, number * m.window
     windows = x.shape[1] // size
@@ -208,7 +209,7 @@ def _restore_all(
 ) -> tuple[Array, Array, Array, Array]:
     """The history for the block after that of layer `first`: its rows, and their queries, keys and values there.
 
-    Window by window, up to window `number`; what comes later stays 0.
+    It is computed window by window, up to window `number`; later rows are zeros.
     """
     m = layers.mechanism
     size = m.window

@@ -28,9 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.attention.core.checks import concrete_values
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
-from brl_jax.models.stack import Recall, Stack, StackCall
+from brl_jax.models.stack import Recall, Stack, StackCall, check_room
 from brl_jax.models.tlinformer.layers import Layers, train_window
 
 # History rows that a miss restores at a time.
@@ -118,7 +117,7 @@ class TLinFormerStack(Stack):
 
     def __call__(self, x, *, cache: Any = None, recall: Recall | None = None, **call: Any):
         if cache is not None:
-            _check_room(x, cache)
+            check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
             cache = _note_tokens(cache, recall)
         return super().__call__(x, cache=cache, recall=recall, **call)
 
@@ -134,7 +133,7 @@ class TLinFormerStack(Stack):
         What is absorbed must begin and end, after any number of calls, at the start of a window, and at least one more
         token must follow.
         """
-        _check_room(x, cache)
+        check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
         length, layers = x.shape[1], self._layers(True)
         places = cache.num_tokens + jnp.arange(length, dtype=jnp.int32)
         _, key, value = layers.project(0, x, places[None])
@@ -286,17 +285,6 @@ class _Miss:
 
         steps = jnp.where(missed, (self.history + piece - 1) // piece, 0)
         return lax.fori_loop(jnp.int32(0), steps.astype(jnp.int32), step, pair)
-
-
-def _check_room(x: Array, cache: TLinFormerCache) -> None:
-    """Raises ValueError if new tokens do not fit into a cache; the tokens in it count where their number is known."""
-    room, known = cache.past.shape[1], concrete_values(cache.num_tokens)
-    there = 0 if known is None else int(known)
-    if there + x.shape[1] > room:
-        raise ValueError(
-            f"cache: has room for {room} tokens, got {x.shape[1]} after {there}; "
-            "init_cache(batch, length) with a larger length makes more"
-        )
 
 
 def _note_tokens(cache: TLinFormerCache, recall: Recall | None) -> TLinFormerCache:
