@@ -90,7 +90,7 @@ class StackCache(NamedTuple):
 
 
 def check_room(new: int, num_tokens: Any, room: Any) -> None:
-    """Raises ValueError if new tokens do not fit into a cache with `num_tokens` of at most `room`, where both are known."""
+    """Raises ValueError if new tokens do not fit into a cache of `room` tokens, so far as the numbers are known."""
     known, most = concrete_values(num_tokens), concrete_values(room)
     if most is None:
         return
