@@ -73,6 +73,10 @@ class LoopConfig:
             self, "steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep_checkpoints"
         )
         check_at_least(self, "seed", "patience", least=0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {self.seed}")
+        if "://" in self.workdir:
+            raise ValueError(f"workdir must be a local folder, got {self.workdir!r}")
         if self.batch % self.accumulation:
             raise ValueError(
                 f"batch must be a multiple of accumulation={self.accumulation}, got {self.batch}"

@@ -66,10 +66,22 @@ def _from_json(kind: Any, values: Any, source: str, path: str) -> Any:
             values[name] = _from_json(part, value, source, _join(path, name))
         elif isinstance(value, list):
             values[name] = tuple(value)
+        elif not _fits(value, hints[name]):
+            where = _join(path, name)
+            raise UserError(f"{source}: {where} must be {hints[name].__name__}, got {value!r}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise UserError(f"{source}: {path or kind.__name__}: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of a field's plain type; types that are not plain are left to the dataclass's checks."""
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return hint not in (bool, str) or isinstance(value, hint)
 
 
 def _join(*path: str) -> str:

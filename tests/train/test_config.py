@@ -105,6 +105,9 @@ def test_a_schedule():
         ("--batch 7 --accumulation 2", "--batch must be a multiple of accumulation=2, got 7"),
         ("--learning_rate -1", "--learning_rate must be above 0, got -1.0"),
         ("--seed -1", "--seed must be at least 0, got -1"),
+        ("--seed 99999999999999999999", r"--seed must be below 2\^63, got 99999999999999999999"),
+        ("--workdir gs://bucket/run", "--workdir must be a local folder, got 'gs://bucket/run'"),
+        ("--mechanism local --mechanism full", "--mechanism is given twice; expected it once"),
         ("--eval_tokens 1", "--eval_tokens must be at least 2, or 0 for all, got 1"),
         (
             "--late_mechanism full --schedule altrnate",
@@ -174,6 +177,10 @@ def _with(values, path, value):
         ("model.mechanism.windw", 3, "unknown field model.mechanism.windw"),
         ("model.mechanism.window", 0, "model.mechanism: window must be at least 1, got 0"),
         ("optimizer", 3, "optimizer must be an object, got 3"),
+        ("model.mechanism", None, "model.mechanism must be an object, got None"),
+        ("loop.steps", "many", "loop.steps must be int, got 'many'"),
+        ("loop.tensorboard", 1, "loop.tensorboard must be bool, got 1"),
+        ("model.dropout", "none", "model.dropout must be float, got 'none'"),
     ],
 )
 def test_a_file_that_says_what_this_version_does_not_know(path, value, message):

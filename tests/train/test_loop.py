@@ -227,6 +227,21 @@ def test_evaluation_carries_the_memory(tmp_path):
     assert metrics["val_bits_per_byte"] == pytest.approx(expected / math.log(2) / 9)
 
 
+@pytest.mark.parametrize(("patience", "last"), [(1, 4), (2, 6), (3, 8)])
+def test_patience_counts_the_evaluations_that_are_no_better(tmp_path, patience, last):
+    """The first evaluation is the best, and as good as all later ones."""
+
+    def loss(params, memory, batch, key):
+        total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
+        return total, weight, memory, {"score": weight}
+
+    objective = Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory, averages=("score",), best="score")
+    _train(tmp_path, objective=objective, steps=20, eval_every=2, patience=patience)
+    lines = metrics_lines(tmp_path)
+    assert [line["step"] for line in lines if "val_score" in line] == list(range(2, last + 1, 2))
+    assert lines[-1]["step"] == last
+
+
 def test_signals_are_noted_and_handlers_put_back():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Signals() as signals:

@@ -78,6 +78,22 @@ def test_one_step_of_adamw():
     np.testing.assert_allclose(updates["b"], [expected(3.0, 4.0, 0.0)], rtol=1e-5)
 
 
+def test_gradients_are_clipped_before_adam():
+    """Adam's moments are of clipped gradients: a large one does not outweigh the next one."""
+    config = OptimizerConfig(
+        learning_rate=0.1, warmup_steps=0, decay="constant", weight_decay=0.0, clip_norm=1.0, epsilon=1e-8
+    )
+    params = {"w": jnp.zeros((1, 2))}
+    optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True})
+    state = optimizer.init(params)
+    _, state = optimizer.update({"w": jnp.array([[30.0, 40.0]])}, state, params)
+    updates, _ = optimizer.update({"w": jnp.array([[0.5, -0.5]])}, state, params)
+    first, second = np.array([0.6, 0.8]), np.array([0.5, -0.5])  # of norm 50, clipped to 1; of norm below 1
+    mean = (0.9 * 0.1 * first + 0.1 * second) / (1 - 0.9**2)
+    square = (0.95 * 0.05 * first**2 + 0.05 * second**2) / (1 - 0.95**2)
+    np.testing.assert_allclose(updates["w"][0], -0.1 * mean / np.sqrt(square), rtol=1e-5)
+
+
 def test_clipping_can_be_switched_off():
     config = OptimizerConfig(warmup_steps=0, weight_decay=0.0, clip_norm=0.0)
     optimizer = make_optimizer(config, make_schedule(config, 10), {"w": True})

@@ -125,8 +125,9 @@ def test_a_prediction_sees_earlier_pairs_only(kind):
         config, model=dataclasses.replace(config.model, num_inputs=4, max_length=10, num_layers=2)
     )
     model = REGRESSION.build(config)
+    rng = np.random.default_rng(3)
     params = jax.tree.map(
-        lambda box: 0.3 + box.unbox(),
+        lambda box: jnp.asarray(0.5 * rng.standard_normal(box.unbox().shape), jnp.float32),
         regression_objective(model, kind).init(jax.random.key(0)),
         is_leaf=lambda leaf: hasattr(leaf, "unbox"),
     )
@@ -142,6 +143,20 @@ def test_a_prediction_sees_earlier_pairs_only(kind):
     before, after = predictions(batch["y"])[0], predictions(changed)[0]
     np.testing.assert_array_equal(before[:, :2], after[:, :2])
     assert np.abs(before[:, 3:] - after[:, 3:]).min() > 0
+    # Of a target y + n, (prediction - y - n)^2 has the second difference 2, if the prediction does not know the target.
+    twice = batch["y"].copy()
+    twice[:, 2] += 2.0
+    squares = [np.square(predictions(y)[0][:, 2].astype(np.float64)) for y in (batch["y"], changed, twice)]
+    np.testing.assert_allclose(squares[0] - 2 * squares[1] + squares[2], 2, rtol=1e-3)
+
+
+def test_held_out_prompts_are_of_no_training_batch():
+    """Nor are those of the two splits the same; whatever the number of a row or of a batch."""
+    config = InContextConfig(input_dim=2, pairs=3, valid_prompts=12, test_prompts=12)
+    drawn = [batch["y"] for _, batch in zip(range(12), PromptStream(config, batch=12, seed=0))]
+    drawn += [next(iter(HeldOutPrompts(config, batch=12, split=split)))["y"] for split in ("valid", "test")]
+    prompts = np.concatenate(drawn)
+    assert len(np.unique(prompts, axis=0)) == len(prompts) == 12 * 14
 
 
 def test_it_begins_at_zero_and_learns(runs):

@@ -1,4 +1,4 @@
-"""From what the command line names to a tokenizer and corpora, made once and kept with the run."""
+"""The tokenizer and the corpora that the command line names, made once and kept with the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from train.data.tokenizers import check_tokenizer, load_tokenizer, train_tokeniz
 from train.errors import UserError
 from train.fields import Free
 
-# Part of every key: a change of how text becomes tokens must not read what an older version kept.
+# Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 1
 _MANIFEST = "data.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The text a run reads, and how it becomes tokens."""
+    """The text of a run, and how it becomes tokens."""
 
     data: str = "stdlib"
     """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz; names with
@@ -45,25 +45,22 @@ class DataConfig:
 def load(
     config: DataConfig, workdir: str | os.PathLike[str], splits: Sequence[str] = SPLITS
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """The tokenizer and the corpora of a run; makes what is not there yet.
+    """The tokenizer and the corpora of a run; makes those that do not exist yet.
 
-    A run's text is settled when it starts: data.json in its folder says which tokens are its own, and they
-    are read again even where the sources have changed since or are gone. The tokenizer is saved in the run's
-    folder. Reading another text than the run's with the run's tokenizer (to evaluate on it) works for splits
-    without "train".
+    The text of a run is fixed when it starts: data.json in its folder names its tokens, which are read again even where
+    the sources have changed or are gone. The tokenizer is saved in the run's folder. The run's tokenizer can read
+    another text than the run's, to evaluate on it, if "train" is not among the splits.
 
     Args:
       config: text and tokenizer.
       workdir: the run's folder, local or remote (gs://...); tokens of a remote run are kept in
-      ~/.cache/brl-jax. splits: those wanted, of train, valid and test; test comes only where the text has
-      one.
+      ~/.cache/brl-jax. splits: some of train, valid and test; test is left out where the text has none.
 
     Returns:
       The tokenizer and a mapping from split to corpus.
 
     Raises:
-      UserError: a text or a tokenizer that cannot be had, a run of other data, a folder that cannot be
-      written.
+      UserError: the text or the tokenizer is not available, the run is of other data, or a folder cannot be written.
     """
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
@@ -105,7 +102,7 @@ def load(
 
 
 def cache_folder(cache_dir: str | None, run: epath.Path) -> Path:
-    """The local folder for what a run makes of its data: the one asked for, or in the run's own where that is local."""
+    """The local folder for what a run makes of its data: the given one, or one in the run's folder if that is local."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     if "://" in os.fspath(run):
@@ -114,7 +111,7 @@ def cache_folder(cache_dir: str | None, run: epath.Path) -> Path:
 
 
 def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
-    """What the run's folder says of its data: its DataConfig, the names of the text's splits, its tokens."""
+    """What the run's folder records of its data: its DataConfig, the names of the text's splits, its tokens."""
     try:
         return json.loads((run / _MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -124,7 +121,7 @@ def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
 
 
 def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[str]:
-    """The splits to open: those asked for, without test where others are asked for and the text has none."""
+    """The splits to open: the requested ones, without test where others are requested too and the text has none."""
     missing = [s for s in splits if s not in there and (s != "test" or len(splits) == 1)]
     if missing:
         raise UserError(f"--data: {spec} has no {missing[0]} text, only {', '.join(there)}")
@@ -136,7 +133,7 @@ def _key(*parts: str) -> str:
 
 
 def _tokenizer(spec: str, source: Source, cache: Path) -> Tokenizer:
-    """The tokenizer of this text: from the cache, or learnt and kept there."""
+    """The tokenizer of this text, from the cache, or learnt and kept there."""
     if spec == "bytes":
         return train_tokenizer(spec, lambda: ())
     folder = cache / ("tokenizer-" + _key(source.fingerprint, spec))

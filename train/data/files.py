@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Writing files so that each is whole or does not exist."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from etils import epath
 
 
 def beside(path: epath.Path) -> epath.Path:
-    """A name next to `path` that no other process uses, to write under before renaming."""
+    """A name in the folder of `path` that no other process uses, to write to before renaming."""
     return path.parent / f".{path.name}.{uuid.uuid4().hex}"
 
 
 def write_whole(path: epath.Path, text: str) -> None:
-    """Writes `path` in UTF-8 aside, then renames it; the folder must exist."""
+    """Writes `path` in UTF-8, under another name that is then renamed; the folder must exist."""
     aside = beside(path)
     try:
         aside.write_bytes(text.encode())

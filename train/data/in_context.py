@@ -1,10 +1,10 @@
-"""In-context linear regression (Garg et al. 2022, arXiv:2208.01066, as 002 section 4 uses it): prompts of pairs
+"""In-context linear regression (Garg et al. 2022, arXiv:2208.01066; arXiv:2509.07963, section 4): prompts of pairs
 (x_i, y_i) of a linear function that is drawn anew for each prompt.
 
     w ~ N(0, I_d),   x_i ~ N(0, I_d),   y_i = w . x_i / sqrt(d)
 
-Predictors that say 0 have squared error 1; after i pairs none is below max(0, 1 - i / d) on average, which least
-squares of the least norm reaches (the posterior mean of w).
+A predictor that always answers 0 has squared error 1. After i pairs none is below max(0, 1 - i / d) on average, which
+least squares of the least norm (the posterior mean of w) reaches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from train.fields import Free
 
 Prompt = Literal["alternate", "joined"]
 
-# Numbers that keep the streams of random numbers apart.
+# First numbers of the seeds, which keep the streams of random numbers apart.
 _TRAIN, _HELD_OUT, _TEST = range(3)
 
 
@@ -33,18 +33,18 @@ class InContextConfig:
     """The prompts."""
 
     input_dim: int = 16
-    """Numbers of an input x."""
+    """Size of an input x."""
     pairs: int = 33
     """Pairs (x, y) of a prompt; the model predicts each y from the pairs before it."""
     prompt: Prompt = "alternate"
-    """What comes after x_i: y_i alone, as in Garg et al. and 002 ("alternate"), or x_i once more beside it, so that no
-    layer is spent on bringing the two together ("joined")."""
+    """What follows x_i: y_i alone, as in both papers ("alternate"), or y_i with x_i beside it, so that no layer is
+    needed to bring the two together ("joined")."""
     start_dims: int = 0
-    """Numbers of x that are not zero at the first step, as Garg et al. begin; 0: all, no curriculum."""
+    """Numbers of x that are not zero at the first step, as in Garg et al.; 0: all, without a curriculum."""
     start_pairs: int = 0
-    """Pairs of a prompt that count at the first step; 0: all."""
+    """Pairs of a prompt that the loss counts at the first step; 0: all."""
     curriculum_steps: int = 0
-    """Steps in which both grow to all, evenly."""
+    """Steps in which both grow linearly to all."""
     valid_prompts: int = 1024
     """Prompts of an evaluation while training."""
     test_prompts: Free[int] = 4096
@@ -61,7 +61,7 @@ class InContextConfig:
             raise ValueError("curriculum_steps must be at least 1 with start_dims or start_pairs, got 0")
 
     def sizes(self, step: int) -> tuple[int, int]:
-        """The numbers of an x that are not zero at a step, and the pairs that count."""
+        """The numbers of an x that are not zero at a step, and the pairs that the loss counts."""
         share = min(1.0, step / self.curriculum_steps) if self.curriculum_steps else 1.0
 
         def grown(first: int, last: int) -> int:
@@ -74,10 +74,10 @@ class InContextConfig:
 def draw_prompts(
     config: InContextConfig, seed: Sequence[int], rows: Int[np.ndarray, " R"], dims: int, pairs: int
 ) -> dict[str, Any]:
-    """{"y", "weights": (R, P), "x": (R, P, d)} float32 of rows of the batch that `seed` names.
+    """{"y", "weights": (R, P), "x": (R, P, d)} float32 for some rows of the batch that `seed` identifies.
 
-    Of each x the first `dims` numbers are not zero, y has variance 1, and the first `pairs` weigh 1, the rest 0. A row
-    is the same whichever others are drawn with it.
+    The first `dims` numbers of each x are not zero, y has variance 1, and the first `pairs` pairs have weight 1, the
+    others 0. A row does not depend on which others are drawn with it.
     """
     x = np.zeros((len(rows), config.pairs, config.input_dim), np.float32)
     y = np.zeros((len(rows), config.pairs), np.float32)
@@ -93,8 +93,8 @@ def draw_prompts(
 class PromptStream(RepeatedBatches):
     """Endless training batches of fresh functions; batch s is drawn from the seed and s alone.
 
-    A batch is what `draw_prompts` gives, and "reset": False. A process among many gives some of the rows. The state is
-    the number of batches handed out.
+    A batch is what `draw_prompts` gives, and "reset": False. One of several processes gives some of the rows. The
+    state is the number of batches given so far.
 
     Args:
       config: the prompts. batch: rows of all processes together. seed: of all of them. rows: which of them to give; all
@@ -124,11 +124,12 @@ class PromptStream(RepeatedBatches):
 
 
 class HeldOutPrompts:
-    """The same prompts in every pass: whole functions in all dimensions, of no training batch.
+    """The same prompts in every pass, with all dimensions and pairs; none is in a training batch.
 
     Args:
-      config: the prompts. batch: rows of all processes together; the last batch is filled up with rows of weight 0.
-      split: "valid" (valid_prompts of them) or "test" (test_prompts). rows: which to give; all by default.
+      config: the prompts. batch: rows of all processes together; the last batch is padded with rows of weight 0.
+      split: "valid" (valid_prompts prompts) or "test" (test_prompts). rows: the indices of the rows to give; by default
+      all.
     """
 
     num_bytes = None
@@ -150,7 +151,7 @@ class HeldOutPrompts:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         c = self._config
         for first in range(0, self._count, self.batch):
-            # Numbered through: how many rows a batch has changes no prompt.
+            # Numbered over all batches, so that the prompts do not depend on the size of a batch.
             numbers = first + self._rows
             batch = draw_prompts(c, self._seed, numbers, c.input_dim, c.pairs)
             batch["weights"] *= (numbers < self._count).astype(np.float32)[:, None]
@@ -174,7 +175,7 @@ def one_step_errors(input_dim: int, pairs: int) -> Float[np.ndarray, " P"]:
     before it, at the best rate: (d + 1) / (d + 1 + i) after i pairs.
 
     With S the mean of x x' over the pairs, the step is c S w, and E |w - c S w|^2 / d = 1 - 2 c + c^2 (1 + (d + 1) / i)
-    is least at c = i / (i + d + 1). One layer of linear attention can say this (von Oswald et al. 2023,
-    arXiv:2212.07677, proposition 1), with no need to tell which earlier x is like the new one.
+    is least at c = i / (i + d + 1). One layer of linear attention can compute this (von Oswald et al.
+    2023, arXiv:2212.07677, proposition 1), without finding which earlier x is like the new one.
     """
     return (input_dim + 1) / (input_dim + 1 + np.arange(pairs))

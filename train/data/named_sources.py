@@ -19,7 +19,7 @@ _ROWS = 256
 
 @contextlib.contextmanager
 def _naming(option: str) -> Iterator[None]:
-    """Makes one line of what a library raises, whatever part it comes from: network, hub, parser, files."""
+    """Turns what a library raises (about the network, the hub, a parser, files) into one line."""
     try:
         yield
     except ModuleNotFoundError:
@@ -30,13 +30,14 @@ def _naming(option: str) -> Iterator[None]:
 
 
 def _join(texts: Iterable[str | bytes | None]) -> bytes:
-    """Documents as one block, each ending its last line."""
+    """Documents as one block; each ends with a line end."""
     parts = [t.encode() if isinstance(t, str) else (t or b"") for t in texts]
     return b"".join(p if p.endswith(b"\n") else p + b"\n" for p in parts)
 
 
 def _text_field(option: str, fields: Sequence[str], asked: str | None) -> str:
-    """The field that holds the text: the one asked for, `text`, the only one, or the only one named so."""
+    """The field that holds the text: the requested one, else `text`, else the only one that ends in _text, or the only
+    one."""
     if asked:
         if asked not in fields:
             raise UserError(
@@ -57,7 +58,7 @@ def _split_rows(
     blocks: Callable[[str, int, int], Iterator[bytes]],
     holdout: float,
 ) -> dict[str, Split]:
-    """Splits by the data set's own names; without a validation split, the last share of the training rows."""
+    """Splits by the data set's own names; without a validation split, the last share of the training rows is used."""
     named: dict[str, str] = {}
     for name in rows:
         if name in SPLIT_NAMES:
@@ -80,10 +81,10 @@ def open_tfds(option: str, name: str) -> Mapping[str, Any]:
     """The splits of a data set of TensorFlow Datasets, rows by number.
 
     Args:
-      option: begins the errors.
+      option: the beginning of error messages.
 
     Raises:
-      UserError: it is not known, not prepared here and cannot be, or has no splits.
+      UserError: it is unknown, cannot be prepared here, or has no splits.
     """
     try:
         import tensorflow_datasets as tfds

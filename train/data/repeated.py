@@ -1,4 +1,4 @@
-"""Training batches that a number stands for, pass after pass, through Grain: read ahead, and gone on with exactly."""
+"""Training batches that are made by their number, pass after pass, through Grain: read ahead, and resumed exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grain
 
 from train.errors import UserError
 
-# One thread reads ahead: batches come in order, and the state says which was handed out last, not read last.
+# One thread reads ahead: batches come in order, and the state is that of the last batch given, not the last read.
 READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
@@ -19,7 +19,7 @@ class RepeatedBatches(grain.DatasetIterator):
     Args:
       make: (index, step) -> batch; index counts all batches since the start of training, step those of the pass.
       steps: batches of a pass.
-      identity: what batches follow from (sizes, seed, the data's digest), numbers and strings by name.
+      identity: what the batches depend on (sizes, seed, the data's digest): numbers and strings by name.
     """
 
     def __init__(self, make: Callable[[int, int], dict[str, Any]], steps: int, identity: dict[str, Any]):
@@ -31,21 +31,21 @@ class RepeatedBatches(grain.DatasetIterator):
 
     @property
     def step(self) -> int:
-        """Number of batches handed out since the start of training."""
+        """Number of batches given since the start of training."""
         return self._inner.get_state()["next_index"]
 
     def __next__(self) -> dict[str, Any]:
         return next(self._inner)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the stream stands and of which data, as plain numbers and strings (JSON)."""
+        """The stream's position and identity, as plain numbers and strings (JSON)."""
         return {"step": self.step, **self._identity}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to a state of `get_state`: the next batch is the one that would have come next.
 
         Raises:
-          UserError: the state is of other data, sizes or another seed; says which.
+          UserError: the state is of other data, other sizes or another seed; the error says which.
         """
         for name, ours in self._identity.items():
             if state.get(name) != ours:
@@ -53,11 +53,11 @@ class RepeatedBatches(grain.DatasetIterator):
         self._inner.set_state({"next_index": state["step"]})
 
     def start_prefetch(self) -> None:
-        """Starts reading ahead before the first batch is asked for."""
+        """Starts reading ahead before the first batch is requested."""
         self._inner.start_prefetch()
 
     def close(self) -> None:
-        """Ends the reading thread; batches cannot be read any more."""
-        # The base class closes what it deletes, also a stream whose arguments were refused.
+        """Ends the reading thread; no batches can be read after that."""
+        # The base class closes an object that is deleted, even one whose constructor raised.
         if "_inner" in vars(self):
             self._inner.close()

@@ -1,9 +1,9 @@
-"""Time series for forecasting: a table of numbers by the hour, cut in windows of what is known and what follows.
+"""Time series for forecasting: a table of hourly numbers, cut in windows of known rows and rows to forecast.
 
 The standard protocol of the ETT data (Zhou et al. 2021, arXiv:2012.07436): the first 12 months train (of 30 days: 8640
 hours), the next 4 validate, the 4 after them test; every column is normalised by its mean and deviation over the
-training rows; every window of `lookback` rows and the `horizon` rows after them counts, and what is to be forecast lies
-in its split alone, while what is known may reach back over the border.
+training rows; every window of `lookback` rows and the `horizon` rows after them counts. The rows to forecast all lie in
+their split, while the known rows may reach back into the split before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from train.errors import UserError, one_line
 
 Features = Literal["univariate", "multivariate"]
 _SPLITS = ("train", "valid", "test")
-# Numbers that say when a row was: sine and cosine of the hour of the day and of the day of the week.
+# Numbers that encode the time of a row: sine and cosine of the hour of the day and of the day of the week.
 CLOCK = 4
 
 
@@ -69,8 +69,8 @@ class SeriesConfig:
 
 
 class Series(NamedTuple):
-    """A table: names of its columns, their numbers as they are, (R, 4) when each row was, and the training rows' mean
-    and deviation by column."""
+    """A table: names of its columns, their numbers, (R, 4) the time of each row (see CLOCK), and by column the mean and
+    the standard deviation of the training rows."""
 
     columns: tuple[str, ...]
     values: Float[np.ndarray, "R C"]
@@ -164,13 +164,12 @@ class Windows:
 
 
 class WindowStream(RepeatedBatches):
-    """Endless training batches: in each pass every window at most once, in an order of its own, drawn from the seed and
-    the pass's number alone. A process among many gives some of the rows. The state is the number of batches handed out.
+    """Endless training batches: each pass has every window at most once, in an order that depends only on the seed and
+    the pass's number. One of several processes gives some of the rows. The state is the number of batches given so far.
 
     Args:
       windows: what makes a batch of origins. origin: those to draw from. batch: rows of all processes together. seed:
-      of
-        the orders. digest: of the series. rows: which to give; all by default.
+      that of the orders. digest: that of the series. rows: the indices of the rows to give; by default all.
 
     Raises:
       UserError: fewer windows than a batch has rows, or batch or seed out of range.
@@ -202,11 +201,11 @@ class WindowStream(RepeatedBatches):
 
 
 class HeldOutWindows:
-    """One pass over windows; what fills the last batch up has weight 0.
+    """One pass over windows; the padding of the last batch has weight 0.
 
     Args:
-      windows, origin: as for `WindowStream`. batch: rows of all processes together. rows: which to give; all by
-      default.
+      windows, origin: as for `WindowStream`. batch: rows of all processes together. rows: the indices of
+      the rows to give; by default all.
     """
 
     num_bytes = None
@@ -230,7 +229,7 @@ class HeldOutWindows:
 
 
 def naive_forecast(known: Float[np.ndarray, "B L C"], horizon: int, season: int = 1) -> np.ndarray:
-    """(B, H, C): the last row again and again, or with a season (24 for a day by the hour) the last `season` rows.
+    """(B, H, C): the last row repeated, or with a season (24 for a day of hourly rows) the last `season` rows.
 
     Raises:
       ValueError: fewer rows are known than a season has.

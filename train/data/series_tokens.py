@@ -1,5 +1,5 @@
-"""A series as tokens, as Chronos has it (Ansari et al. 2024, arXiv:2403.07815, section 3.1): divided by the mean size
-of what is known of it, then cut into bins of equal width."""
+"""A series as tokens, as in Chronos (Ansari et al. 2024, arXiv:2403.07815, section 3.1): divided by the mean absolute
+value of its known rows, then quantised in bins of equal width."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from train.data.series import Series, SeriesConfig
 
 @dataclasses.dataclass(frozen=True)
 class TokenSeriesConfig(SeriesConfig):
-    """The series, its windows and its tokens; of many columns each is a series of its own."""
+    """The series, its windows and its tokens; each of several columns is a series of its own."""
 
     bins: int = 512
-    """Tokens: bins of equal width."""
+    """Number of tokens, which are bins of equal width."""
     limit: float = 8.0
-    """The bins span -limit to limit times the mean size of what is known; what lies beyond goes to the last ones."""
+    """The bins span -limit to limit times the mean absolute value of the known rows; larger values go to the
+    outermost."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -30,7 +31,7 @@ class TokenSeriesConfig(SeriesConfig):
 
 
 def scale_of(known: Float[np.ndarray, "*B L"]) -> Float[np.ndarray, "*B 1"]:
-    """The mean size of numbers; 1 where they are all 0."""
+    """The mean absolute value of numbers; 1 where they are all 0."""
     size = np.abs(known).mean(axis=-1, keepdims=True)
     return np.where(size > 0, size, 1.0)
 
@@ -50,7 +51,7 @@ class TokenWindows:
     """Batches of windows of single columns; an origin o stands for row o // C and column o % C of C columns.
 
     A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32, "reset": True}: every token
-    but the first is to be predicted.
+    but the first is a target.
     """
 
     def __init__(self, series: Series, config: TokenSeriesConfig):
@@ -59,7 +60,7 @@ class TokenWindows:
         self._places = np.arange(-config.lookback, config.horizon)
 
     def known(self, origin: Int[np.ndarray, " B"]) -> tuple[Int[np.ndarray, "B L"], Float[np.ndarray, "B 1"]]:
-        """The tokens that are known, and by what their numbers were divided."""
+        """The known tokens, and the scale by which their numbers were divided."""
         numbers = self._numbers(origin)[:, : self.config.lookback]
         scale = scale_of(numbers)
         return to_tokens(numbers / scale, self.config), scale

@@ -24,8 +24,8 @@ from train.errors import UserError
 
 _EXPECTED = "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG]"
 _BLOCK = 1 << 20
-# Folders of the standard library that are not its own, hold tests, or whose files programs wrote (help texts,
-# character tables: one of them would be most of the held-out text).
+# Folders of the standard library that are not its own, hold tests, or whose files are generated (help texts, character
+# tables: one of them would be most of the held-out text).
 _NOT_STDLIB = {
     "__pycache__",
     "dist-packages",
@@ -56,7 +56,7 @@ def open_source(spec: str, holdout: float) -> Source:
       holdout: share in (0, 1) of the text that becomes the valid split where the source has none of its own.
 
     Raises:
-      UserError: an unknown spec, nothing there, a file or a hub that cannot be read.
+      UserError: the spec is unknown, names nothing, or a file or a hub cannot be read.
     """
     if not 0 < holdout < 1:
         raise UserError(f"--holdout: expected a share between 0 and 1, got {holdout}")
@@ -78,7 +78,7 @@ def _open_file(path: Path):
 
 
 def _read(segment: _Segment) -> Iterator[bytes]:
-    """The segment's bytes in blocks, a line end added where the last line has none."""
+    """The segment's bytes in blocks; a line end is added where the last line has none."""
     last = b"\n"
     try:
         with _open_file(segment.path) as file:
@@ -124,7 +124,7 @@ def _open_stdlib(holdout: float) -> Source:
     for folder, folders, names in os.walk(root):
         folders[:] = [n for n in folders if n not in _NOT_STDLIB and not n.startswith("config-")]
         paths = [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
-        # Links lead to what a distribution adds, outside the library.
+        # Links lead outside the library, to what a distribution adds.
         files += [p.relative_to(root).as_posix() for p in paths if not p.is_symlink()]
     splits: dict[str, list[_Segment]] = {"train": [], "valid": []}
     seen = []
@@ -134,7 +134,7 @@ def _open_stdlib(holdout: float) -> Source:
             text.decode()
         except UnicodeDecodeError:
             continue
-        # The name decides, so that a file stays on its side whatever else a Python version adds or drops.
+        # The name decides, so that a file stays in its split whatever files a Python version adds or drops.
         share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
         splits["valid" if share < holdout else "train"].append(_Segment(root / name))
         seen.append((name, hashlib.sha256(text).hexdigest()))
@@ -149,7 +149,7 @@ def _open_stdlib(holdout: float) -> Source:
 
 
 def _split_of_name(name: str) -> str:
-    """train, valid or test where the file's name has such a word, train otherwise."""
+    """train, valid or test where the file's name contains such a word; otherwise train."""
     found = [SPLIT_NAMES[w] for w in re.findall("[a-z]+", name.lower()) if w in SPLIT_NAMES]
     return found[0] if found else "train"
 
@@ -182,9 +182,9 @@ def _open_text(pattern: str, holdout: float) -> Source:
 
 
 def _hold_out(paths: Sequence[Path], holdout: float) -> tuple[list[_Segment], list[_Segment]]:
-    """Cuts the joined files in two near 1 - holdout of their bytes, before the line that this falls in.
+    """Splits the joined files in two near 1 - holdout of their bytes, before the line that contains this position.
 
-    A line longer than a block is cut between two characters.
+    A line longer than a block is split between two characters.
     """
     sizes = [_file_size(p) for p in paths]
     total = sum(sizes)

@@ -1,4 +1,4 @@
-"""Batches whose rows go on where the batch before stopped, so that carried memory is the real past."""
+"""Batches whose rows continue where those of the batch before stopped, so that carried memory is the real past."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.errors import UserError
 
 
 def check_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:
-    """The numbers of the rows to give, all by default. Raises UserError where there is none to give."""
+    """The indices of the rows to give, by default all. Raises UserError where the batch has no rows."""
     if batch < 1:
         raise UserError(f"--batch: expected at least 1 row, got {batch}")
     chosen = np.arange(batch) if rows is None else np.asarray(rows)
@@ -33,14 +33,13 @@ class TokenStreams(RepeatedBatches):
     """Endless training batches: `batch` rows, each reading its own stretch of the text.
 
     A pass takes steps_per_pass = N // (batch * length) steps. In a pass that starts at offset o, row b of
-    step s holds tokens [o + b R + s T, o + b R + s T + T), R = steps_per_pass * T, positions taken round the
-    end of the text, and as targets the token after each. The offset is drawn anew for each pass, from the
+    step s holds tokens [o + b R + s T, o + b R + s T + T), R = steps_per_pass * T, positions wrapping around at
+    the end of the text, and as targets the token after each. The offset is drawn anew for each pass, from the
     seed and the pass's number alone.
 
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32, "reset": bool scalar}; reset is True on the
-    first batch of a pass, where the rows jump and memory must be cleared. A process among many gives some of
-    the rows. The state is the number of batches handed out, whichever rows are given; going to it reads
-    nothing.
+    first batch of a pass, where the rows jump and memory must be cleared. One of several processes gives some
+    of the rows. The state is the number of batches given so far, whichever rows they have; restoring it reads nothing.
 
     Args:
       corpus: the text; at least batch * length + 1 tokens.
@@ -95,8 +94,8 @@ class EvalStream:
 
     The N - 1 targets are cut in `batch` rows of R = ceil((N - 1) / batch), the last ones shorter; step s of
     row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
-    (B, T) int32, "weights": (B, T) float32, "reset": bool scalar}; weights are 0 on what fills the last batch
-    up, where tokens and targets are 0, and 1 elsewhere. Iterating again starts again.
+    (B, T) int32, "weights": (B, T) float32, "reset": bool scalar}; weights are 0 on the padding of the last
+    batch, where tokens and targets are 0, and 1 elsewhere. Iterating again starts from the beginning.
 
     Args:
       corpus: the text; at least 2 tokens.

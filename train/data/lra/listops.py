@@ -302,15 +302,18 @@ def _read(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def open_files(folder: Path) -> Source | None:
-    """The release's basic_{train,val,test}.tsv, in the folder or its listops-1000; None where they are not there.
+    """The release's basic_{train,val,test}.tsv (or .tsv.gz), in the folder or its listops-1000; None where there are
+    none.
 
     Raises:
       UserError: some of the three are missing; while reading, a line that is not as the release's (with its number).
     """
     for place in (folder, folder / "listops-1000"):
         paths = {split: place / name for split, name in _SPLIT_FILES.items()}
-        there = [path for path in paths.values() if path.exists()]
-        if there:
+        for split, path in paths.items():
+            packed = path.with_name(f"{path.name}.gz")
+            paths[split] = packed if packed.exists() and not path.exists() else path
+        if any(path.exists() for path in paths.values()):
             stats = file_stats(paths.values())
             splits = {
                 split: functools.partial(in_chunks, functools.partial(_read, path))

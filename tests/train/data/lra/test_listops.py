@@ -1,5 +1,6 @@
 """ListOps: labels by an evaluator of its own, the distribution of the specification, files as the release's."""
 
+import gzip
 import json
 import re
 
@@ -124,6 +125,11 @@ def test_files_are_as_the_releases_and_read_back(tmp_path):
     for split, count in sizes.items():
         assert len(read[split]) == count
         assert read[split].digest == made[split].digest
+    plain = tmp_path / "out" / "basic_val.tsv"
+    plain.with_name("basic_val.tsv.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    _, packed = load(LraDataConfig(**config, data_dir=str(tmp_path / "out")), tmp_path / "c", ("valid",))
+    assert packed["valid"].digest == made["valid"].digest
 
 
 def test_the_command_says_how_fast_it_was(tmp_path, capsys):
