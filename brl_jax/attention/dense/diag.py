@@ -1,4 +1,4 @@
-"""DiagAttention: attention inside blocks of the sequence that do not see each other (TransNormer, section 4.3)."""
+"""DiagAttention: attention inside blocks of the sequence that do not see each other (TransNormer, arXiv:2210.10340)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, is_int, zero_padding
+from brl_jax.attention.core.arguments import (
+    check_dtypes,
+    check_lengths,
+    check_scale,
+    check_sizes,
+    is_int,
+    zero_padding,
+)
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation, check_implementation
+from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.scores import softmax_weights
+from brl_jax.attention.core.varying import vary_like
 
 DiagScore = Literal["softmax", "relu"]
-
-# About what stays in a CPU's second-level caches.
-_CACHE_BYTES = 2**21
 
 
 def diag_attention(
@@ -32,30 +39,31 @@ def diag_attention(
     scale: float | None = None,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Each token attends to the tokens of its own block, i // block_size; O(T block_size) time and memory.
 
-    out_i = sum_j p_ij v_j over the block (its part up to i where causal), with p = softmax(scale q k^T)
-    ("softmax": 001 TransNormer T2, section 4.3) or p = ReLU(scale q k^T) ("relu": its T1, which is ReLA, Zhang et
-    al. 2021, arXiv 2104.07012; the norm that ReLA puts over the merged heads is left to the caller).
+    out_i = sum_j p_ij v_j over the block (up to i where causal). The weights p are softmax(scale q k^T) with "softmax"
+    (TransNormer T2, arXiv:2210.10340, section 4.3) or ReLU(scale q k^T) with "relu" (its T1, which is ReLA, Zhang et
+    al. 2021, arXiv:2104.07012; the norm that ReLA applies to the merged heads is left to the caller).
+    `reference.diag_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, T, K, H) of the same dtype; K divides N.
-      block_size: tokens of a block; the last one may be shorter.
+      block_size: the number of tokens of a block; the last block may be shorter.
       score: "softmax" or "relu". The weights of "relu" are not normalised.
-      is_causal: cuts the keys after the query.
-      scale: of the scores; 1 / sqrt(H) by default.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding, which reaches
-        no result whatever it holds; padded rows give 0.
-      implementation: None or "xla": products of whole blocks need no kernel.
+      is_causal: query i sees keys up to i only.
+      scale: the scale of the scores; 1 / sqrt(H) by default.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
+        may contain anything and reaches no result; padded rows give 0.
+      implementation: None or "xla"; products of whole blocks need no kernel.
 
     Returns:
-      (B, T, N, H) in query's dtype; scores and sums are float32.
+      (B, T, N, H) in the dtype of the query; scores and sums are float32.
 
     Raises:
-      ValueError: shapes, dtypes, scores or implementations that don't fit, naming the argument.
+      ValueError: shapes, dtypes, a score or an implementation that do not fit, naming the argument.
     """
     _check(query, key, value, block_size, score, implementation)
     batch, length = query.shape[:2]
@@ -79,8 +87,8 @@ class DiagState(NamedTuple):
     """The state of `diag_attention_step`.
 
     Attributes:
-      key, value: (B, block_size, K, H), those of the current block's tokens so far, then zeros.
-      tokens: () int32, how many tokens there have been in all.
+      key, value: (B, block_size, K, H), those of the tokens of the current block so far, then zeros.
+      tokens: () int32, the number of tokens so far.
     """
 
     key: Float[Array, "B block K H"]
@@ -91,7 +99,12 @@ class DiagState(NamedTuple):
 def init_diag_state(
     batch: int, num_kv_heads: int, head_dim: int, *, block_size: int = 64, dtype: Any = jnp.float32
 ) -> DiagState:
-    """The state of `diag_attention_step` before the first token."""
+    """The state of `diag_attention_step` before the first token.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    check_sizes(batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
     shape = (batch, block_size, num_kv_heads, head_dim)
     return DiagState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
@@ -105,9 +118,9 @@ def diag_attention_step(
     score: DiagScore = "softmax",
     scale: float | None = None,
     count: Int[Array, ""] | int | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N H"], DiagState]:
-    """Causal `diag_attention` of the next T tokens, from the block that earlier ones began; T is any number.
+    """Causal `diag_attention` of the next T tokens after those in the state; T is any number.
 
     Args:
       query, key, value, score, scale, implementation: as for `diag_attention`.
@@ -136,7 +149,7 @@ def diag_attention_step(
     length = query.shape[1]
     place = state.tokens % block
     end = place + (length if count is None else count)
-    # Whole blocks, which hold the new tokens wherever in the first one they begin.
+    # A number of whole blocks that contains the new tokens wherever in the first block they begin.
     size = -(-(block - 1 + length) // block) * block
 
     def extend(old: Array, new: Array) -> Array:
@@ -165,14 +178,13 @@ def diag_attention_step(
 
 
 class _Rule(NamedTuple):
-    """What makes weights of the scores inside a block."""
+    """How the weights inside a block are computed from the scores."""
 
     score: DiagScore
     scale: float
     is_causal: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     rule: _Rule,
     query: Float[Array, "B C t N H"],
@@ -180,12 +192,19 @@ def _attend(
     value: Float[Array, "B C s K H"],
     inside: Bool[Array, "#B C s"],
 ) -> Float[Array, "B C t N H"]:
-    """Attention of each of C blocks by itself to its keys `inside`; the backward pass makes the scores again."""
+    """Attention within each of C blocks to its keys `inside`; the backward pass computes the scores anew."""
+    # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
+    arrays = (query, key, value)
+    return _attend_blocks(rule, *vary_like(arrays, arrays), inside)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) -> Array:
     return _few_at_a_time(functools.partial(_blocks, rule), query, key, value, inside)
 
 
 def _attend_forward(rule, *arrays):
-    return _attend(rule, *arrays), arrays
+    return _attend_blocks(rule, *arrays), arrays
 
 
 def _attend_backward(rule, arrays, d_out):
@@ -196,15 +215,18 @@ def _attend_backward(rule, arrays, d_out):
     return (*_few_at_a_time(gradients, *arrays, d_out), None)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend_blocks.defvjp(_attend_forward, _attend_backward)
 
 
 def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
-    """function(*arrays), which treats each block (axis 1) by itself: on a CPU as many at a time as scores of which
-    stay in its cache (twice as fast at 32k tokens), elsewhere all at once."""
+    """function(*arrays), which treats each block (axis 1) by itself.
+
+    On a CPU it is applied to as many blocks at a time as keep their scores in the cache, which is twice as fast at 32k
+    tokens, and elsewhere to all blocks at once.
+    """
     query, key = arrays[:2]
     batch, blocks, rows, heads = query.shape[:4]
-    groups = -(-blocks // max(1, _CACHE_BYTES // (4 * batch * heads * rows * key.shape[2])))
+    groups = -(-blocks // max(1, CACHE_BYTES // (4 * batch * heads * rows * key.shape[2])))
     size = -(-blocks // groups)
 
     def in_groups(*arrays: Array) -> Any:
@@ -247,10 +269,10 @@ def _check(query, key, value, block_size, score, implementation) -> None:
     check_dtypes(query, key, value)
     require(
         query.shape[1] == key.shape[1],
-        f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks hold queries and their own keys",
+        f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks contain both",
     )
     require(
         is_int(block_size) and block_size >= 1, f"block_size must be an int of at least 1, got {block_size!r}"
     )
     check_choice("score", score, get_args(DiagScore))
-    require(implementation in (None, "xla"), f"implementation must be None or 'xla', got {implementation!r}")
+    check_implementation(implementation, None, "xla")

@@ -1,4 +1,4 @@
-"""Full softmax attention: every query on every key, by XLA or by cuDNN."""
+"""Full softmax attention of every query to every key, by XLA or by cuDNN."""
 
 from __future__ import annotations
 
@@ -21,53 +21,58 @@ from brl_jax.attention.core.arguments import (
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.softmax import MASKED
 
 
 def full_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    *,
     bias: PositionBias | Float[Array, " ..."] | None = None,
+    mask: Bool[Array, " ..."] | None = None,
+    *,
     scale: float | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int | Int[Array, ""] = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
 
-    Differs from `jax.nn.dot_product_attention` at the edges: a query that sees no key gives 0 (and passes no
-    gradient on) instead of the mean of all values, padding may hold NaN, and queries may stand at an offset,
-    as when generating with a cache.
+    It differs from `jax.nn.dot_product_attention` in special cases: a query that sees no key gives 0 and zero gradients
+    instead of the mean of all values, padding may contain NaN, arrays must have a batch axis, and queries may be at an
+    offset, as in generation with a cache. `reference.full_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key: (B, S, K, H) of the same dtype; K divides N.
       value: (B, S, K, V) of the same dtype.
       bias: added to the scaled scores: a `PositionBias` (called on all positions: an (N, T, S) array) or an
-        array that broadcasts to (B, N, T, S). Both get gradients.
-      scale: of the scores; 1 / sqrt(H) by default.
+        array that broadcasts to (B, N, T, S). Both receive gradients. A query does not see a key with a bias of -inf.
+      mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True.
+      scale: the scale of the scores; 1 / sqrt(H) by default.
       is_causal: query i sees keys up to index i + query_offset only.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding. Padded
-        rows give 0.
-      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees keys of equal id only.
-      query_offset: query i stands at key index i + query_offset; an int or a traced int scalar.
-      implementation: None takes cuDNN when lowered for an NVIDIA GPU, where cuDNN is there and can serve the
-        call, and XLA otherwise; "xla" works everywhere; "cudnn" raises where it can't serve.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are
+        padding. Padded rows give 0.
+      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees the keys with its id only.
+      query_offset: query i has the position of key i + query_offset; an int or a traced int scalar.
+      implementation: None selects cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call,
+        and XLA otherwise; "xla" works everywhere; "cudnn" raises if it does not support the call.
 
     Returns:
-      (B, T, N, V) in query's dtype. The softmax is computed in float32.
+      (B, T, N, V) in the dtype of the query. The softmax is computed in float32.
 
     Raises:
-      ValueError: shapes, dtypes or implementations that don't fit, naming the argument.
+      ValueError: shapes, dtypes or an implementation that do not fit, naming the argument.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     scale = check_scale(scale, query.shape[3])
     bias = check_bias(bias, query, key)
+    mask = _check_mask(mask, query, key)
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     segments = check_segments(segment_ids, query.shape, key.shape)
@@ -80,19 +85,19 @@ def full_attention(
         implementation in (None, "xla", "cudnn"),
         f"implementation must be None, 'xla' or 'cudnn', got {implementation!r}",
     )
-    arguments = (query, key, value, bias, query_lengths, key_lengths, segments, query_offset)
+    arguments = (query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset)
     with_xla = functools.partial(_with_xla, scale=scale, is_causal=is_causal)
     if implementation == "xla":
         return with_xla(*arguments)
 
-    missing = _missing_for_cudnn(query, value, bias, segments, query_offset, is_causal)
+    missing = _missing_for_cudnn(query, value, bias, mask, segments, query_offset, is_causal)
     with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
         require(
             not missing, f"implementation='cudnn' serves full attention only with {'; with '.join(missing)}"
         )
         return with_cudnn(*arguments)
-    # Lengths are left to XLA: what cuDNN writes in rows without a visible key is not specified.
+    # XLA takes calls with lengths, because it is not specified what cuDNN writes to rows without a visible key.
     if (
         missing
         or query_lengths is not None
@@ -104,15 +109,16 @@ def full_attention(
 
 
 def _missing_for_cudnn(
-    query: Array, value: Array, bias: Any, segments: tuple, query_offset: Any, is_causal: bool
+    query: Array, value: Array, bias: Any, mask: Any, segments: tuple, query_offset: Any, is_causal: bool
 ) -> list[str]:
-    """What cuDNN would need and this call doesn't give."""
+    """The requirements of cuDNN that this call does not meet."""
     head_dim = query.shape[3]
     needs = {
         f"bfloat16 or float16 (got {query.dtype})": query.dtype != jnp.float32,
         f"head_dim a multiple of 8 up to 128 (got {head_dim})": head_dim % 8 == 0 and head_dim <= 128,
         f"value's head_dim that of query (got {value.shape[3]} and {head_dim})": value.shape[3] == head_dim,
         "no bias": bias is None,
+        "no mask": mask is None,
         "no segment_ids": segments[0] is None,
         f"query_offset=0 where is_causal (got {query_offset})": not is_causal
         or (is_int(query_offset) and query_offset == 0),
@@ -121,7 +127,7 @@ def _missing_for_cudnn(
 
 
 def _can_trace(with_cudnn: Any, arguments: tuple) -> bool:
-    """Whether this installation of JAX has cuDNN at all: tracing raises without it, on whatever platform."""
+    """Whether this installation of JAX has cuDNN: without it tracing raises, whatever the platform."""
     try:
         jax.eval_shape(with_cudnn, *arguments)
     except (RuntimeError, NotImplementedError, ValueError):
@@ -130,9 +136,9 @@ def _can_trace(with_cudnn: Any, arguments: tuple) -> bool:
 
 
 def _with_cudnn(
-    query, key, value, bias, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
+    query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
 ):
-    del bias, segments, query_offset  # _missing_for_cudnn refused any that would matter
+    del bias, mask, segments, query_offset  # _missing_for_cudnn refuses those that would matter
     query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
     out = jax.nn.dot_product_attention(
         query,
@@ -149,27 +155,32 @@ def _with_cudnn(
 
 
 def _with_xla(
-    query, key, value, bias, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
+    query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
 ):
-    """By plain products, not `jax.nn.dot_product_attention`: jax 0.10 cannot lower the gradient of that in
-    bfloat16 where types are promoted strictly."""
+    """Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
+    promotion."""
     query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
     (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
     positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
+    visible = _visible(positions, num_keys, mask, key_lengths, segments, is_causal)
+    seen = None
     if bias is not None:
         if not isinstance(bias, jax.Array):
             bias = bias(positions, jnp.arange(num_keys, dtype=jnp.int32))[None]
             expected = (1, heads, num_queries, num_keys)
             require(bias.shape == expected, f"bias must give shape {expected[1:]}, gave {bias.shape[1:]}")
         split = scores.shape[1:3] if bias.shape[1] > 1 else (1, 1)
-        scores = scores + bias.astype(jnp.float32).reshape(bias.shape[0], *split, *bias.shape[2:])
-    mask = _mask(positions, num_keys, key_lengths, segments, is_causal)
-    seen = None
-    if mask is not None:
-        scores = jnp.where(mask[:, None], scores, 0.7 * jnp.finfo(jnp.float32).min)
-        seen = mask[:, 0].any(-1)[..., None, None]
+        bias = bias.astype(jnp.float32)
+        scores = scores + bias.reshape(bias.shape[0], *split, *bias.shape[2:])
+        visible.append(~jnp.isneginf(bias))
+    if visible:
+        mask = functools.reduce(jnp.logical_and, visible)
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], num_queries, num_keys))
+        split = scores.shape[1:3] if mask.shape[1] > 1 else (1, 1)
+        scores = jnp.where(mask.reshape(mask.shape[0], *split, *mask.shape[2:]), scores, MASKED)
+        seen = jnp.swapaxes(mask.any(-1), 1, 2)[..., None]
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
     out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
@@ -184,22 +195,40 @@ def _without_padding(query, key, value, query_lengths, key_lengths):
     )
 
 
-def _mask(
-    positions: Int[Array, " T"], num_keys: int, key_lengths: Array | None, segments: tuple, is_causal: bool
-) -> Bool[Array, "B 1 T S"] | None:
-    """Which keys each query sees; None where all see all. The batch axis is 1 where all sequences agree."""
-    keys = jnp.arange(num_keys, dtype=jnp.int32)
-    masks = []
-    if is_causal:
-        masks.append((positions[:, None] >= keys[None, :])[None])
-    if key_lengths is not None:
-        masks.append((keys[None, :] < key_lengths[:, None])[:, None, :])
-    if segments[0] is not None:
-        masks.append(segments[0][:, :, None] == segments[1][:, None, :])
-    if not masks:
+def _check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"] | None:
+    """The mask with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
+    if mask is None:
         return None
-    mask = functools.reduce(jnp.logical_and, masks)
-    return jnp.broadcast_to(mask, (mask.shape[0], positions.shape[0], num_keys))[:, None]
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    require(
+        hasattr(mask, "shape") and hasattr(mask, "dtype") and mask.dtype == jnp.bool_,
+        f"mask must be a bool array, got {getattr(mask, 'dtype', type(mask).__name__)}",
+    )
+    require(
+        len(mask.shape) <= 4 and all(s in (1, f) for s, f in zip(mask.shape[::-1], full[::-1])),
+        f"mask must broadcast to (batch, heads, queries, keys) = {full}, got shape {mask.shape}",
+    )
+    return jnp.asarray(mask).reshape((1,) * (4 - len(mask.shape)) + tuple(mask.shape))
+
+
+def _visible(
+    positions: Int[Array, " T"],
+    num_keys: int,
+    mask: Bool[Array, "#B #N #T #S"] | None,
+    key_lengths: Int[Array, " B"] | None,
+    segments: tuple,
+    is_causal: bool,
+) -> list[Bool[Array, "#B #N #T #S"]]:
+    """The conditions for a query to see a key, all of which must hold."""
+    keys = jnp.arange(num_keys, dtype=jnp.int32)
+    conditions = [] if mask is None else [mask]
+    if is_causal:
+        conditions.append((positions[:, None] >= keys[None, :])[None, None])
+    if key_lengths is not None:
+        conditions.append((keys[None, :] < key_lengths[:, None])[:, None, None, :])
+    if segments[0] is not None:
+        conditions.append((segments[0][:, :, None] == segments[1][:, None, :])[:, None])
+    return conditions
 
 
 def _zero_unseen(out: Array, seen: Array | None, query_lengths: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""Hopfield attention: queries are drawn towards the stored keys, step by step, before they read the values."""
+"""Hopfield attention: queries move towards the stored keys, step by step, before they read the values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.dense.full import full_attention
 
-# Queries at a time: their scores on all keys are the largest array that exists.
+# The number of queries at a time: their scores for all keys are the largest array in memory.
 _QUERY_BLOCK = 256
 
 
@@ -27,32 +28,33 @@ def hopfield_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int | Int[Array, ""] = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Retrieval from a modern Hopfield network (Ramsauer et al. 2020, arXiv 2008.02217, eq. 3 and 10).
+    """Retrieval from a modern Hopfield network (Ramsauer et al. 2020, arXiv:2008.02217, eqs. 3 and 10).
 
     xi_0 = query, xi_t = softmax(scale xi_{t-1} K^T) K for t < steps, and the last step reads the values:
-    out = softmax(scale xi_{steps-1} K^T) V. One step is softmax attention. O(steps T S) time; memory grows with
-    T + S, as only 256 queries meet all keys at a time, in the backward pass too.
+    out = softmax(scale xi_{steps-1} K^T) V. One step is softmax attention. O(steps T S) time and O(T + S) memory,
+    because only 256 queries at a time are scored against all keys, in the backward pass too.
+    `reference.hopfield_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) of the same dtype; K divides N.
-      steps: how many softmaxes, at least 1.
+      steps: the number of softmaxes, at least 1.
       scale: the inverse temperature (beta in the paper); 1 / sqrt(H) by default.
       is_causal: query i sees keys up to index i + query_offset only, in each step.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding, which may hold
-        anything. Padded rows give 0.
-      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees keys of equal id only.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
+        may contain anything. Padded rows give 0.
+      segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees the keys with its id only.
       query_offset: an int or a traced int scalar.
-      implementation: None and "xla" go block by block through XLA; "cudnn" takes all queries at once, where it can
-        serve (see `full_attention`).
+      implementation: None and "xla" process blocks of queries through XLA; "cudnn" processes all queries at once, where
+        it can (see `full_attention`).
 
     Returns:
-      (B, T, N, H) in query's dtype; a query that sees no key gives 0.
+      (B, T, N, H) in the dtype of the query; a query that sees no key gives 0.
 
     Raises:
-      ValueError: shapes, dtypes, steps or implementations that don't fit, naming the argument.
+      ValueError: shapes, dtypes, steps or an implementation that do not fit, naming the argument.
     """
     check_qkv(query, key, value)
     require(is_int(steps) and steps >= 1, f"steps must be an int of at least 1, got {steps!r}")

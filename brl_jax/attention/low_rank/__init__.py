@@ -1,1 +1,1 @@
-"""Attention over keys and values that are projected along the length."""
+"""Attention to keys and values that are projected along the length; `reference.py` has the plain form."""

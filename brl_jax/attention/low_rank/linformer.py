@@ -1,4 +1,4 @@
-"""Linformer: keys and values projected along the length, so that a query meets a fixed number of them."""
+"""Linformer: keys and values projected along the length, so that a query attends to a fixed number of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.dense.full import full_attention
 
-# Queries at a time on a CPU.
+# The number of queries at a time on a CPU.
 _QUERY_BLOCK = 512
 
 
@@ -26,29 +27,29 @@ def linformer_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """out = softmax(scale q (E K)^T) F V, with E and F projections along the length; O((T + S) R) time and memory.
 
-    Wang et al. 2020, arXiv 2006.04768, eq. 7. A row of E K mixes keys from the whole sequence, so there is no causal
-    form.
+    Wang et al. 2020, arXiv:2006.04768, eq. 7. A row of E K mixes keys of the whole sequence; there is no causal form.
+    `reference.linformer_attention` is the plain form.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) of the same dtype; K divides N.
-      key_projection, value_projection: E and F, (R, L) for all heads or (K, R, L) for each key head, of query's
-        dtype. L, the greatest length, is at least S; the first S columns are used.
-      scale: of the scores; 1 / sqrt(H) by default.
+      key_projection, value_projection: E and F, (R, L) for all heads or (K, R, L) for each key head, in the
+        query's dtype. L, the greatest length, is at least S; the first S columns are used.
+      scale: the scale of the scores; 1 / sqrt(H) by default.
       is_causal: must be False.
-      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys from there on are padding, which enters no
-        projection whatever it holds; padded rows give 0.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
+        may contain anything and enters no projection; padded rows give 0.
       implementation: as for `full_attention`.
 
     Returns:
-      (B, T, N, H) in query's dtype.
+      (B, T, N, H) in the dtype of the query.
 
     Raises:
-      ValueError: is_causal=True, and shapes, dtypes or implementations that don't fit, naming the argument.
+      ValueError: is_causal=True; shapes, dtypes or an implementation that do not fit, naming the argument.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
@@ -67,7 +68,7 @@ def linformer_attention(
     def in_blocks(query: Array, key: Array, value: Array) -> Array:
         return by_query_blocks(lambda query, *_: at_once(query, key, value), _QUERY_BLOCK, query)
 
-    # On a CPU the scores of few queries stay in cache; elsewhere one large product serves better.
+    # On a CPU the scores of a few queries stay in the cache; elsewhere one large product is faster.
     query = zero_padding(query, query_lengths)
     out = lax.platform_dependent(query, key, value, cpu=in_blocks, default=at_once)
     return zero_padding(out, query_lengths)
@@ -88,8 +89,8 @@ def _project(name: str, projection: Array, x: Float[Array, "B S K H"]) -> Float[
     if projection.ndim == 3:
         projected = jnp.einsum("krs,bskh->brkh", projection, x, preferred_element_type=jnp.float32)
     else:
-        # Not by einsum, which would have the product's axes in an order that XLA's CPU backend, in bfloat16, cannot
-        # multiply with the queries.
+        # Not einsum: it orders the axes of the result so that XLA's CPU backend cannot multiply it by bfloat16
+        # queries.
         projected = jnp.tensordot(projection, x, axes=(1, 1), preferred_element_type=jnp.float32)
         projected = projected.transpose(1, 0, 2, 3)
     return projected.astype(x.dtype)

@@ -14,6 +14,7 @@ from brl_jax.attention.core.arguments import (
     zero_padding,
 )
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import check_implementation
 from brl_jax.attention.recurrent.chunk_scan import segment_numbers
 
 State = TypeVar("State", bound=tuple)
@@ -75,7 +76,7 @@ def prepare_inputs(
         require(
             is_causal or not given, f"{name} needs is_causal=True: a state summarises the earlier tokens only"
         )
-    require(implementation in (None, "xla"), f"implementation must be None or 'xla', got {implementation!r}")
+    check_implementation(implementation, None, "xla")
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, key.shape[0])
     if segment_ids is not None:
         require(

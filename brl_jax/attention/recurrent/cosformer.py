@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_sizes, is_int
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state
 from brl_jax.attention.recurrent.linear import LinearState, feature_sums
 
@@ -58,7 +59,7 @@ def cosformer_attention(
     state: CosformerState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], CosformerState]:
     """Attention with the weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 M)), normalised, in O(T) time and memory.
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
@@ -60,7 +61,7 @@ def delta_rule(
     state: DeltaState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T and out_t = S_t^T q_t, in O(T) time and memory.
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks, segment_numbers
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
@@ -68,7 +69,7 @@ def gau_attention(
     state: GauState | None = None,
     return_state: bool = False,
     chunk_size: int = 128,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], GauState]:
     """out_i = sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, where n_i is the number of keys that query i sees.
 

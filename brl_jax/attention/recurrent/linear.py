@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.checks import check_choice, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_both_directions, scan_chunks
@@ -75,7 +76,7 @@ def linear_attention(
     state: LinearState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """Attention with the weights phi(q_i) . phi(k_j) in place of exp(q_i . k_j), in O(T) time and memory.
 

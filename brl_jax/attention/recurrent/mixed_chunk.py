@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
@@ -85,7 +86,7 @@ def mixed_chunk_attention(
     state: MixedChunkState | None = None,
     return_state: bool = False,
     chunk_size: int = 256,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], MixedChunkState]:
     """Chunks of C tokens with squared-ReLU attention inside and linear attention between them, in O(T C) time.
 

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_choice, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, linear_sums
 
 Norm = Literal["rms", "layer"]
@@ -31,7 +32,7 @@ def norm_attention(
     state: LinearState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """Norm(phi(Q) (phi(K)^T V)) with the norm over all heads together, in O(T) time and memory.
 

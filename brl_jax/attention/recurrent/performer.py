@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_both_directions, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
@@ -94,7 +95,7 @@ def performer_attention(
     state: PerformerState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], PerformerState]:
     """Softmax attention of scale 1 / sqrt(H), estimated with F random features, in O(T F) time and memory.
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.attention.structured.feature_attention import feature_attention
 
@@ -36,7 +37,7 @@ def bilinear_mlr_attention(
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention whose scores are a multi-level low-rank bilinear form of the tokens (arXiv:2509.07963, eq. 6).
 
@@ -131,7 +132,7 @@ def bilinear_btt_attention(
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention whose scores are a block tensor-train form of the tokens (arXiv:2509.07963, eqs. 7 and 40).
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.structured.mlr import mlr_attention
@@ -27,7 +28,7 @@ def feature_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     query_offset: int | Int[Array, ""] = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """softmax(query key^T) value with unscaled scores, where value heads and key heads may be grouped differently.
 
@@ -42,7 +43,7 @@ def feature_attention(
     Raises:
       ValueError: shapes or an implementation that do not fit, naming the argument.
     """
-    require(implementation in (None, "xla"), f"implementation must be None or 'xla', got {implementation!r}")
+    check_implementation(implementation, None, "xla")
     require(
         key.shape[2] % value.shape[2] == 0,
         f"the heads of value must divide the {key.shape[2]} of the keys, got {value.shape[2]}",

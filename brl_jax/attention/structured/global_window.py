@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, is_int
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
@@ -25,7 +26,7 @@ def global_window_attention(
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """The sum of two softmax attentions over the same values, each with its own slice of the head.
 

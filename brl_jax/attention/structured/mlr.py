@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_sizes, is_int, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.structured.mlr_rectangles import rectangles
 from brl_jax.attention.structured.mlr_tiles import MlrPlan, attend
 
@@ -34,7 +35,7 @@ def mlr_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention whose score matrix is a multi-level low-rank matrix (arXiv:2509.07963, eq. 9).
 
@@ -82,7 +83,7 @@ def mlr_attention(
     if block_sizes is None:
         block_sizes = doubling_block_sizes(length, len(ranks))
     block_sizes = check_block_sizes(block_sizes, len(ranks))
-    require(implementation in (None, "xla"), f"implementation must be None or 'xla', got {implementation!r}")
+    check_implementation(implementation, None, "xla")
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, batch)
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query = zero_padding(query, query_lengths)

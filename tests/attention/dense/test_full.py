@@ -158,3 +158,44 @@ KV = jnp.zeros((2, 10, 2, 8))
 def test_bad_input(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         full_attention(*arrays, **options)
+
+
+def test_rows_whose_bias_is_minus_infinity_give_zero():
+    """Forward and in every gradient, and keys with such a bias are not seen by the other rows."""
+    arrays = random_qkv(12)
+    bias = np.random.default_rng(4).standard_normal((2, 4, 12, 12)).astype(np.float32)
+    bias[:, :, 3] = bias[:, :, :, 5] = -np.inf
+    bias[1, 2, 7] = -np.inf
+    visible = np.isfinite(bias)
+    expected = expect(arrays, visible, bias=np.where(visible, bias, 0.0))
+    out, pull = jax.vjp(lambda q, k, v, b: full_attention(q, k, v, b), *arrays[:3], jnp.asarray(bias))
+    gradients = pull(arrays[3])
+    assert_close((out, *gradients[:3]), expected)
+    assert oracles.relative_error(gradients[3], expected[4]) < 1e-4
+    assert not np.asarray(out[:, 3]).any()
+    assert not np.asarray(gradients[3])[~visible].any()
+
+
+@pytest.mark.parametrize("shape", [(12, 15), (4, 1, 15), (2, 1, 12, 15), (2, 4, 12, 15)])
+def test_mask(shape):
+    """As in `jax.nn.dot_product_attention`, by position after the bias; rows without a key give 0."""
+    arrays = random_qkv(12, 15)
+    mask = np.random.default_rng(5).random(shape) < 0.5
+    mask[..., 0, :] = False
+    got = run(*arrays, bias=None, mask=jnp.asarray(mask))
+    assert_close(got, expect(arrays, mask))
+    by_position = full_attention(*arrays[:3], None, jnp.asarray(mask))
+    assert oracles.relative_error(by_position, got[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.ones((12, 12)), "mask must be a bool array, got float64"),
+        (np.ones((3, 12, 12), bool), r"mask must broadcast to .*\(2, 4, 12, 12\), got shape \(3, 12, 12\)"),
+        ("causal", "mask must be a bool array, got str"),
+    ],
+)
+def test_bad_mask(mask, message):
+    with pytest.raises(ValueError, match=message):
+        full_attention(*random_qkv(12)[:3], mask=mask)

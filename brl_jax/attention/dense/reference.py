@@ -1,0 +1,94 @@
+"""The plain meaning of this family's functions: dense (T, S) weights.
+
+These forms are slow and use O(T S) memory, and have no padding. They show what the functions of the same names compute,
+and the tests compare the two. Everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def full_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    mask: Bool[Array, "#B #N #T #S"] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Float[Array, "B T N V"]:
+    """softmax(scale q k^T + bias) v over the visible keys (arXiv:1706.03762, eq. 1); 0 for a query without any."""
+    query, key, value = _float32_heads(query, key, value)
+    scores = _scores(query, key, scale)
+    visible = jnp.ones(scores.shape, bool)
+    if is_causal:
+        visible = jnp.tril(visible)
+    if mask is not None:
+        visible = visible & mask
+    if bias is not None:
+        scores = scores + bias
+        visible = visible & ~jnp.isneginf(scores)
+    exponentials = jnp.where(
+        visible, jnp.exp(scores - scores.max(-1, keepdims=True, where=visible, initial=-1e30)), 0
+    )
+    weights = exponentials / jnp.maximum(exponentials.sum(-1, keepdims=True), 1e-30)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def diag_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    *,
+    block_size: int = 64,
+    score: str = "softmax",
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """Softmax or ReLU attention among the tokens of the same block i // block_size (arXiv:2210.10340, section 4.3)."""
+    block = jnp.arange(query.shape[1]) // block_size
+    visible = block[:, None] == block[None]
+    if is_causal:
+        visible = jnp.tril(visible)
+    if score == "softmax":
+        return full_attention(query, key, value, mask=visible[None, None], scale=scale)
+    query, key, value = _float32_heads(query, key, value)
+    weights = jnp.where(visible[None, None], jax.nn.relu(_scores(query, key, scale)), 0)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def hopfield_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    steps: int = 1,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Float[Array, "B T N H"]:
+    """steps - 1 updates xi <- softmax(scale xi K^T) K, then softmax(scale xi K^T) V (arXiv:2008.02217, eqs. 3, 10)."""
+    for _ in range(steps - 1):
+        query = full_attention(query, key, key, scale=scale, is_causal=is_causal)
+    return full_attention(query, key, value, scale=scale, is_causal=is_causal)
+
+
+def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """float32 arrays in which each query head has a key head and a value head of its own."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (key, value))
+    return query.astype(jnp.float32), key, value
+
+
+def _scores(
+    query: Float[Array, "B T N H"], key: Float[Array, "B S N H"], scale: float | None
+) -> Float[Array, "B N T S"]:
+    """scale q k^T; the scale is 1 / sqrt(H) by default."""
+    return jnp.einsum("btnh,bsnh->bnts", query, key) * (
+        1 / math.sqrt(query.shape[3]) if scale is None else scale
+    )
