@@ -61,7 +61,7 @@ def test_every_listed_mechanism_has_a_layer_case():
 
 @pytest.mark.slow
 def test_encoders(tmp_path, capsys):
-    """Every row of a named mechanism, forward only; PyTorch's network where it is installed, with equal outputs."""
+    """All rows of the named mechanisms, forward only, and PyTorch's network where it is installed."""
     path = tmp_path / "speed.json"
     sizes = ["--lengths", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8"]
     main([*sizes, "--levels", "encoders", "--mechanisms", "full", "linformer", "--json", str(path)])

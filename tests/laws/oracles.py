@@ -118,7 +118,7 @@ def local_mask(n, d, mechanism):
 
 
 def bigbird_blocks(n, mechanism):
-    # Which blocks are drawn at random is the pattern's own business; its test is in tests/attention.
+    # The random blocks come from the pattern itself; tests/attention/local/test_patterns.py checks them.
     pattern = mechanism.make_pattern(False)
     blocks = -(-n // mechanism.window)
     starts = np.arange(blocks) * mechanism.window
@@ -184,7 +184,7 @@ def linformer_network(params, mechanism, d, x):
 
 
 def hopfield_network(params, mechanism, d, x):
-    """States drawn towards the keys that their tokens see; the last step reads the values."""
+    """Each step but the last replaces the query by a mixture of the visible keys; the last reads the values."""
     n = x.shape[0]
     places, group, mask = np.arange(n), d.num_heads // d.num_kv_heads, full_mask(n, d, None)
     for p in layers(params):
@@ -203,7 +203,7 @@ def hopfield_network(params, mechanism, d, x):
 
 
 def tlinformer_network(params, mechanism, d, x):
-    """The paper's loop: the whole history anew for every window (003, section 3; mechanisms.md 5)."""
+    """The loop of TLinFormer (arXiv:2508.20407, section 3), which reads the whole history anew for every window."""
     n, w, inner = x.shape[0], mechanism.window, mechanism.hidden + 2
     all_layers = layers(params)
 
@@ -267,7 +267,7 @@ def layers(params):
 
 
 def brl_network(params, mechanism, d, x):
-    """Algorithm 1 (or equations 4-12), block by block, every history looked up where it is needed."""
+    """Algorithm 1 (or equations 4-12), block by block, with each history sliced where it is needed."""
     m = mechanism
     n = x.shape[0]
     block = m.block_size if d.is_causal else n

@@ -107,7 +107,7 @@ def cosformer_mix(u, p, m, d):
 
 
 def performer_mix(u, p, m, d):
-    # Which directions are drawn is the projection's own business; its test is in tests/attention.
+    # The random directions come from the library; tests in tests/attention check them.
     directions = performer_projection(jax.random.key(m.seed), m.features(d.head_dim), d.head_dim)
     directions = np.asarray(directions, np.float64)
 

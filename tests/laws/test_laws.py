@@ -29,7 +29,7 @@ FORM_IDS = [f"{name}-{'causal' if is_causal else 'bidirectional'}" for name, is_
 
 
 # Each case in one form, the causal one where there is one; and one variant of each mechanism, for laws that do not
-# hang on its details.
+# depend on its details.
 EACH = [(name, CASES[name].causal) for name in CASES]
 FIRST = [next(form for form in EACH if type(CASES[form[0]]) is kind) for kind in MECHANISMS.values()]
 
@@ -96,20 +96,21 @@ def test_law_2_generation_is_training(name):
             assert [a.shape for a in jax.tree.leaves(new)] == [a.shape for a in jax.tree.leaves(cache)]
             cache, start = new, start + size
             outputs.append(y)
-        # Relative to the outputs' size, which is that of a norm's: single numbers among them may be near 0.
+        # Relative to the size of the outputs, as single numbers among them may be near 0.
         size = float(jnp.sqrt(jnp.mean(jnp.square(expected))))
         np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-4 * size)
 
 
 @pytest.mark.parametrize("name", named(lambda m: m.causal and isinstance(m, BRLConfig)))
 def test_law_2_a_stream_goes_on(name):
-    """Batches of whole blocks with the memory of those before them give the parallel forward's outputs, but for the
-    window, which begins anew with every batch: here it is the token itself."""
+    """Batches of whole blocks with the memory of those before them give the parallel forward's outputs.
+
+    The window starts afresh with every batch, so that here it is the token itself."""
     net, short = network(name, True), dataclasses.replace(CASES[name], window=1)
     stack = Stack((short,) * LAYERS, net.stack.dimensions)
     expected = jax.jit(lambda v, x: stack.apply(v, x)[0])(net.variables, net.x[:, :24])
     step = jax.jit(lambda v, x, memory: stack.apply(v, x, cache=memory))
-    # A batch may be longer than what is kept of it, or shorter.
+    # A batch may be longer or shorter than the history that is kept.
     for sizes in ((16, 8), (8, 8, 8)):
         memory, outputs, start = stack.init_memory(2), [], 0
         for size in sizes:
@@ -130,7 +131,7 @@ def test_law_3_oracle(name, is_causal):
     params, xs = as_float64(net.variables["params"]), as_float64(net.x)
     expected = np.stack([oracle(params, net.mechanism, d, x) for x in xs])
 
-    # One sequence is enough for the gradient; every parameter is moved along a direction of its own.
+    # One sequence is enough for the gradient. Each parameter is checked along a random direction of its own.
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(expected[0].shape)
     weights = np.stack([weight, np.zeros_like(weight)]).astype(np.float32)
@@ -152,7 +153,7 @@ def test_law_3_oracle(name, is_causal):
         expected_slope = derivative(path, direction, x_direction)
         grad = np.asarray(gradient_x[0], np.float64) if path is None else actual[path]
         along = x_direction if path is None else direction
-        # A leaf that has no influence on this sequence must have no gradient either.
+        # A parameter without influence on this sequence must have a gradient of 0.
         scale = np.linalg.norm(grad) * np.linalg.norm(along) / np.sqrt(along.size)
         assert abs((grad * along).sum() - expected_slope) <= 1e-4 * max(scale, abs(expected_slope)) + 1e-6, (
             jax.tree_util.keystr(path) if path else "x"

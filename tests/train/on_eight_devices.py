@@ -49,7 +49,7 @@ REFUSED = (
 )
 TOKENS = ("batch", "length", "embed")
 BRL = BRLConfig(window=8, num_compressed=4, block_size=16)
-# Of the 16 tokens each of eight devices has 2: one block, which reads what three others have.
+# Each of eight devices has 2 of the 16 tokens: one block, whose history lies on three other devices.
 LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5, memory="layer")
 
 
@@ -116,14 +116,14 @@ def gathers(hlo):
 
 
 def careless(mesh):
-    """A program that gathers a moment it should have left where it is."""
+    """A program that gathers a moment, which should stay sharded."""
     cut, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((None, "fsdp"), ()))
     mean = jax.ShapeDtypeStruct((2, 64, 32), jnp.float32, sharding=cut)
     return jax.jit(lambda x: 0.9 * x, out_shardings=whole).lower(mean).compile().as_text()
 
 
 class Stream:
-    """Random text whose batch depends on its number alone; the rows of this process."""
+    """Random text, of which each batch depends on its number alone; yields the rows of this process."""
 
     def __init__(self, mesh):
         self.step, self.held = 0, host_rows(mesh, 8)
@@ -197,19 +197,19 @@ def loss_in_pieces(mesh):
 
 
 def refused():
-    """What is said to options that eight devices cannot share, by the options."""
-    said = {}
+    """The error message for each set of options that eight devices cannot share."""
+    messages = {}
     for line in REFUSED:
         config = parse(PRESETS, "small", line.split(), prog="train.lm", about="")
         try:
             open_mesh(config.mesh, config.loop, config.model, length=config.loop.length)
         except UserError as error:
-            said[line] = str(error)
-    return said
+            messages[line] = str(error)
+    return messages
 
 
 def looked_at(mesh):
-    """What a mesh's steps leave to look at."""
+    """The losses, first gradients, shard sizes and gathers of training on a mesh."""
     lost, first, state, hlo = take_steps(mesh)
     return {"losses": lost, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
 

@@ -1,4 +1,4 @@
-"""Two processes on this machine as one run: stopped, killed, gone on with by one."""
+"""Two processes on this machine as one run: stopped, killed, and resumed by one process."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ TINY = (
 
 
 def _start(workdir, text, devices, steps, *more):
-    """A process with so many CPU devices."""
+    """Starts a process with `devices` CPU devices."""
     settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "compiled")}
     line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text} --steps {steps}"
@@ -54,7 +54,7 @@ def _losses(workdir):
 
 
 def _wait_for(step, workdir, processes):
-    """Until the run has reported a step; fails where a process ends before that."""
+    """Waits until the run has reported a step; fails if a process ends before that."""
     while max(_losses(workdir), default=0) < step:
         for process in processes:
             if process.poll() is not None:
@@ -87,11 +87,11 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     error = processes[0].communicate()[1]
     with contextlib.suppress(ProcessLookupError):
         processes[1].communicate()
-    # Whichever notices first: the communication of a step, or JAX, because the other is silent.
+    # Either the communication of a step fails first, or JAX notices that the other process is silent.
     assert processes[0].returncode in (1, -signal.SIGABRT), error
     assert "process 0 of 2 has lost another one" in error or "another task died" in error
 
-    # One process goes on from the checkpoint: the batches that the two had, none lost, none twice.
+    # One process resumes from the checkpoint, with the batches that the two had: none lost, none twice.
     before = _losses(workdir)
     one = _start(workdir, text, 1, stopped + 5)
     error = one.communicate()[1]

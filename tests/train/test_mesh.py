@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Of a step's microbatch; an array of its tokens has at least so many numbers.
+# Rows and tokens of a microbatch: an array with an entry for each token has at least ROWS * LENGTH numbers.
 ROWS, LENGTH = 16, 16
 # The mesh that has a tensor axis too, and runs that move between meshes, are compiled before a release only: rows and
 # sequence cut everything that a mesh can cut, and tests/test_sharding.py says what each axis cuts.
@@ -20,7 +20,7 @@ MIXED = pytest.param("mixed", marks=pytest.mark.slow)
 MESHES = ("rows", MIXED, "sequence")
 
 pytestmark = pytest.mark.xdist_group("eight devices")
-told_by_name = pytest.mark.skipif(
+named_gathers = pytest.mark.skipif(
     jax.__version_info__ >= (0, 12), reason="JAX 0.12's compiler leaves out or changes the names of gathers"
 )
 
@@ -53,7 +53,7 @@ def test_losses_are_those_of_one_device(results, mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_gradient_is_that_of_one_device(results, mesh):
-    """Losses hardly move where a few gradients are wrong; the first step's tell."""
+    """A few wrong gradients hardly change the losses, so the first step's gradients are compared themselves."""
     for name, expected in results["one"]["first"].items():
         error = np.abs(results[mesh]["first"][name] - expected).max()
         assert error <= 1e-4 * np.abs(expected).max(), name
@@ -73,9 +73,9 @@ def test_every_matrix_its_moments_and_the_memory_are_cut(results, mesh, parts):
     assert matrices > 3 * 30
 
 
-@told_by_name
+@named_gathers
 def test_only_one_layers_weights_are_gathered_at_a_time(results):
-    """No activation, no moment, no stack of layers: what is gathered is a weight, for the layer that takes it."""
+    """Only the weights of the layer at hand are gathered: no activation, no moment, no stack of layers."""
     weights = {
         tuple(sorted(leaf.shape[1:] if "layers_" in name else leaf.shape))
         for name, leaf in results["one"]["first"].items()
@@ -89,10 +89,10 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results):
         )
 
 
-@told_by_name
+@named_gathers
 def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
-    """Where tokens are cut, those of a whole row meet in full attention, in states, and in BRL's queue of outputs (what
-    the last norm gives)."""
+    """Where tokens are sharded, a whole row is gathered only by full attention, by recurrent states, and for BRL's
+    history of outputs (those of the last norm)."""
     # Of both layers with a memory of their own, the five tokens that they carry on, and three to make it eight shares.
     carried = [2, ROWS, 8, 32]
     whole = [
@@ -121,7 +121,7 @@ def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(results):
 
 
 def test_what_devices_cannot_share_is_refused(results):
-    """A window that is longer than what each device has of a row is none of it."""
+    """A window may be longer than the part of a row on each device, and is not among the refused options."""
     length, block, shared, rows = results["refused"].values()
     assert length == "--length: expected a multiple of --mesh.sequence 8, got 100"
     each = "--mechanism.block_size must divide the 64 tokens of a row that each of 8 devices has, got 48"
@@ -132,5 +132,5 @@ def test_what_devices_cannot_share_is_refused(results):
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_other_meshes(results):
-    """From eight devices to one, and back to eight that lie otherwise."""
+    """From eight devices to one, and back to eight on another mesh."""
     np.testing.assert_allclose(results["moved"], results["straight"], rtol=1e-5)

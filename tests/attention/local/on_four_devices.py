@@ -38,7 +38,7 @@ def normal(seed, *shape):
 
 
 def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted=False):
-    """Results and gradients of `arrays` of a function and of the same on stretches.
+    """Results and gradients of a function on whole sequences, and of the same on stretches of them.
 
     interpreted: a kernel, which JAX interprets under `vmap` but not under `shard_map`. None where it no longer takes
     the gradient of a result that lanes share.
@@ -66,7 +66,7 @@ def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted
 
 
 def in_lanes(function, in_specs):
-    """What `shard_map` does, by `vmap`, for a result that all share."""
+    """`shard_map` imitated by `vmap`, for a result that all devices share."""
 
     def run(*arrays):
         cut = [spec == CUT for spec in in_specs]
@@ -210,7 +210,7 @@ CASES = {
 
 
 def gradients(dtype=jnp.float32, **options):
-    """Of a window's results, to be lowered: 1024 tokens on each of four devices."""
+    """The gradients of local attention with 1024 tokens on each of four devices, traced and ready to be lowered."""
     cut = jax.sharding.NamedSharding(MESH, CUT)
     shapes = [jax.ShapeDtypeStruct((1, 4096, heads, SIZE), dtype, sharding=cut) for heads in (HEADS, 2, 2)]
     attend = functools.partial(sharded.local_attention, axis_name="sequence", **options)

@@ -45,7 +45,7 @@ def test_every_case_is_looked_at(results):
 
 
 def test_only_the_window_travels(results):
-    """Of 1024 keys and values of 16 numbers on each device, those of the 15 tokens that the window reaches back to."""
+    """Of the 1024 keys and values (16 numbers each) on a device, only the 15 that a window reaches are sent."""
     kinds = {kind for kind, _ in results["travelled"]}
     assert kinds == {"collective-permute"}
     assert max(size for _, size in results["travelled"]) <= 2 * 15 * 16
