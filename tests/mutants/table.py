@@ -253,16 +253,16 @@ MUTANTS = (
     ),
     Mutant(
         "structured/MLR's step reads the future",
-        "brl_jax/attention/structured/mlr_step.py",
-        "seen = (self.columns <= places)",
-        "seen = (self.columns <= places + 1)",
+        "brl_jax/attention/structured/mlr_generation.py",
+        "seen = (self.columns <= positions)",
+        "seen = (self.columns <= positions + 1)",
         ("tests/attention/structured/test_mlr_step.py",),
     ),
     Mutant(
         "structured/the global part and the window share a scale",
         "brl_jax/attention/structured/global_window.py",
-        "scale=scale[1], pattern=pattern",
-        "scale=scale[0], pattern=pattern",
+        "scale=scales[1], pattern=pattern",
+        "scale=scales[0], pattern=pattern",
         ("tests/attention/structured/test_bilinear.py", "-k", "global_window"),
     ),
     Mutant(
