@@ -86,9 +86,16 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     chosen = [m for m in MUTANTS if any(text in m.name for text in options.only)]
     if options.list:
+        lost = False
         for mutant in chosen:
-            print(f"{places(mutant)}  {mutant.name}  ({mutant.path})")
-        return int(any(places(mutant) != 1 for mutant in chosen))
+            missing = [
+                test for test in mutant.tests if test.startswith("tests/") and not (ROOT / test).exists()
+            ]
+            print(
+                f"{places(mutant)}  {mutant.name}  ({mutant.path})", *(f"MISSING {test}" for test in missing)
+            )
+            lost |= bool(missing) or places(mutant) != 1
+        return int(lost)
 
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Path] = queue.Queue()

@@ -256,7 +256,7 @@ MUTANTS = (
         "brl_jax/attention/structured/mlr_generation.py",
         "seen = (self.columns <= positions)",
         "seen = (self.columns <= positions + 1)",
-        ("tests/attention/structured/test_mlr_step.py",),
+        ("tests/attention/structured/test_mlr_generation.py",),
     ),
     Mutant(
         "structured/the global part and the window share a scale",
