@@ -18,19 +18,19 @@ _SHOWN = 3
 
 
 class Example(NamedTuple):
-    """A series and what a run forecast of it, in normalised units: rows at which W windows begin, what came, the
-    forecast and its band's ends."""
+    """A series and a run's forecasts of it, in normalised units: the rows at which W windows begin, the true values,
+    the forecasts and the ends of their bands."""
 
     series: Series
     origin: Int[np.ndarray, " W"]
-    came: Float[np.ndarray, "W H C"]
+    true: Float[np.ndarray, "W H C"]
     point: Float[np.ndarray, "W H C"]
     low: Float[np.ndarray, "W H C"]
     high: Float[np.ndarray, "W H C"]
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A row for each model and horizon, seeds averaged with their standard deviation, and the naive forecasts."""
+    """A row for each model and horizon, averaged over seeds with their standard deviation, and the naive forecasts."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         place = tuple(result[name] for name in ("data", "features", "horizon"))
@@ -60,13 +60,14 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def draw(runs: Sequence[tuple[Result, Example]]) -> Figure:
-    """A panel a run and window: what was known, what came, the forecast and its band, for the last column."""
+    """A panel for each run and window: the known rows, the true ones, the forecast and its band, for the last
+    column."""
     figure = Figure(figsize=(5.2 * _SHOWN, 2.9 * len(runs) + 0.8), layout="constrained")
     panels = figure.subplots(len(runs), _SHOWN, squeeze=False)
-    styles = line_styles(["came", "forecast"])
+    styles = line_styles(["true", "forecast"])
     for row, (result, example) in zip(panels, runs):
         series = example.series
-        # From all over the split.
+        # Spread over the split.
         chosen = np.linspace(0, len(example.origin) - 1, _SHOWN + 2).astype(int)[1:-1]
         for axes, at in zip(row, chosen):
             origin, horizon = int(example.origin[at]), result["horizon"]
@@ -78,7 +79,7 @@ def draw(runs: Sequence[tuple[Result, Example]]) -> Figure:
             ahead = np.arange(horizon)
             axes.plot(back, series.values[origin + back, -1], color="#999999", label="known")
             plain = {"linewidth": 1.4, "marker": None}
-            axes.plot(ahead, units(example.came[at, :, -1]), label="came", **{**styles["came"], **plain})
+            axes.plot(ahead, units(example.true[at, :, -1]), label="true", **{**styles["true"], **plain})
             axes.plot(
                 ahead,
                 units(example.point[at, :, -1]),

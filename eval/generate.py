@@ -1,8 +1,8 @@
 """Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT
 --tokens N.
 
-Several --prompt are continued together. Prints each prompt with what follows it; the cost of a token does not
-grow with the text before it where the model's mechanism is linear.
+Several --prompt are continued together. Each prompt is printed with its continuation. Where the model's mechanism is
+linear, the cost of a token does not grow with the text before it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from train.errors import UserError, command
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """What to write."""
+    """What to generate."""
 
     workdir: str = "runs/small"
     """Folder of the run."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Text to go on from; may be given several times."""
+    """Text to continue; may be given several times."""
     prompt_file: str | None = None
     """A file whose whole text is one more prompt."""
     tokens: int = 256
     """Tokens to add to each prompt."""
     temperature: float = 0.8
-    """Divides the logits: below 1 the likely becomes likelier; 0 always takes the likeliest."""
+    """Divides the logits: below 1 likely tokens become likelier; 0 always takes the likeliest."""
     top_k: int | None = None
-    """Choose among this many likeliest tokens only."""
+    """Choose among this many of the likeliest tokens only."""
     top_p: float | None = None
-    """Choose among the likeliest tokens that together have this probability."""
+    """Choose among the likeliest tokens that together have at least this probability."""
     seed: int = 0
-    """Seed of the choices."""
+    """Seed of the random choices."""
     checkpoint: str = "best"
     """best (lowest held-out loss), last, or a step."""
 
@@ -63,7 +63,7 @@ class GenerateOptions:
 
 
 def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
-    """The prompts, each with the option it came by."""
+    """The prompts, each with the option that gave it."""
     prompts = [("--prompt", text) for text in options.prompt]
     if options.prompt_file is not None:
         try:
@@ -71,7 +71,7 @@ def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {error}") from error
     if not prompts:
-        raise UserError("--prompt: expected a text to go on from, got none")
+        raise UserError("--prompt: expected a text to continue, got none")
     return prompts
 
 

@@ -11,7 +11,7 @@ def _row(*accuracies: float | None) -> dict[str, float]:
 
 BRL = "BRL-Attention (OpenReview Vpyg3fqXbl), table 1"
 BRL_ABLATION = "BRL-Attention, table 2"
-TRANSNORMER = "TransNormer (arXiv 2210.10340), table 6"
+TRANSNORMER = "TransNormer (arXiv:2210.10340), table 6"
 
 PAPERS: dict[str, dict[str, dict[str, float]]] = {
     BRL: {

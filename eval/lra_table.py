@@ -1,4 +1,4 @@
-"""The papers' tables of the Long Range Arena with runs of ours in them, as markdown and as a picture."""
+"""The papers' tables of the Long Range Arena with our runs added, as markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Row = dict[str, str]
 def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[float, float, int]]]:
     """By model and task: accuracy and standard error in percent, and the number of seeds averaged.
 
-    Runs that differ in their seed alone are averaged; another size or other data make a row by the run's folder. The
-    error of an average is that of its runs' test answers, or the seeds' own spread where that is larger.
-    """
+    Runs that differ only in their seed are averaged; a run of another size or on other data has a row with its folder
+    in the name. The error of an average is that of its runs' test answers, or the spread of the seeds where that is
+    larger."""
     grouped: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for result in results:
         same = grouped.setdefault(result["model"], {}).setdefault(result["task"], [])
@@ -78,7 +78,7 @@ def _table(tasks: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel a task: our accuracies with their standard errors, the papers' as open marks, chance as a line."""
+    """A panel for each task: our accuracies with their standard errors, the papers' as open marks, chance as a line."""
     ours = summarise(results)
     tasks = [task for task in LRA_TASKS if any(task in row for row in ours.values())]
     columns, rows = min(3, len(tasks)), math.ceil(len(tasks) / 3)

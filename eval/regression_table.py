@@ -13,18 +13,18 @@ from train.data.in_context import one_step_errors
 
 Result = Mapping[str, Any]
 
-# What runs have in common that differ in their seed alone.
+# What runs have in common that differ only in their seed.
 _SAME = ("model", "num_heads", "d_model", "num_layers", "input_dim", "prompt", "learning_rate", "batch")
 
 
 def label(result: Result) -> str:
-    """A run's mechanism and heads."""
+    """A run's mechanism and number of heads."""
     heads = result["num_heads"]
     return f"{result['model']}, {heads} head{'s' if heads > 1 else ''}"
 
 
 def grouped(results: Sequence[Result]) -> list[list[Result]]:
-    """The runs, those together that differ in their seed alone; by width within a mechanism."""
+    """The runs, grouped where they differ only in their seed; ordered by width within a mechanism."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault((*(result[name] for name in _SAME), len(result["errors"])), []).append(result)
@@ -37,7 +37,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """A row for each group of runs that differ in their seed alone, and for what they are compared with."""
+    """A row for each group of runs that differ only in their seed, and for what they are compared with."""
     lines = [
         "| mechanism | width | head | batch | parameters | TFLOP | seconds | seeds | error | error of the last |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -67,7 +67,7 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Four panels: the error by pairs seen, against the width, and while training against operations and seconds."""
+    """Four panels: the error by pairs seen, by width, and while training by operations and by seconds."""
     groups = grouped(results)
     figure = Figure(figsize=(14, 9), layout="constrained")
     (by_pairs, by_width), (by_flops, by_time) = figure.subplots(2, 2)

@@ -219,7 +219,7 @@ def _train(
         stream.set_state(meta["position"])
         line = meta["unfinished"]
         best = _Best(**meta.get("best", {}))
-        log(f"going on from step {step} of {loop.steps}")
+        log(f"resuming from step {step} of {loop.steps}")
     try:
         if is_lead():
             write_json(config, epath.Path(loop.workdir) / "config.json")
@@ -286,7 +286,7 @@ def _train(
         if signals.received:
             raise Stopped(
                 f"stopped after step {step} of {loop.steps}; {checkpoints.last_good}; the same command "
-                "goes on from there",
+                "resumes from there",
                 signals.received,
             )
     return state

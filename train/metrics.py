@@ -117,10 +117,10 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
 
 
 class Reporter:
-    """Shows how a run goes on: a progress bar on a terminal, else a line now and then. A context manager.
+    """A context manager that shows a run's progress: a bar on a terminal, otherwise a line now and then.
 
     Args:
-      steps: steps of the whole run; start: steps done before.
+      steps: steps of the whole run. start: steps done before.
     """
 
     def __init__(self, steps: int, start: int):

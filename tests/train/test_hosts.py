@@ -96,7 +96,7 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     one = _start(workdir, text, 1, stopped + 5)
     error = one.communicate()[1]
     assert one.returncode == 0, error
-    assert f"going on from step {stopped} of" in error
+    assert f"resuming from step {stopped} of" in error
     after = _losses(workdir)
     assert list(after) == list(range(1, stopped + 6))
     np.testing.assert_allclose(list(after.values()), [before[step] for step in after], rtol=1e-5)

@@ -123,12 +123,12 @@ def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
     done = _lines(tmp_path)
     assert process.returncode in (143, 0), err
     if process.returncode == 143:
-        assert "the same command goes on" in err.splitlines()[-1]
+        assert "the same command resumes" in err.splitlines()[-1]
         assert "Traceback" not in err
     assert done == _lines(run)[: len(done)]
     environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
     again = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert "going on from step" in again.stderr
+    assert "resuming from step" in again.stderr
     assert _lines(tmp_path) == _lines(run)
 
 

@@ -1,7 +1,7 @@
 """Writes generated data in the layout of the Long Range Arena's release: python -m train.data.lra TASK --out DIR.
 
 TASK is listops (basic_{train,val,test}.tsv) or pathfinder (images and metadata). The last line of stdout is one JSON
-object that says how many examples were written, and how many a minute.
+object with the number of examples written, and the number a minute.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GenerateOptions:
     resolution: int = 32
     """Pixels of a side of pathfinder's images: 32, 64 or 128 (path-x)."""
     listops: ListOpsSpec = ListOpsSpec()
-    """What listops generates."""
+    """The expressions that listops generates."""
     processes: int = 0
     """Processes at a time; 0: one a core."""
 

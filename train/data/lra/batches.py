@@ -1,4 +1,4 @@
-"""Batches of labelled sequences, cut in buckets by length so that short ones don't pay for long ones."""
+"""Batches of labelled sequences, in buckets by length so that short sequences are not padded like long ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.errors import UserError
 
 
 class _Plan(NamedTuple):
-    """One pass: rows (S, B), which examples each batch has (-1: none), and the (S,) lengths they are padded to."""
+    """One pass: rows (S, B), the examples of each batch (-1: none), and the (S,) lengths they are padded to."""
 
     rows: Int[np.ndarray, "S B"]
     widths: Int[np.ndarray, " S"]
@@ -64,9 +64,9 @@ class TrainBatches(RepeatedBatches):
 
     A batch is {"tokens": (B, T) or, for pairs, (B, 2, T) int32, zeros after each sequence's end, "lengths": (B,)
     or (B, 2) int32, "targets": (B,) int32, "weights": (B,) float32 ones, "reset": False}; T is the batch's bucket.
-    What is left of a bucket fills up a batch of the next longer one, and a remainder of less than a batch, drawn anew
-    in each pass, is left out. A process among many gives some of each batch's rows. The state is the number of
-    batches handed out, whichever rows are given; going to it reads nothing.
+    The remainder of a bucket fills a batch of the next longer one, and a remainder of less than a batch, different in
+    each pass, is left out. One of several processes gives some of each batch's rows. The state is the number of
+    batches given so far, whichever rows they have; restoring it reads nothing.
 
     Args:
       examples: the split; at least `batch`. batch: rows of all processes together. buckets: lengths to pad to, the
@@ -96,9 +96,9 @@ class TrainBatches(RepeatedBatches):
         def plan(number: int) -> _Plan:
             rng = np.random.default_rng([seed, number])
             order = rng.permutation(len(examples))[: steps * batch]
-            # Stable: a bucket's examples stay in random order; a batch that straddles two buckets takes the longer.
+            # Stable: a bucket's examples stay in random order; a batch that spans two buckets is padded to the longer.
             order = order[np.argsort(widths[order], kind="stable")].reshape(steps, batch)
-            order = order[rng.permutation(steps)]  # lengths don't grow in the course of a pass
+            order = order[rng.permutation(steps)]  # so that lengths don't grow during a pass
             return _Plan(order, widths[order].max(axis=1))
 
         def make(index: int, step: int) -> dict[str, Any]:
@@ -116,9 +116,9 @@ class TrainBatches(RepeatedBatches):
 
 
 class EvalBatches:
-    """One pass over a split, by length: every example once; what fills the last batch of a bucket up has weight 0.
+    """One pass over a split, by length: every example once; the padding of the last batch of a bucket has weight 0.
 
-    Batches as `TrainBatches`. Iterating again starts again.
+    Batches are like those of `TrainBatches`. Iterating again starts from the beginning.
 
     Args:
       examples: the split. batch: rows of all processes together. buckets: as there. limit: the first examples only
@@ -155,7 +155,7 @@ class EvalBatches:
         self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
 
     def __len__(self) -> int:
-        """Batches of the pass."""
+        """Number of batches of the pass."""
         return self._steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -17,13 +17,13 @@ from train.data.files import beside, npy_header
 from train.errors import UserError
 from train.metrics import log
 
-# Part of every key: a change of how sources become tokens must not read what an older version kept.
+# Part of every key: after a change of how sources become tokens, the files of older versions must not be read.
 _FORMAT = 1
 _ARRAYS = ("tokens", "lengths", "labels")
 
 
 class Chunk(NamedTuple):
-    """Some examples of a source, uncut.
+    """Some examples of a source, at full length.
 
     tokens: (sum of lengths,) uint8, one sequence after the other. lengths: (n, P) ints, of the P sequences of each
     example (2 for pairs). labels: (n,) ints.
@@ -45,8 +45,8 @@ def chunk_of(sequences: list[bytes], labels: list[int], parts: int = 1) -> Chunk
 class Source:
     """Where a task's examples come from.
 
-    name: for people. fingerprint: changes when the examples do. splits: by name (train, valid, test), what reads
-    their chunks from the start.
+    name: for messages and tables. fingerprint: changes when the examples do. splits: by name (train, valid, test), a
+    function that reads the chunks from the start.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The examples of one split, cut to the run's length.
+    """The examples of one split, truncated to the run's length.
 
     tokens: (sum of lengths,) uint8. lengths: (N, P) int32, at least 1. labels: (N,) int32. truncated: sequences that
     were longer. digest: hash of everything.
@@ -83,16 +83,17 @@ class Examples:
 
 
 def digest(*parts: Any) -> str:
-    """Hash of things that JSON can hold."""
+    """Hash of values that JSON can represent."""
     return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
 
 
 def open_examples(
     source: Source, split: str, folder: Path, *, length: int, limit: int, num_classes: int
 ) -> Examples:
-    """The examples of a split, made where folder/SPLIT.json is not there yet, and how many had to be cut.
+    """The examples of a split, made if folder/SPLIT.json does not exist, and the number of those that were truncated.
 
-    Each file is written aside and renamed, SPLIT.json last, so that a folder that has it has the whole split.
+    Each file is written under another name and renamed, SPLIT.json last, so that a folder that has it has the whole
+    split.
 
     Args:
       length: tokens kept of a sequence, the first ones; limit: examples kept, the first ones (0: all).
@@ -191,7 +192,7 @@ def _limited(chunks: Iterator[Chunk], limit: int) -> Iterator[Chunk]:
 
 
 def _places(lengths: Int[np.ndarray, " n"], kept: Int[np.ndarray, " n"]) -> Int[np.ndarray, " total"] | None:
-    """Where in sequences of `lengths` their first `kept` tokens stand; None: everywhere."""
+    """The positions of the first `kept` tokens of sequences of `lengths`; None where all are kept."""
     if np.array_equal(lengths, kept):
         return None
     skipped = np.cumsum(lengths - kept) - (lengths - kept)

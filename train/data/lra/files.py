@@ -1,4 +1,4 @@
-"""Reading what users copied and writing what generators make: one-line errors, folders that are whole or not there."""
+"""Reads users' files with one-line errors, and writes generated ones in folders that are whole or do not exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXAMPLES = 512
 
 
 SPLIT_OF = {"train": "train", "valid": "train", "test": "test"}
-"""Where sources without a validation split take each split from."""
+"""The split from which sources without a validation split take each split."""
 
 
 def belongs(number: int, split: str) -> bool:
@@ -34,12 +34,12 @@ def belongs(number: int, split: str) -> bool:
 
 
 def rows_of(count: int, split: str) -> Int[np.ndarray, " rows"]:
-    """The rows of SPLIT_OF[split], which has `count`, that belong to the split."""
+    """The rows that belong to the split, of the `count` rows of SPLIT_OF[split]."""
     return np.array([number for number in range(count) if belongs(number, split)], np.int64)
 
 
 def file_stats(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """What tells that files have changed: path, size, time.
+    """What changes when files change: path, size, time.
 
     Raises:
       UserError: one is missing.
@@ -72,7 +72,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(path: Path, lines: Iterable[tuple[int, bytes]], parse: Callable[[bytes], T]) -> Iterator[T]:
-    """What `parse` makes of each line; where it raises ValueError the line is named.
+    """What `parse` returns for each line; where it raises ValueError, the error names the line.
 
     Raises:
       UserError: the line's number and what was wrong.
@@ -85,12 +85,12 @@ def parsed(path: Path, lines: Iterable[tuple[int, bytes]], parse: Callable[[byte
 
 
 def shown(text: bytes) -> str:
-    """The beginning of what was read, for an error."""
+    """The beginning of a line, for an error."""
     return repr(text[:40].decode(errors="replace"))
 
 
 def in_chunks(read: Callable[[], Iterator[tuple[bytes, int]]]) -> Iterator[Chunk]:
-    """Single sequences and their labels, some at a time."""
+    """Single sequences and their labels, in chunks."""
     sequences: list[bytes] = []
     labels: list[int] = []
     for sequence, label in read():
@@ -105,7 +105,7 @@ def in_chunks(read: Callable[[], Iterator[tuple[bytes, int]]]) -> Iterator[Chunk
 
 @contextlib.contextmanager
 def writing_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder to write in, which takes the name `out` once all is written; otherwise nothing is left.
+    """A new folder to write in, renamed to `out` once all is written; after an error nothing is left.
 
     Raises:
       UserError: there is something of that name, or it cannot be written.

@@ -37,15 +37,15 @@ _HEADER = b"Source\tTarget"
 _SPLIT_FILES = {"train": "basic_train.tsv", "valid": "basic_val.tsv", "test": "basic_test.tsv"}
 _OPERATOR_SHARE = 0.25
 _TREES_AT_ONCE = 512
-# Rounds without a single tree of the wanted length before giving up.
+# The number of rounds without a tree of the wanted length after which generation gives up.
 _PATIENCE = 200
-# Expressions of a chunk, two seconds' work: fewer would not be worth a process. Part of what a seed means.
+# Expressions of a chunk, two seconds of work: with fewer a process does not pay. The examples of a seed depend on it.
 _CHUNK = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class ListOpsSpec:
-    """What trees are generated."""
+    """Which trees are generated."""
 
     min_tokens: int = 500
     """Expressions have more tokens than this (operators, digits and closing brackets)."""
@@ -81,8 +81,8 @@ class Trees(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """The nodes of one level of many trees: the tree (n,) each is of and its number of arguments (n,), 0 for digits.
-    Arguments stand in the next level in their operators' order."""
+    """The nodes of one level of many trees: the tree (n,) of each and its number of arguments (n,), 0 for digits.
+    Arguments are in the next level, in the order of their operators."""
 
     tree: Int[np.ndarray, " n"]
     arity: Int[np.ndarray, " n"]
@@ -137,10 +137,10 @@ def _draw_levels(rng: np.random.Generator, spec: ListOpsSpec) -> list[_Level]:
 
 
 def _accept(levels: list[_Level], spec: ListOpsSpec) -> list[_Level] | None:
-    """The trees of the wanted length, numbered anew; None: there are none."""
+    """The trees of the wanted length, renumbered; None where there are none."""
     tokens = np.zeros(_TREES_AT_ONCE, np.int64)
     for level in levels:
-        # An operator brings its closing bracket.
+        # An operator has a closing bracket too.
         tokens += np.bincount(level.tree, 1 + (level.arity > 0), _TREES_AT_ONCE).astype(np.int64)
     good = (tokens > spec.min_tokens) & (tokens < spec.max_tokens)
     if not good.any():
@@ -253,7 +253,8 @@ def _texts(trees: Trees) -> Iterator[bytes]:
 def write_release(
     out: str | os.PathLike[str], spec: ListOpsSpec, seed: int, sizes: dict[str, int], processes: int
 ) -> None:
-    """Writes basic_{train,val,test}.tsv as the Long Range Arena's release has them; the folder is whole or not there.
+    """Writes basic_{train,val,test}.tsv as the Long Range Arena's release has them; the folder is whole or does not
+    exist.
 
     Raises:
       UserError: the folder exists, cannot be written, or see `generate_trees`.
@@ -275,7 +276,7 @@ _TOKEN_OF[ord("]")] = END
 
 
 def _parse(line: bytes) -> tuple[bytes, int]:
-    """Tokens and label of one line of a .tsv file; raises ValueError where it is none."""
+    """Tokens and label of one line of a .tsv file; raises ValueError where it is not one."""
     columns = line.split(b"\t")
     if len(columns) != 2:
         raise ValueError(f"expected 2 columns (Source, Target), got {len(columns)}")

@@ -7,7 +7,7 @@ each of its resolutions.
 
 Paths keep `clearance` from each other, and from themselves, which is more than the gap between dashes: a path can be
 followed in the drawn image. Among the ends of both paths, those dots are taken whose distance is nearest to that
-of the first path's ends, so that distance gives little away (docs/lra.md says how much).
+of the first path's ends, so that distance gives little away (docs/lra.md has the numbers).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TURN, _SHARPEST = 0.35, 1.0
 _DIRECTIONS = 8
 _STARTS = 60
 _SUPERSAMPLING = 4
-# Images of a chunk. Part of what a seed means.
+# Images of a chunk. The examples of a seed depend on it.
 _CHUNK = 250
 _DOT, _DASH = 255, 190
 
@@ -111,7 +111,7 @@ class _Taken(NamedTuple):
 def _draw_path(
     rng: np.random.Generator, resolution: int, size: Size, dashes: int, taken: _Taken
 ) -> tuple[Float[np.ndarray, "c 2"], _Taken] | None:
-    """Corners of a path that keeps clear of what is taken, and what it takes itself; None: no room.
+    """Corners of a path that keeps clear of occupied points, and the points it occupies; None where there is no room.
 
     Long paths keep room for a dot at both ends.
     """
@@ -119,7 +119,7 @@ def _draw_path(
     step, border = size.dash + size.gap, 1.0
     along = np.linspace(0, size.dash, max(2, math.ceil(size.dash) + 1))[:, None]
     at_ends = _Taken(taken.points, (np.sqrt(taken.squared_distances) + room) ** 2)
-    # What is taken, and then the path's own points, dash after dash.
+    # The occupied points, and then the path's own points, dash after dash.
     before, own = len(taken.points), dashes * len(along)
     obstacles = _Taken(
         np.concatenate([taken.points, np.empty((own, 2))]),
@@ -141,7 +141,7 @@ def _draw_path(
             last = i == dashes - 1
             edge = border + (room if last else 0.0)
             free = np.abs(points - resolution / 2).max((1, 2)) <= resolution / 2 - edge
-            # The last two dashes are near by their nature.
+            # The last two dashes are always near.
             end = before + max(i - 2, 0) * len(along)
             free &= _clear(points, _Taken(*(array[:end] for array in obstacles)))
             if last:
@@ -160,7 +160,7 @@ def _draw_path(
 
 
 def _clear(points: Float[np.ndarray, "d p 2"], taken: _Taken) -> np.ndarray:
-    """Which of d groups of points keep their distance from everything that is taken."""
+    """Which of d groups of points keep their distance from all occupied points."""
     x = points[..., 0, None] - taken.points[:, 0]
     y = points[..., 1, None] - taken.points[:, 1]
     return (x * x + y * y >= taken.squared_distances).all((1, 2))
@@ -248,7 +248,7 @@ def write_release(
     which in spite of its name is text, a line an image: folder, file, number, label, dashes of the long and of the
     short paths, number of short paths. It is whole or not there.
 
-    The splits are written one after the other and not told apart, as in the release: `open_files` takes its own.
+    The splits are written one after the other without marks, as in the release; `open_files` splits them again.
 
     Raises:
       UserError: the folder exists or cannot be written.
@@ -273,7 +273,7 @@ def _write_batch(folder: Path, batch: int, images: Images, short_paths: int) -> 
 
 
 def _parse(line: bytes) -> tuple[str, int]:
-    """The image's path and the label in a line of metadata; raises ValueError where it is none."""
+    """The image's path and the label in a line of metadata; raises ValueError where it is not one."""
     columns = line.decode(errors="replace").split()
     if len(columns) < 4:
         raise ValueError(f"expected at least 4 columns (folder, file, number, label), got {len(columns)}")

@@ -46,7 +46,7 @@ def open_files(folder: Path, seed: int, sizes: dict[str, int]) -> Source | None:
 
 
 def _parse_aan(line: bytes) -> tuple[bytes, bytes, int]:
-    """Both texts and the label of a line; raises ValueError where it is none."""
+    """Both texts and the label of a line; raises ValueError where it is not one."""
     columns = line.split(b"\t")
     if len(columns) != 5:
         raise ValueError(f"expected 5 columns (label, id, id, text, text), got {len(columns)}")
@@ -70,7 +70,7 @@ def _read_aan(path: Path) -> Iterator[Chunk]:
 
 # --- passages of novels ---
 
-# Who wrote the book of each number at Project Gutenberg.
+# The author of each book, by its number at Project Gutenberg.
 _AUTHORS = {
     98: "Dickens", 766: "Dickens", 1400: "Dickens",
     145: "Eliot", 507: "Eliot", 6688: "Eliot",
@@ -82,7 +82,7 @@ _AUTHORS = {
     2432: "Trollope", 2554: "Dostoevsky", 2701: "Melville", 4276: "Gaskell",
 }  # fmt: skip
 _PASSAGE = 4000
-# Shares of each book, from its beginning.
+# The splits' shares of each book, from its beginning.
 _SHARES = {"train": (0.0, 0.8), "valid": (0.8, 0.9), "test": (0.9, 1.0)}
 
 

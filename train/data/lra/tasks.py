@@ -1,4 +1,4 @@
-"""The six tasks of the Long Range Arena and where each finds its examples."""
+"""The six tasks of the Long Range Arena, and the sources of their examples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train.fields import Free
 
 
 class TaskSizes(NamedTuple):
-    """What a task's model must know: the classes, the tokens, and whether an example is a pair of sequences."""
+    """What a task decides of its model: the classes, the tokens, and whether an example is a pair of sequences."""
 
     num_classes: int
     vocab_size: int
@@ -50,23 +50,23 @@ class LraDataConfig:
     metadata (pathfinder, pathx). Without it listops, pathfinder and pathx are generated; text and image come from
     TensorFlow Datasets."""
     length: int = 2000
-    """Tokens kept of a sequence, the first ones."""
+    """Tokens of a sequence; longer ones are truncated."""
     buckets: tuple[int, ...] = ()
-    """Lengths that batches are padded to; none named: an eighth, a quarter, a half and all of --length."""
+    """Lengths that batches are padded to; by default an eighth, a quarter, a half and all of --length."""
     train_examples: int = 0
-    """Training examples: generated, or the first ones of what is there; 0: the published number, or all."""
+    """Number of training examples, generated or taken from the beginning; 0: the published number, or all."""
     valid_examples: int = 0
     """The same for validation."""
     test_examples: Free[int] = 0
     """The same for the test."""
     data_seed: int = 0
-    """Seed of what is generated."""
+    """Seed of generated examples."""
     resolution: int = 32
     """Pixels of a side of pathfinder's images: 32, 64 or 128."""
     listops: ListOpsSpec = ListOpsSpec()
-    """What listops generates."""
+    """The expressions that listops generates."""
     processes: Free[int] = 0
-    """Processes that generate; 0: one a core. Changes nothing else."""
+    """Processes that generate examples; 0: one a core. The examples do not depend on it."""
     cache_dir: Free[str | None] = None
     """Local folder for the examples, which runs may share; the run's own folder by default."""
 
@@ -99,7 +99,7 @@ class LraDataConfig:
         return tuple(sorted(self.buckets)) or default_buckets(self.length)
 
 
-# How many are generated where nothing is said: listops as published; pathfinder a tenth of the release's 200,000.
+# The default numbers of generated examples: for listops as published; for pathfinder a tenth of the release's 200,000.
 _SIZES = {
     "listops": {"train": 96_000, "valid": 2_000, "test": 2_000},
     "retrieval": {"train": 20_000, "valid": 2_000, "test": 2_000},
@@ -109,7 +109,7 @@ _SIZES = {
 
 
 def sizes(config: LraDataConfig) -> dict[str, int]:
-    """How many examples each split of a generated set has."""
+    """The number of examples of each split of a generated set."""
     standard = _SIZES.get(config.task, dict.fromkeys(("train", "valid", "test"), 0))
     return {split: getattr(config, f"{split}_examples") or number for split, number in standard.items()}
 
@@ -118,7 +118,7 @@ def open_source(config: LraDataConfig) -> Source:
     """Where a task's examples come from.
 
     Raises:
-      UserError: nothing there, or not what the task needs.
+      UserError: there are no files, or not those that the task needs.
     """
     if config.data_dir is None:
         match config.task:
@@ -159,7 +159,7 @@ def open_source(config: LraDataConfig) -> Source:
 def load(
     config: LraDataConfig, workdir: str | os.PathLike[str], splits: Sequence[str]
 ) -> tuple[Source, dict[str, Examples]]:
-    """The examples of a run, made where they are not there yet, and their source.
+    """The examples of a run, made if they do not exist yet, and their source.
 
     Raises:
       UserError: see the sources; the folder cannot be written.

@@ -69,7 +69,7 @@ def _source(name: str, stats: Any, readers: dict[str, Any]) -> Source:
 
 
 def _parse(line: bytes) -> tuple[bytes, int]:
-    """Text and label of a line of JSON; raises ValueError where it is none."""
+    """Text and label of a line of JSON; raises ValueError where it is not one."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -86,7 +86,7 @@ def _read_jsonl(path: Path, split: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _review_files(folder: Path) -> list[tuple[Path, int]]:
-    """Both classes' files, in turn."""
+    """The files of both classes, alternating."""
     by_class = [
         [(path, label) for path in sorted((folder / name).glob("*.txt"))]
         for label, name in enumerate(_CLASSES)

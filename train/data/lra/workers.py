@@ -1,4 +1,4 @@
-"""Generators cut in chunks, each with a random stream of its own, so that any number of processes gives the same."""
+"""Generators split in chunks, each with a random stream of its own, so that the number of processes changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chunk_sizes(count: int, size: int) -> list[int]:
 def run_chunks(
     make: Callable[[int, int], T], sizes: Sequence[int], processes: int, title: str
 ) -> Iterator[T]:
-    """make(index, size) for each chunk, in order, and on stderr how far that is.
+    """make(index, size) for each chunk, in order, with progress on stderr.
 
     Args:
       make: can be pickled. processes: how many at a time; 0: one a core. title: what is made.
@@ -30,6 +30,6 @@ def run_chunks(
     if processes <= 1:
         yield from tracked((make(index, size) for index, size in enumerate(sizes)), sizes, title)
         return
-    # Not forked: this process may have threads (JAX's, the input's) that a fork would cut off in mid-air.
+    # Not forked: this process may have threads (JAX's, the input's), which a fork would not copy.
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from tracked(pool.map(make, range(len(sizes)), sizes), sizes, title)
