@@ -15,13 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_floating, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import (
     Score,
     accumulation_dtype,
     attention_weights,
     check_score,
+    hide_infinite_bias,
 )
 
 # Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time.
@@ -76,6 +77,7 @@ def compress(
         another platform than a TPU.
     """
     check_qkv(query, key, value)
+    check_floating(query=query, key=key, value=value)
     check_score(score)
     batch, num_queries, heads, head_dim = query.shape
     length = key.shape[1]
@@ -193,6 +195,7 @@ def _read(weights, value):
 
 
 def _weights(query, key, contrast_key, gamma, bias, mask, *, scale, score):
+    mask = hide_infinite_bias(bias, mask)
     weights = attention_weights(_logits(query, key, bias, scale), mask, score)
     if contrast_key is None:
         return weights

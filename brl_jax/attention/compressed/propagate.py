@@ -14,10 +14,16 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed import gpu, tpu
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.checks import check_floating, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
-from brl_jax.attention.core.scores import Score, accumulation_dtype, attention_weights, check_score
+from brl_jax.attention.core.scores import (
+    Score,
+    accumulation_dtype,
+    attention_weights,
+    check_score,
+    hide_infinite_bias,
+)
 
 # Queries in a block on a CPU, so that their weights stay in cache.
 _CHUNK = 512
@@ -60,6 +66,7 @@ def propagate(
         another platform than a TPU.
     """
     check_qkv(query, key, value)
+    check_floating(query=query, key=key, value=value)
     check_score(score)
     _, length, heads, head_dim = query.shape
     require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
@@ -121,7 +128,7 @@ def propagate_weights(
     if bias is not None:
         logits = logits + bias.astype(accumulate)
     strength = jnp.broadcast_to(jnp.asarray(strength, accumulate), (query.shape[2],))
-    return attention_weights(logits, None, score) * strength[None, :, None, None]
+    return attention_weights(logits, hide_infinite_bias(bias, None), score) * strength[None, :, None, None]
 
 
 def _rows(query, key, value, strength, bias, *, scale, score):

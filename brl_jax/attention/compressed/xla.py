@@ -125,7 +125,7 @@ def _add(sums: SoftmaxSums, logits: Array, mask: Array, value: Array, score: Sco
 
 def _forward(x: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
     """The results, and the log-sum-exp of each row as `normalise` returns it (None where not a softmax)."""
-    batch, count, heads, head_dim = x.query.shape
+    batch, count, heads, _ = x.query.shape
     accumulate = accumulation_dtype(x.query.dtype)
     query = jnp.swapaxes(x.query, 1, 2)
 
@@ -136,7 +136,7 @@ def _forward(x: Operands, piece: int, scale: float, score: Score, axis_name: str
             for sums, key in zip(every, part.keys)
         )
 
-    start = empty_sums((batch, heads, count), head_dim, accumulate)
+    start = empty_sums((batch, heads, count), x.value.shape[3], accumulate)
     every = lax.fori_loop(
         jnp.int32(0), jnp.int32(_steps(x, piece)), step, vary_like((start,) * len(x.keys), x)
     )

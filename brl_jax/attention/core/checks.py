@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -45,6 +46,14 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
         query.shape[2] % key.shape[2] == 0,
         f"the heads of {q} must be a multiple of those of {k}, got {query.shape[2]} and {key.shape[2]}",
     )
+
+
+def check_floating(**arrays) -> None:
+    """Raises ValueError unless each array is floating point."""
+    for name, array in arrays.items():
+        require(
+            jnp.issubdtype(array.dtype, jnp.floating), f"{name} must be floating point, got {array.dtype}"
+        )
 
 
 def check_at_least(owner: object, *names: str, least: int = 1) -> None:

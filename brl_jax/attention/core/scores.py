@@ -24,6 +24,14 @@ def elementwise_weights(logits, mask, score: Score):
     return weights if mask is None else jnp.where(mask, weights, jnp.zeros((), weights.dtype))
 
 
+def hide_infinite_bias(bias, mask):
+    """The mask, in which a bias of -inf hides a key too, so that rows with no other keys give 0 and not NaN."""
+    if bias is None:
+        return mask
+    finite = ~jnp.isneginf(bias)
+    return finite if mask is None else mask & finite
+
+
 def softmax_weights(logits, mask):
     """Softmax over the last axis; rows in which `mask` (bool, broadcastable, or None) leaves no key give 0."""
     return jax.nn.softmax(logits, axis=-1, where=mask)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
-from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, merge_sums, normalise
+from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, empty_sums, merge_sums, normalise
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local import xla_cpu
 from brl_jax.attention.local.blocks import (
@@ -40,8 +40,15 @@ from brl_jax.attention.local.parts import Part
 from brl_jax.attention.local.xla_cpu import WindowTiling
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
+    """`local_attention` on every platform."""
+    # Under shard_map each device computes a part of the gradient of a replicated array. Made to vary like the other
+    # arrays, its gradients are summed over the devices.
+    return _attend(call, vary_like(x, x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
     return _forward(call, x)[0]
 
 
@@ -55,7 +62,7 @@ def _attend_backward(call: PatternCall, saved, d_out):
     return (_backward(call, x, out, lse, d_out),)
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _query_block_loop(width: int) -> int:
@@ -111,6 +118,8 @@ def _forward(call: PatternCall, x: CallArrays) -> tuple[Array, Array]:
         q = split_heads(x.query, kv_heads)
         k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
         parts = _parts(call, loop)
+        if not parts:
+            return normalise(empty_sums(q.shape[:4], v.shape[3]))
         if len(parts) == 1:
             rows = parts[0].queries
 
@@ -211,6 +220,9 @@ def _backward(call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: A
         k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
         parts = [on_part(part, loop, x, q, k, v, do, lse, delta) for part in _parts(call, loop)]
+        if not parts:
+            d_bias = jax.tree.map(lambda y: jnp.zeros(y.shape, jnp.float32), _floats_of(x.bias))
+            return jnp.zeros_like(x.query), jnp.zeros_like(x.key), jnp.zeros_like(x.value), d_bias
         dq, dk, dv, d_bias = (
             parts[0]
             if len(parts) == 1
@@ -290,6 +302,11 @@ def _gradients_at_once(part: Part, one, arranged: Arranged, num_keys: int, rows:
     else:
         d_bias = jax.tree.map(lambda x: x.sum(0), d_bias)
     return dq, part.add_all(dk), part.add_all(dv), d_bias
+
+
+def _floats_of(bias: Any) -> Any:
+    """What gradients of a bias are computed for: the array, or the floating-point leaves; None if there is no bias."""
+    return bias if bias is None or isinstance(bias, jax.Array) else _split_floats(bias)[0]
 
 
 def _is_float(x: Any) -> bool:

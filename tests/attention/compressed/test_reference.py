@@ -1,5 +1,6 @@
 """The plain forms equal the float64 oracles, and the fast ones equal the plain ones."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,3 +57,56 @@ def test_values_of_another_width_propagate_at_any_length(length):
     plain = reference.propagate(query, key, value, strength=strength)
     fast = propagate(query, key, value, strength=strength, implementation="xla")
     assert relative_error(fast, plain) < 1e-5
+
+
+@pytest.mark.parametrize("length", [21, 5000])
+def test_values_of_another_width_compress_at_any_length(length):
+    operands = arrays(4, (1, 3, 2, 8), (1, length, 2, 8), (1, length, 2, 8), (1, length, 2, 5), (2,))
+    query, key, contrast_key, value, gamma = (jnp.asarray(x, jnp.float32) for x in operands)
+
+    def both(function, **options):
+        def loss(*xs):
+            return jnp.sum(jnp.square(function(*xs, gamma=gamma, **options)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(query, key, contrast_key, value)
+
+    fast, plain = both(compress, implementation="xla"), both(reference.compress)
+    for x, y in zip(jax.tree.leaves(fast), jax.tree.leaves(plain), strict=True):
+        assert relative_error(x, y) < 1e-4
+
+
+@pytest.mark.parametrize("length", [21, 5000])
+def test_rows_whose_bias_is_minus_infinity_give_zero(length):
+    """One answer on every path, forward and backward; other rows see what their finite biases leave."""
+    query, key, value, gamma = (
+        jnp.asarray(x, jnp.float32)
+        for x in arrays(5, (1, 3, 2, 8), (1, length, 2, 8), (1, length, 2, 8), (2,))
+    )
+    bias = jnp.zeros((1, 2, 3, length)).at[:, :, 1].set(-jnp.inf).at[:, :, 2, :7].set(-jnp.inf)
+
+    def compressed(query, key, value, bias):
+        return compress(query, key, key, value, gamma=gamma, bias=bias, implementation="xla")
+
+    def propagated(query, key, value, bias):
+        return propagate(
+            key, query, value[:, :3], strength=0.5, bias=bias.swapaxes(2, 3), implementation="xla"
+        )
+
+    out = compressed(query, key, value, bias)
+    assert not np.asarray(out[:, 1]).any()
+    assert np.asarray(out[:, 2]).any()
+    every = bias.at[:, :, :, 4].set(-jnp.inf)
+    assert not np.asarray(propagated(query, key, value, every)[:, 4]).any()
+    for function, b in ((compressed, bias), (propagated, every)):
+        grads = jax.grad(lambda *x, f=function: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3))(
+            query, key, value, b
+        )
+        assert all(np.isfinite(g).all() for g in grads)
+
+
+def test_integers_are_refused():
+    query, key = jnp.ones((1, 3, 2, 8), jnp.int32), jnp.ones((1, 9, 2, 8), jnp.int32)
+    with pytest.raises(ValueError, match="query must be floating point, got int32"):
+        compress(query, key, key, key, gamma=0.5)
+    with pytest.raises(ValueError, match="query must be floating point, got int32"):
+        propagate(key, query, query, strength=0.5)
