@@ -181,8 +181,8 @@ MUTANTS = (
     Mutant(
         "compressed/propagation ignores the strength of a head",
         "brl_jax/attention/compressed/propagate.py",
-        "attention_weights(logits, None, score) * strength[None, :, None, None]",
-        "attention_weights(logits, None, score) * strength[0]",
+        "hide_infinite_bias(bias, None), score) * strength[None, :, None, None]",
+        "hide_infinite_bias(bias, None), score) * strength[0]",
         ("tests/attention/compressed/test_compress.py", "-k", "propagate_oracle"),
     ),
     # Attention: recurrent.
