@@ -1,5 +1,5 @@
-"""What a program costs, read from the program: matrix products of a traced function, bytes between chips of a
-compiled one. Loops count as often as they run, which the compiler's own analysis leaves out."""
+"""Costs read from a program: the matrix products of a traced function, and the bytes that a compiled program exchanges
+between chips. Loops count as often as they run, which the compiler's own analysis does not consider."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collectiv
 def matrix_flops(jaxpr: Any, platform: str = "tpu") -> float:
     """Floating-point operations of all matrix products in a traced function, two for each multiplied pair.
 
-    Loops count by their length, kernels by their grid, branches by the dearer one, and what each device does by
-    itself by the number of devices. Work done twice (what the backward pass computes again) counts twice.
+    Loops are multiplied by their length, kernels by their grid, and the work of each device under `shard_map` by the
+    number of devices; of several branches, the most expensive one counts. Work that the backward pass repeats counts
+    twice.
 
     Args:
-      jaxpr: of the function, as `jax.jit(f).trace(...).jaxpr` gives it.
-      platform: whose form counts where a function has several.
+      jaxpr: that of the function, from `jax.jit(f).trace(...).jaxpr`.
+      platform: the platform whose branch counts where a function has one for each.
     """
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    chosen: dict[Any, int] = {}  # which branch the platform takes, by the variable that says so
+    chosen: dict[Any, int] = {}  # the branch that the platform takes, by the variable with its index
     total = 0.0
     for equation in inner.eqns:
         name, params = equation.primitive.name, equation.params
@@ -84,15 +85,16 @@ def _inside(params: dict[str, Any]) -> Iterator[Any]:
 def collective_bytes(hlo: str) -> dict[str, float]:
     """Bytes that each device receives from others while a compiled program runs once, by kind of communication.
 
-    With shards of s bytes on n devices, by the usual rings: (n - 1) s for all-gather and reduce-scatter, twice that for
-    all-reduce, (n - 1) / n of an array's own bytes for all-to-all, all of them for collective-permute.
+    With shards of s bytes on n devices and ring algorithms, these are (n - 1) s for all-gather and reduce-scatter,
+    twice that for all-reduce, (n - 1) / n of the bytes of an array for all-to-all, and all of them for
+    collective-permute.
 
     Args:
-      hlo: the compiled program's text, partitioned: its shapes are those of one device.
+      hlo: the text of the compiled and partitioned program, whose shapes are those of one device.
     """
     bodies, entry = computations(hlo)
     totals: dict[str, float] = collections.defaultdict(float)
-    # One that runs beside several computations stands in each of them, under the same numbers.
+    # An operation that overlaps with several computations appears in each of them, under the same numbers.
     seen: set[tuple[Any, ...]] = set()
 
     def walk(name: str, times: int) -> None:
@@ -141,7 +143,7 @@ def computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def trips(line: str, condition: Any) -> int:
-    """How often a loop runs: the compiler's word, else the number its counter is compared with."""
+    """How often a loop runs: the compiler's annotation, otherwise the number with which its counter is compared."""
     known = re.search(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)', line)
     if known is not None:
         return int(known[1])
@@ -154,7 +156,7 @@ def _result_bytes(shapes: str, what: str, start: bool) -> float:
     for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
         sizes.append(_BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n))
     if start and what != "all-reduce":
-        # (operands, results, perhaps counters): results come second, as many as operands.
+        # (operands, results, sometimes counters): there are as many results as operands.
         return sizes[1] if what == "collective-permute" else sum(sizes[len(sizes) // 2 :])
     return sum(sizes)
 

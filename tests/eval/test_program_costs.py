@@ -1,4 +1,4 @@
-"""What is counted in programs of known cost."""
+"""Costs of programs whose matrix products and communication are known."""
 
 import jax
 import jax.numpy as jnp

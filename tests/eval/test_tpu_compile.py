@@ -40,7 +40,7 @@ def test_prints_a_row_for_each_kernel_and_names_what_fails(capsys, monkeypatch):
         (5, None, "", False),
     ],
 )
-def test_growth_beyond_the_length_is_told(longest, doubled, words, faster):
+def test_growth_beyond_the_length_is_reported(longest, doubled, words, faster):
     assert tpu_compile.growth(longest, doubled) == (words, faster)
 
 

@@ -125,7 +125,7 @@ def block_backward(
     segments: Segments,
     shift: Int[Array, "1"] | None,
     grad: Float[Array, "B T L"],
-    statistics: Float[Array, "B tiles 2*packed T"],
+    statistics: Float[Array, "B tiles statistics T"],
     mean: Float[Array, "B tiles packed T"],
     grad_log_sum: Float[Array, "B tiles packed T"] | None,
     call: BlockCall,

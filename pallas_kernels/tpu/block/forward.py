@@ -79,7 +79,7 @@ def block_forward(
     segments: Segments,
     shift: Int[Array, "1"] | None,
     call: BlockCall,
-) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles 2*packed T"]]:
+) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles statistics T"]]:
     """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`."""
     scratch = [(call.layout.width, call.block_q)]
     launch = BlockLaunch(_forward_kernel, "block_attention_forward", call, "qs", scratch)

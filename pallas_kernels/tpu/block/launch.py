@@ -45,7 +45,7 @@ class BlockLaunch:
 
     def run(
         self, operands: Sequence[Operand], segments: Segments, shift: Int[Array, "1"] | None
-    ) -> list[Array]:
+    ) -> Sequence[Array]:
         """The results over all pairs; the first two operands are query and key."""
         pieces = [
             self._run_piece(steps, operands, segments, shift) for steps in self.call.pieces(self.by_key)
@@ -59,7 +59,7 @@ class BlockLaunch:
 
     def _run_piece(
         self, steps: BlockSteps, operands: Sequence[Operand], segments: Segments, shift
-    ) -> list[Array]:
+    ) -> Sequence[Array]:
         call, layout, group = self.call, self.call.layout, self.call.layout.group
         query, key = operands[0][1], operands[1][1]
         batch, tiles = query.shape[0], query.shape[2] // layout.width

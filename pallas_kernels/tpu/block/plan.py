@@ -55,7 +55,7 @@ class BlockSteps(NamedTuple):
     stop: int
     own: Int[np.ndarray, " steps"]
     other: Int[np.ndarray, " steps"]
-    words: Int[np.ndarray, " words*steps"] | None
+    words: Int[np.ndarray, " words"] | None
 
 
 @dataclasses.dataclass(frozen=True)

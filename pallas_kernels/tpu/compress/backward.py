@@ -105,14 +105,16 @@ def _backward_kernel(*refs, call: CompressCall):
 
 
 def compress_backward(
-    bounds: Int[Array, "B R 1 2"],
+    bounds: Int[Array, "B #R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
     grads: Float[Array, "B keys Q L"],
-    statistics: Float[Array, "B tiles R 3*packed lanes"],
+    statistics: Float[Array, "B tiles #R statistics lanes"],
     call: CompressCall,
-) -> tuple[Float[Array, "B tiles R width Q"], list[Float[Array, "slots B S L"]], Float[Array, "slots B S L"]]:
+) -> tuple[
+    Float[Array, "B tiles R width queries"], list[Float[Array, "slots B S L"]], Float[Array, "slots B S L"]
+]:
     """Gradients of the queries of each reader, transposed and in float32, and of each set of keys and the values, for
     each slot of readers. Tokens that no reader of a slot reads have undefined gradients there.
 

@@ -17,7 +17,7 @@ from pallas_kernels.tpu.core.varying import vary_alike
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def compress_packed(
-    bounds: Int[Array, "B R 1 2"],
+    bounds: Int[Array, "B #R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],

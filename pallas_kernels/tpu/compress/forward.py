@@ -58,12 +58,12 @@ def _forward_kernel(*refs, call: CompressCall):
 
 
 def compress_forward(
-    bounds: Int[Array, "B R 1 2"],
+    bounds: Int[Array, "B #R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
     call: CompressCall,
-) -> tuple[Float[Array, "B tiles R width lanes"], Float[Array, "B tiles R 2*packed lanes"]]:
+) -> tuple[Float[Array, "B tiles R width lanes"], Float[Array, "B tiles R statistics lanes"]]:
     """For each reader, transposed: weighted sums of the values, and (largest score, sum of exponentials relative to
     it).
 
@@ -86,9 +86,9 @@ def compress_forward(
 
 def merge_readers(
     sums: Float[Array, "B tiles R width lanes"],
-    statistics: Float[Array, "B tiles R 2*packed lanes"],
+    statistics: Float[Array, "B tiles R statistics lanes"],
     call: CompressCall,
-) -> tuple[Float[Array, "B tiles R width lanes"], Float[Array, "B tiles R 2*packed lanes"]]:
+) -> tuple[Float[Array, "B tiles #R width lanes"], Float[Array, "B tiles #R statistics lanes"]]:
     """Merges the results of all readers into one (R = 1), unless each has queries of its own: normalised sums; largest
     score and base-2 log of the total."""
     packed, head_dim = call.layout.packed, call.layout.head_dim

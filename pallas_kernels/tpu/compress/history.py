@@ -115,7 +115,7 @@ def launch(
     operands: Sequence[Array],
     out_specs: Sequence[pl.BlockSpec],
     results: Sequence[tuple[tuple[int, ...], Any]],
-) -> list[Array]:
+) -> Sequence[Array]:
     """Runs a kernel over the steps of every reader; `results` are shapes and dtypes."""
     query = operands[1]
     return pl.pallas_call(

@@ -8,6 +8,7 @@ log-sum-exp), or the history of one block of a long sequence.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 from jax.experimental import pallas as pl
@@ -124,25 +125,55 @@ def compress_block(length: int, queries: int, head_dim: int, width: int, itemsiz
     return block
 
 
-def _check(query: Shaped, heads: int, head_dim: int, key: Shaped, contrast_key: Shaped | None, value: Shaped):
-    """Checks a history against a query of any number of axes."""
-    batch, count = query.shape[0], query.shape[-3]
-    flat = jax.ShapeDtypeStruct(
-        (batch, query.size // max(1, batch * heads * head_dim), heads, head_dim), query.dtype
-    )
+@dataclasses.dataclass(frozen=True)
+class _CompressSizes:
+    """What both plans derive from the shapes of a call."""
+
+    length: int
+    count: int
+    keys: int
+    layout: HeadLayout
+    head_dim: int
+    itemsize: int
+    chip: str | None
+
+    @property
+    def queries(self) -> int:
+        return _whole_lanes(self.count)
+
+    def largest_block(self, length: int) -> int:
+        return compress_block(
+            length, self.queries, self.head_dim, self.layout.width, self.itemsize, self.keys
+        )
+
+    def limit(self, block: int) -> int | None:
+        """The VMEM limit to request for a block.
+
+        Raises:
+          ValueError: where the chip has too little.
+        """
+        needed = compress_bytes(
+            block, self.queries, self.layout.width, self.itemsize, self.keys, self.layout.packed
+        )
+        return vmem_limit("compress", needed, self.chip, f"choose a block below {block}")
+
+
+def _sizes(
+    query: Shaped, key: Shaped, contrast_key: Shaped | None, value: Shaped, chip: str | None
+) -> _CompressSizes:
+    """Checks a history against a query (B, M, N, H) or (B, R, M, N, H)."""
+    batch, *readers, count, heads, head_dim = query.shape
+    rows = math.prod(readers) * count
+    flat = jax.ShapeDtypeStruct((batch, rows, heads, head_dim), query.dtype)
     check_arrays({"query": flat, "key": key, "value": value})
     expected = (batch, key.shape[1], heads, head_dim)
     for name, x in (("key", key), ("contrast_key", contrast_key), ("value", value)):
         if x is not None and (x.shape != expected or x.dtype != query.dtype):
             raise ValueError(f"{name} must be {query.dtype} of shape {expected}, got {x.dtype} of {x.shape}")
     check_compressed("query", count)
-
-
-def _limit(
-    block: int, queries: int, keys: int, layout: HeadLayout, itemsize: int, chip: str | None
-) -> int | None:
-    needed = compress_bytes(block, queries, layout.width, itemsize, keys, layout.packed)
-    return vmem_limit("compress", needed, chip, f"choose a block below {block}")
+    layout, keys = layout_of(heads, heads, head_dim), 1 if contrast_key is None else 2
+    chip = resolve_chip(chip, query)
+    return _CompressSizes(key.shape[1], count, keys, layout, head_dim, query.dtype.itemsize, chip)
 
 
 def plan_compress(
@@ -170,13 +201,10 @@ def plan_compress(
         check_multiple_of_128(block=block)
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
-    batch, count, heads, head_dim = query.shape
-    _check(query, heads, head_dim, key, contrast_key, value)
-    chip = resolve_chip(chip, query)
-    length, keys, itemsize = key.shape[1], 1 if contrast_key is None else 2, query.dtype.itemsize
-    layout, queries = layout_of(heads, heads, head_dim), _whole_lanes(count)
-    size = block or compress_block(length, queries, head_dim, layout.width, itemsize, keys)
-    parts = splits or (1 if batch * heads * head_dim >= 2 * layout.width else 2)
+    sizes = _sizes(query, key, contrast_key, value, chip)
+    length = sizes.length
+    size = block or sizes.largest_block(length)
+    parts = splits or (1 if math.prod(query.shape) // sizes.count >= 2 * sizes.layout.width else 2)
     # Parts are equal: each block of keys belongs to one, and has its gradient written once.
     while size > LANES and -(-length // size) % parts:
         size //= 2
@@ -184,9 +212,9 @@ def plan_compress(
     parts = max(n for n in range(1, parts + 1) if blocks % n == 0)
     return CompressCall(
         length=length,
-        count=count,
-        keys=keys,
-        layout=layout,
+        count=sizes.count,
+        keys=sizes.keys,
+        layout=sizes.layout,
         block=size,
         readers=parts,
         steps=blocks // parts,
@@ -195,7 +223,7 @@ def plan_compress(
         slots=1,
         above=bounded or length % size != 0,
         below=False,
-        vmem_limit=_limit(size, queries, keys, layout, itemsize, chip),
+        vmem_limit=sizes.limit(size),
     )
 
 
@@ -220,7 +248,7 @@ def plan_compress_blocks(
     """
     if len(query.shape) != 5:
         raise ValueError(f"query must have shape (batch, blocks, length, heads, head_dim), got {query.shape}")
-    _, readers, count, heads, head_dim = query.shape
+    readers = query.shape[1]
     needed = history_size + (readers - 1) * block_size
     if readers < 1 or block_size < 1 or history_size < 1 or key.shape[1] < needed:
         raise ValueError(
@@ -229,19 +257,16 @@ def plan_compress_blocks(
         )
     if readers > 1 and block_size % _ROWS:
         raise NotImplementedError(f"block_size must be a multiple of {_ROWS}, got {block_size}")
-    _check(query, heads, head_dim, key, contrast_key, value)
-    chip = resolve_chip(chip, query)
-    keys, itemsize = 1 if contrast_key is None else 2, query.dtype.itemsize
-    layout, queries = layout_of(heads, heads, head_dim), _whole_lanes(count)
-    size = compress_block(history_size, queries, head_dim, layout.width, itemsize, keys)
+    sizes = _sizes(query, key, contrast_key, value, chip)
+    size = sizes.largest_block(history_size)
     if readers > 1:
         size = max(n for n in range(_ROWS, size + 1, _ROWS) if block_size % n == 0)
     stride, steps = max(block_size // size, 1), -(-history_size // size)
     return CompressCall(
-        length=key.shape[1],
-        count=count,
-        keys=keys,
-        layout=layout,
+        length=sizes.length,
+        count=sizes.count,
+        keys=sizes.keys,
+        layout=sizes.layout,
         block=size,
         readers=readers,
         steps=steps,
@@ -250,5 +275,5 @@ def plan_compress_blocks(
         slots=min(-(-steps // stride), readers),
         above=history_size % size != 0,
         below=bounded,
-        vmem_limit=_limit(size, queries, keys, layout, itemsize, chip),
+        vmem_limit=sizes.limit(size),
     )

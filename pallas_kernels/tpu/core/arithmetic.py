@@ -25,7 +25,7 @@ NT = (((1,), (1,)), ((), ()))
 TN = (((0,), (0,)), ((), ()))
 
 
-def dot(a: Float[Array, ...], b: Float[Array, ...], dims) -> Float[Array, ...]:
+def dot(a: Float[Array, "..."], b: Float[Array, "..."], dims) -> Float[Array, "..."]:
     """Matrix product accumulated in float32. Operands in float32 are multiplied in full precision, not as
     bfloat16."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -41,7 +41,7 @@ def column(row: Int[Array, "1 rows"], lanes: int) -> Int[Array, "rows lanes"]:
 _reciprocal = pltpu.reciprocal if hasattr(pltpu, "reciprocal") else pl.reciprocal
 
 
-def reciprocal(x: Float[Array, ...]) -> Float[Array, ...]:
+def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """1 / x for x >= 1, from the hardware's estimate and two Newton steps: a fifth of the instructions of an exact
     division."""
     estimate = _reciprocal(x, approx=True)
@@ -58,7 +58,7 @@ def rows_below(x: Float[Array, "rows width"], limit) -> Float[Array, "rows width
 
 
 def log_sum_exp(
-    statistics: Float[Array, "B tiles 2*packed T"], scale: float
+    statistics: Float[Array, "B tiles statistics T"], scale: float
 ) -> Float[Array, "B tiles packed T"]:
     """Natural log-sum-exp from the kernels' statistics (the largest score, then the base-2 log of the sum relative to
     it)."""

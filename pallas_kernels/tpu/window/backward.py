@@ -115,7 +115,7 @@ def window_backward(
     key: Float[Array, "B T M"],
     value: Float[Array, "B T M"],
     segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 T"]] | None,
-    statistics: Float[Array, "B tiles 2*packed T"],
+    statistics: Float[Array, "B tiles statistics T"],
     grad_log_sum: Float[Array, "B tiles packed T"] | None,
     grad: Float[Array, "B T L"],
     call: WindowCall,

@@ -77,7 +77,7 @@ def window_forward(
     value: Float[Array, "B T M"],
     segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 T"]] | None,
     call: WindowCall,
-) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles 2*packed T"]]:
+) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles statistics T"]]:
     """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`.
 
     The statistics are, for each packed head, the largest score before scaling, then the base-2 log of the sum of the

@@ -1,4 +1,4 @@
-"""What the tests of all kernels share."""
+"""Fixtures for the tests of all kernels."""
 
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -6,7 +6,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 @pytest.fixture
 def hostile(capfd):
-    """Interpretation with the grid's parallel steps shuffled and NaN in all memory that nothing wrote; the test fails
-    where two steps race."""
+    """Interpretation with the parallel steps of the grid in random order and NaN in memory that was never written. The
+    test fails where two steps race."""
     yield pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", random_seed=2)
     assert "RACE" not in capfd.readouterr().out

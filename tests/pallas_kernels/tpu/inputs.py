@@ -1,12 +1,10 @@
-"""Random inputs of mixed scale, and a jit that compiles interpreted kernels in half the time."""
+"""Random inputs of mixed scale."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-#: An interpreted kernel is a long program that runs once: compiling it is what takes the time.
 
 
 def arrays(seed: int, dtype, *shapes, spread: float = 0.0) -> list[jax.Array]:
@@ -22,9 +20,9 @@ def arrays(seed: int, dtype, *shapes, spread: float = 0.0) -> list[jax.Array]:
 
 
 def exact_arrays(seed: int, *shapes, spread: float) -> list[jax.Array]:
-    """As `arrays` in float32, in numbers so short that the inner product of two tokens, in any order, rounds nothing.
+    """As `arrays` in float32, but numbers with so few bits that the inner product of two tokens is exact in any order.
 
-    Entries are sixteenths below 8 times a power of two that is the token's own: a sum of 128 products takes 21 bits.
+    Entries are multiples of 1/16 below 8, times a power of two for each token: a sum of 128 products takes 21 bits.
     """
     rng = np.random.default_rng(seed)
     out = []

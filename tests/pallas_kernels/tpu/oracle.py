@@ -1,4 +1,4 @@
-"""float64 NumPy references, dense and written from the formulas; they share nothing with the kernels."""
+"""Dense float64 NumPy references, written from the formulas; they share no code with the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def to64(x) -> np.ndarray:
 
 
 def rounded(logits: np.ndarray) -> np.ndarray:
-    """Exact logits, rounded once to float32: what nothing that computes in float32 can better."""
+    """Exact logits rounded once to float32, the best that a computation in float32 can achieve."""
     return logits.astype(np.float32).astype(np.float64)
 
 
@@ -20,7 +20,7 @@ def attention(query, key, value, mask, scale, grad=None, grad_log_sum=None, see=
     """Masked softmax attention: (output, log-sum-exp) and, with `grad`, the three gradients.
 
     query (B, T, N, H); key, value (B, S, K, H); mask (B or 1, T, S) bool; rows that see nothing give 0 and
-    -inf. see(logits) stands in for the logits.
+    -inf. see(logits) replaces the logits.
     """
     q, k, v = (to64(x) for x in (query, key, value))
     group = q.shape[2] // k.shape[2]
@@ -114,7 +114,7 @@ def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True, 
     """
     q, k1, v, g = (to64(x) for x in (query, key, value, grad))
     if np.ndim(seen):
-        # What is not there may be NaN.
+        # Absent tokens may hold NaN.
         there = np.swapaxes(np.broadcast_to(seen, (q.shape[0], 1, 1, k1.shape[1])), 1, 3)
         k1, v = np.where(there, k1, 0.0), np.where(there, v, 0.0)
     out, grad_query, grad_key, grad_value = cross_attention(q, k1, v, g, scale, score, seen, **options)

@@ -1,10 +1,10 @@
 """Tokens of mixed scale, logits up to 1e4: every kernel's outputs and gradients, forward and backward.
 
-In float32 numbers near 1e4 lie 2^-10 apart, so that a logit rounded to the nearest is off by up to 5e-4, its weight by
-as large a part of itself, and no kernel whose logits are float32 can promise 1e-5 for any inputs: in one case here the
-reference itself moves by more when its exact logits are rounded once. Hence two checks. Where the inputs' bits are so
-few that no logit is rounded, results are within 1e-6. Elsewhere they are off by at most 1e-5, or what one rounding of
-the exact logits costs times the square root of the 128 terms that a logit sums, each of which is rounded.
+The spacing of float32 numbers near 1e4 is 2^-10. A logit rounded to the nearest number has an error of up to 5e-4, and
+its weight the same relative error, so that no kernel with float32 logits can guarantee 1e-5 for all inputs: in one case
+here the reference itself changes by more when its exact logits are rounded once. Hence there are two checks. Where the
+inputs have so few bits that no logit is rounded, results are within 1e-6. Elsewhere the error is at most 1e-5, or the
+effect of one rounding of the exact logits times the square root of the 128 rounded terms of which a logit is the sum.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ def check(
     tolerance=1e-5,
     mask=None,
     blocks=(128, 128),
-    told=True,
+    masked=True,
     **options,
 ):
-    """Compares with the reference under `mask`, of which the kernel is told, or which `options` say in another way."""
+    """Compares with the reference under `mask`, which the kernel gets too, unless `options` express it otherwise."""
     (queries, keys), (count, groups, head_dim) = lengths, heads
     q, k, v, g = arrays(
         0,
@@ -56,7 +56,7 @@ def check(
     )
     (g_log_sum,) = arrays(1, jnp.float32, (1, queries, count))
     seen = dense_mask(rows, *blocks, queries, keys, mask)
-    # A row that sees nothing has no log-sum-exp to pull on.
+    # The log-sum-exp of a row that sees nothing has no gradient.
     g_log_sum = jnp.where(jnp.asarray(seen.any(-1))[:, :, None], g_log_sum, 0.0)
 
     @jax.jit
@@ -66,7 +66,7 @@ def check(
             key_blocks=rows,
             block_q=blocks[0],
             block_k=blocks[1],
-            mask=mask if told else None,
+            mask=mask if masked else None,
             return_log_sum_exp=True,
             **{"interpret": True} | options,
         )
@@ -102,11 +102,12 @@ def test_poisoned_memory_with_bits(hostile):
     """Granules of 100 positions, up to 3 in a block: only the second sees and is seen; a narrow head's shared tile."""
     bits = Granules(100, ((1 << 3 * 1 + 1,), (1 << 3 * 0 + 1,)))
     sees = lambda queries, keys: (queries >= 100) & (queries < 200) & (keys >= 100)  # noqa: E731
-    check([[0], [0]], (256, 128), (2, 1, 64), mask=sees, told=False, granules=bits, interpret=hostile)
+    check([[0], [0]], (256, 128), (2, 1, 64), mask=sees, masked=False, granules=bits, interpret=hostile)
 
 
 def test_lists_in_pieces(monkeypatch):
-    """Lists that scalar memory does not hold at once, forward and by keys; one list too long is an error."""
+    """Lists that do not fit in scalar memory at once, forward and by keys; a single list that is too long is an
+    error."""
     rows = [[0], [0, 1], [], [1, 2, 3], [4]]
     monkeypatch.setattr(plan, "MAX_PAIRS", 3)
     check(rows, (600, 600), (2, 1, 64), mask=causal)

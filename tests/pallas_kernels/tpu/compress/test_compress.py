@@ -67,7 +67,7 @@ def test_single_attention():
 
 @pytest.mark.parametrize("score", ["softmax", "laplace"])
 def test_lengths_and_poison(score):
-    """Tokens beyond a length may be NaN; a history of none gives 0."""
+    """Tokens beyond a length may be NaN; an empty history gives 0."""
     lengths = jnp.asarray([0, 201], jnp.int32)
     there = np.arange(300)[None] < np.asarray(lengths)[:, None]
     check(
@@ -93,8 +93,7 @@ def test_large_logits():
     [(3, 128, 128, False), (4, 16, 40, True), (2, 144, 300, True), (1, 7, 150, True)],
 )
 def test_blockwise_history(blocks, block_size, history, ragged, hostile):
-    """Each block reads what its own history says, as one call of `compress` a block does; of a short history NaN lies
-    in front."""
+    """Each block agrees with a call of `compress` on its history alone; NaN precedes a short history."""
     heads, head_dim = 2, 64
     length = history + (blocks - 1) * block_size + 5
     shape, queries = (2, length, heads, head_dim), (2, blocks, 4, heads, head_dim)

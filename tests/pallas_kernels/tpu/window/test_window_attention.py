@@ -96,14 +96,12 @@ def test_any_scale(scale):
 
 
 def test_huge_logits():
-    """Scores up to 1e4: the softmax is all but one-hot, and float32 scores are off by what their rounding
-    allows."""
+    """Scores up to 1e4: the softmax is almost one-hot, and float32 scores have rounding errors of their size."""
     check((1, 256, 1, 1, 128, 127, 0), jnp.float32, spread=3.4)
 
 
 def test_segments_lengths_and_poison():
-    """Packed and padded rows see their own segment only, whatever lies beyond the lengths; empty rows give
-    0."""
+    """Packed and padded rows see only their own segment, whatever absent tokens hold; empty rows give 0."""
     batch, length, heads, head_dim, left, right = 2, 300, 2, 64, 90, 20
     q, k, v, g = arrays(3, jnp.float32, *[(batch, length, heads, head_dim)] * 4)
     segments = jnp.asarray(
@@ -158,7 +156,7 @@ def test_causal_bitwise():
 
 
 def test_composes():
-    """vmap, remat and scan around the call give what a loop of plain calls gives."""
+    """vmap, remat and scan around the call agree with a loop of plain calls."""
     q, k, v = arrays(6, jnp.float32, *[(2, 2, 130, 1, 128)] * 3)
     plain = functools.partial(window_attention, left=30, right=0, blocks=SMALL, interpret=True)
     loss = lambda q, k, v: jnp.sum(jnp.sin(plain(q, k, v)))  # noqa: E731
