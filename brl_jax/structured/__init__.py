@@ -1,7 +1,9 @@
-"""Structured matrices as parameter pytrees: fewer numbers than rows times columns, and high rank (002, section 3).
+"""Structured matrices as parameter pytrees: fewer parameters than rows times columns, and still a high rank.
 
-Each has `matmul`, `bilinear`, `to_dense`, `shape`, `num_parameters`, `flops` and `rank`; each is a sum of block tensor
-contractions (`as_mlbtc`). Arrays and derivatives go through them as through any pytree.
+Each has `matmul`, `bilinear`, `to_dense`, `shape`, `num_parameters`, `flops` and `rank`, and each is a sum of block
+tensor contractions (`as_mlbtc`). They can be mapped, differentiated and sharded like any pytree. The paper is
+"Customizing the Inductive Biases of Softmax Attention using Structured Matrices" (arXiv:2509.07963, section 3), to
+which the equation numbers in this package refer.
 """
 
 from brl_jax.structured.base import StructuredMatrix

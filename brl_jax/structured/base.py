@@ -1,4 +1,4 @@
-"""What every structured matrix offers."""
+"""The interface of every structured matrix."""
 
 from __future__ import annotations
 
@@ -13,44 +13,48 @@ if TYPE_CHECKING:
 
 
 class StructuredMatrix:
-    """A matrix given by fewer numbers than rows times columns; a frozen dataclass of arrays, registered as a pytree."""
+    """A matrix with fewer parameters than rows times columns: a frozen dataclass of arrays, registered as a pytree."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The numbers of rows and columns."""
         return self.as_mlbtc().shape
 
     @property
     def num_parameters(self) -> int:
+        """The number of entries of all arrays."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self))
 
     @property
     def flops(self) -> int:
-        """Of the product with one vector; a multiplication and an addition are two."""
+        """The FLOPs of the product with one vector; a multiplication and an addition count as two."""
         return self.as_mlbtc().flops
 
     @property
     def rank(self) -> int:
-        """The largest rank that parameters of these shapes can give, and almost all parameters do."""
+        """The largest rank that parameters of these shapes can give, which almost all parameters give."""
         return self.as_mlbtc().rank
 
     def check(self) -> None:
-        """Raises ValueError for parameters whose shapes don't fit together. Not when made: a stack of matrices, which
-        vmap and scan take apart, is a pytree of the same kind."""
+        """Raises ValueError for parameters whose shapes do not fit together.
+
+        It is called by the products and not at construction, because a stack of matrices, over which vmap or scan maps,
+        is a pytree of the same class.
+        """
 
     def as_mlbtc(self) -> MLBTC:
-        """The same matrix as a sum of block tensor contractions (002, section 3.3)."""
+        """The same matrix as a sum of block tensor contractions (section 3.3)."""
         raise NotImplementedError
 
     def to_dense(self) -> Float[Array, "rows columns"]:
-        """The matrix itself, straight from its definition."""
+        """The dense matrix, computed directly from its definition."""
         raise NotImplementedError
 
     def matmul(self, x: Float[Array, "*batch columns"]) -> Float[Array, "*batch rows"]:
         """M x for each vector of x, without the dense matrix.
 
         Raises:
-          ValueError: x's last axis is not as long as the matrix has columns.
+          ValueError: the length of x's last axis differs from the number of columns.
         """
         self.check()
         return self.as_mlbtc().matmul(x)
@@ -61,7 +65,7 @@ class StructuredMatrix:
         """x^T M y for each pair of vectors, without the dense matrix.
 
         Raises:
-          ValueError: last axes of other lengths than the matrix has rows and columns.
+          ValueError: the lengths of the last axes differ from the numbers of rows and columns.
         """
         self.check()
         return self.as_mlbtc().bilinear(x, y)

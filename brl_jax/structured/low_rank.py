@@ -1,4 +1,4 @@
-"""Low-rank matrices: as a whole, in blocks on the diagonal, and sums of such over block sizes (002, section 3.1)."""
+"""Low-rank matrices: as a whole, in blocks on the diagonal, and sums of these over block sizes (section 3.1)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BlockLowRank(StructuredMatrix):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["levels"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MLR(StructuredMatrix):
-    """A multi-level low-rank matrix: the sum of block low-rank matrices of one shape (002, eqs. 4 and 10)."""
+    """A multi-level low-rank matrix: the sum of block low-rank matrices of one shape (eqs. 4 and 10)."""
 
     levels: tuple[BlockLowRank, ...]
 
@@ -84,7 +84,7 @@ class MLR(StructuredMatrix):
 
     @classmethod
     def init(cls, key: Array, rows: int, columns: int, ranks: Sequence[int]) -> MLR:
-        """Level l of rank ranks[l] has 2^l blocks, the first l being 0."""
+        """Level l = 0, 1, ... has 2^l blocks of rank ranks[l]."""
         keys = jax.random.split(key, len(ranks))
         return cls(
             tuple(

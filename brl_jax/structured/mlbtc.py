@@ -1,4 +1,4 @@
-"""Multi-level block tensor contractions, the family that holds all the others (002, section 3.3)."""
+"""Multi-level block tensor contractions, the family that contains all the others (section 3.3)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from brl_jax.structured.base import StructuredMatrix, check_rank, check_same, ch
 from brl_jax.structured.scale import draw
 
 
-class Sizes(NamedTuple):
-    """Of one contraction: p diagonal blocks, each of (a b) rows and (c e) columns, of rank t."""
+class ContractionSizes(NamedTuple):
+    """The sizes of one contraction: p diagonal blocks, each of a b rows and c e columns, of rank t."""
 
     p: int
     b: int
@@ -32,7 +32,7 @@ class BlockContraction:
 
       y[a, b] = sum_{c, t} left[b, a, c, t]  sum_e right[c, e, b, t] x[c, e]
 
-    with x read as (c, e) and y as (a, b), the last index the fastest.
+    where x is reshaped to (c, e) and y to (a, b), in row-major order.
 
     Attributes:
       left: (p, b, a, c, t); right: (p, c, e, b, t).
@@ -48,9 +48,9 @@ class BlockContraction:
         check_same("p, c, b, t", (p, c, b, t), (*self.right.shape[:2], *self.right.shape[3:]))
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ContractionSizes:
         p, b, a, c, t = self.left.shape
-        return Sizes(p, b, a, c, t, self.right.shape[2])
+        return ContractionSizes(p, b, a, c, t, self.right.shape[2])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class BlockContraction:
         return s.p * min(s.c * min(s.e, s.b * s.t), s.b * min(s.a, s.c * s.t))
 
     def to_inner(self, y: Float[Array, "*batch columns"]) -> Float[Array, "*batch p b c t"]:
-        """A vector of the columns' side after the right factors."""
+        """A vector with one entry per column, multiplied by the right factors."""
         s = self.sizes
         y = y.reshape(*y.shape[:-1], s.p, s.c, s.e)
         return jnp.einsum("...pce,pcebt->...pbct", y, self.right)
@@ -78,7 +78,7 @@ class BlockContraction:
         return y.reshape(*y.shape[:-3], -1)
 
     def rows_to_inner(self, x: Float[Array, "*batch rows"]) -> Float[Array, "*batch p b c t"]:
-        """A vector of the rows' side after the left factors' transposes."""
+        """A vector with one entry per row, multiplied by the transposes of the left factors."""
         s = self.sizes
         x = x.reshape(*x.shape[:-1], s.p, s.a, s.b)
         return jnp.einsum("...pab,pbact->...pbct", x, self.left)
@@ -92,7 +92,7 @@ class BlockContraction:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["levels"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MLBTC(StructuredMatrix):
-    """The sum of block contractions with block counts of their own (002, eq. 8)."""
+    """The sum of block contractions, each with its own numbers of blocks (eq. 8)."""
 
     levels: tuple[BlockContraction, ...]
 
@@ -104,8 +104,8 @@ class MLBTC(StructuredMatrix):
             raise ValueError(f"levels must be one or more of one shape, got shapes {sorted(shapes)}")
 
     @classmethod
-    def init(cls, key: Array, sizes: tuple[Sizes, ...]) -> MLBTC:
-        """Levels of the given sizes, each factor drawn with its RMS_0 (002, E.1)."""
+    def init(cls, key: Array, sizes: tuple[ContractionSizes, ...]) -> MLBTC:
+        """Levels of the given sizes, in which the entries of each factor have its RMS_0 (appendix E.1)."""
         levels = []
         for s, own in zip(sizes, jax.random.split(key, len(sizes))):
             left, right = jax.random.split(own)

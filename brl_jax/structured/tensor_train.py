@@ -1,4 +1,4 @@
-"""Block tensor trains and the matrices that they generalise: Monarch, Kronecker and butterfly (002, section 3.1)."""
+"""Block tensor trains and the matrices that they generalise: Monarch, Kronecker and butterfly (section 3.1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brl_jax.structured.scale import draw
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class BTT(StructuredMatrix):
-    """A block tensor train of rank t (002, eqs. 5 and 11): (a b) rows, (c e) columns,
+    """A block tensor train of rank t with a b rows and c e columns (eqs. 5 and 11):
 
     M[(a, b), (c, e)] = sum_t left[b, a, c, t] right[c, e, b, t].
     """
@@ -43,7 +43,7 @@ class BTT(StructuredMatrix):
 
     def to_dense(self) -> Float[Array, "rows columns"]:
         (b, a, c, _), e = self.left.shape, self.right.shape[1]
-        # (a, c, 1, b, t) times (1, c, e, b, t), the pairs of each (c, b) on their own.
+        # (a, c, 1, b, t) times (1, c, e, b, t): the factors of each (c, b) are multiplied separately.
         products = self.left.transpose(1, 2, 0, 3)[:, :, None] * self.right[None]
         return products.sum(-1).transpose(0, 3, 1, 2).reshape(a * b, c * e)
 
@@ -51,7 +51,7 @@ class BTT(StructuredMatrix):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Monarch(StructuredMatrix):
-    """P^T diag(left_1 .. left_b) P diag(right_1 .. right_c) with P a transposition (Dao et al. 2022, arXiv 2204.00595).
+    """P^T diag(left_1 .. left_b) P diag(right_1 .. right_c) with P a transposition (Dao et al. 2022, arXiv:2204.00595).
 
     Attributes:
       left: (b, a, c), b blocks of a x c; right: (c, b, e), c blocks of b x e.
@@ -119,13 +119,13 @@ class Kronecker(StructuredMatrix):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Butterfly(StructuredMatrix):
-    """A product of log2(n) sparse matrices (Dao et al. 2019, arXiv 1903.05895), n a power of two.
+    """A product of log2(n) sparse matrices (Dao et al. 2019, arXiv:1903.05895), where n is a power of two.
 
-    Factor i maps each pair of places j and j + 2^i (j's bit i being 0) by a 2 x 2 matrix of its own; factor 0 comes
-    first.
+    Factor i multiplies each pair of entries j and j + 2^i, where bit i of j is 0, by a 2 x 2 matrix of its own. Factor
+    0 is applied first.
 
     Attributes:
-      factors: (log2(n), n / 2, 2, 2): factor, pair by rising j, output, input.
+      factors: (log2(n), n / 2, 2, 2), with the axes factor, pair in the order of j, output, input.
     """
 
     factors: Float[Array, "k pairs 2 2"]
@@ -174,7 +174,7 @@ class Butterfly(StructuredMatrix):
         return jnp.sum(x * self.matmul(y), axis=-1)
 
     def _apply(self, x: Array, start: int, stop: int) -> Array:
-        """The product of the factors start .. stop with each vector of x."""
+        """The factors from start to stop - 1, applied to each vector of x."""
         shape = x.shape
         for i in range(start, stop):
             stride = 2**i
@@ -184,8 +184,11 @@ class Butterfly(StructuredMatrix):
         return x
 
     def as_mlbtc(self) -> MLBTC:
-        """As a Monarch matrix: the factors of small strides act inside blocks of consecutive places, the others on
-        places that are the same in all blocks."""
+        """The same matrix as a Monarch matrix.
+
+        The factors of small strides act inside blocks of consecutive entries, and the others on entries at the same
+        position in all blocks.
+        """
         split, k = self.factors.shape[0] // 2, self.factors.shape[0]
         inside, blocks = 2**split, 2 ** (k - split)
         unit = jnp.eye(inside, dtype=self.factors.dtype)
@@ -197,12 +200,12 @@ class Butterfly(StructuredMatrix):
         return Monarch(left.transpose(2, 1, 0), right.transpose(1, 2, 0)).as_mlbtc()
 
     def to_dense(self) -> Float[Array, "rows columns"]:
-        """Factor after factor as a sparse n x n matrix."""
+        """The product of the factors as sparse n x n matrices."""
         dense = jnp.eye(self.size, dtype=self.factors.dtype)
-        places = jnp.arange(self.size // 2, dtype=jnp.int32)
+        entries = jnp.arange(self.size // 2, dtype=jnp.int32)
         for i, pairs in enumerate(self.factors):
             stride = 2**i
-            first = places // stride * 2 * stride + places % stride
+            first = entries // stride * 2 * stride + entries % stride
             factor = jnp.zeros_like(dense)
             for out in (0, 1):
                 for into in (0, 1):

@@ -20,7 +20,7 @@ from brl_jax.structured import (
     limit_rms,
     rms_limit,
 )
-from brl_jax.structured.mlbtc import Sizes
+from brl_jax.structured.mlbtc import ContractionSizes
 
 KEY = jax.random.key(3)
 # Rectangular wherever a matrix can be. name: (matrix, shape, parameters, rank)
@@ -33,7 +33,14 @@ MATRICES = {
     "butterfly": (Butterfly.init(KEY, 32), (32, 32), 2 * 32 * 5, 32),
     "btt": (BTT.init(KEY, (3, 4), (2, 8), 2), (12, 16), 48 + 128, 12),
     "mlbtc": (
-        MLBTC.init(KEY, (Sizes(1, 4, 3, 2, 1, 8), Sizes(2, 2, 3, 4, 1, 2), Sizes(4, 1, 3, 1, 2, 4))),
+        MLBTC.init(
+            KEY,
+            (
+                ContractionSizes(1, 4, 3, 2, 1, 8),
+                ContractionSizes(2, 2, 3, 4, 1, 2),
+                ContractionSizes(4, 1, 3, 1, 2, 4),
+            ),
+        ),
         (12, 16),
         24 + 64 + 48 + 32 + 24 + 32,
         12,
@@ -176,7 +183,7 @@ def test_maps_over_heads():
 
 
 def test_identity_of_every_family_that_holds_it():
-    """x -> x_i . x_j, which a low-rank matrix cannot give: 002, section 2.2."""
+    """x -> x_i . x_j, which a low-rank matrix cannot give: arXiv:2509.07963, section 2.2."""
     unit = np.eye(16)
     eye = jnp.eye(4, dtype=jnp.float32)
     monarch = Monarch(jnp.tile(eye[None], (4, 1, 1)), jnp.tile(eye[None], (4, 1, 1)))

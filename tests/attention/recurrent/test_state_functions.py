@@ -1,4 +1,4 @@
-"""What holds for every attention function whose past is a state: pieces, padding, packing, long inputs, bad input."""
+"""Properties of every attention function with a recurrent state: pieces, padding, packing, long and bad input."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
 
 @functools.cache
 def compiled(name: str, return_state: bool) -> Callable[..., Any]:
-    """The case's call as one program for all arrays of a shape; options may be arrays."""
+    """The case's call as one compiled program for all arrays of a shape; options may be arrays."""
     return jax.jit(functools.partial(CASES[name].call, return_state=return_state))
 
 
@@ -124,7 +124,7 @@ each = pytest.mark.parametrize("name", CASES)
 
 @each
 def test_pieces_of_any_size_continue_the_state(name):
-    """2,000 tokens fed as 1, 7, 64, 1,000 and the rest give what they give at once, and the same state."""
+    """2,000 tokens in pieces of 1, 7, 64, 1,000 and the rest give the outputs and the state of a single call."""
     arrays, run = inputs(2000), compiled(name, True)
     expected, expected_state = run(*arrays)
     state, start, outputs = CASES[name].init(2, 2, 8), 0, []
@@ -145,7 +145,7 @@ def test_padding_leaves_no_trace(name):
 
     @jax.jit
     def all_of_it(*arrays):
-        """Outputs, state, and the gradients of what is real in the second row."""
+        """The outputs, the state and the gradients of the tokens that exist in the second row."""
 
         def loss(*arrays):
             out, state = CASES[name].call(*arrays, key_value_seq_lengths=lengths, return_state=True)
@@ -165,7 +165,7 @@ def test_padding_leaves_no_trace(name):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.packs])
 def test_segments_are_apart(name):
-    """A run of equal segment ids gives what it gives alone; the state goes into the first, and the last's comes out."""
+    """A segment gives what it gives alone; the given state precedes the first, and the returned one is the last's."""
     run = compiled(name, True)
     arrays = inputs(200, seed=2, batch=1)
     cuts = [0, 3, 68, 200]
@@ -178,13 +178,13 @@ def test_segments_are_apart(name):
         past = {"state": before} if a == 0 else {}
         expected, last = run(*(x[:, a:b] for x in arrays), **past)
         close(out[:, a:b], expected)
-    more = inputs(3, seed=6, batch=1)  # the first run's shape: a program that is there
+    more = inputs(3, seed=6, batch=1)  # the first segment's shape, for which the program is compiled already
     close(run(*more, state=state)[0], run(*more, state=last)[0])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.linear])
 def test_64k_tokens_in_bfloat16(name):
-    """The state keeps its precision: the last tokens come out as in float32."""
+    """The state keeps its precision: the outputs of the last tokens are those of float32."""
     run = compiled(name, False)
     arrays = [x.astype(jnp.bfloat16) for x in inputs(2**16, batch=1, heads=1, kv_heads=1, seed=4)]
     out = run(*arrays)
@@ -194,7 +194,7 @@ def test_64k_tokens_in_bfloat16(name):
 
 @each
 def test_devices_share_heads_under_shard_map(name):
-    """Loops whose state starts at zeros pass shard_map's checks of what varies over the mesh."""
+    """Loops whose state starts at zeros pass shard_map's checks of the axes that arrays vary over."""
     case = CASES[name]
     arrays = inputs(130, seed=5, batch=1)
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -223,3 +223,61 @@ def test_bad_input(name):
             case.call(query, key, value, **options)
     with pytest.raises(ValueError, match="must have query's length 9"):
         case.call(query, key[:, :5], value[:, :5])
+
+
+@each
+def test_empty_states_are_public_and_refuse_sizes_of_zero(name):
+    """`lax.scan` from no tokens at all, one token at a time, gives what one call gives."""
+    case = CASES[name]
+    made = type(case.init(1, 2, 8)).__name__.removesuffix("State").lower()
+    makers = {maker.replace("_", ""): maker for maker in brl_jax.__all__ if maker.startswith("init_")}
+    assert f"init{made}state" in makers
+    with pytest.raises(ValueError, match="batch must be an int of at least 1, got 0"):
+        case.init(0, 2, 8)
+    arrays = inputs(40, seed=8)
+
+    @jax.jit
+    def token_by_token(*arrays):
+        def token(state, tokens):
+            out, state = case.call(*(x[:, None] for x in tokens), state=state, return_state=True)
+            return state, out[:, 0]
+
+        tokens = [jnp.swapaxes(x, 0, 1) for x in arrays]
+        return jnp.swapaxes(jax.lax.scan(token, case.init(2, 2, 8), tokens)[1], 0, 1)
+
+    close(token_by_token(*arrays), compiled(name, False)(*arrays))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_bsbr_clamps_lengths_beyond_the_sequence(is_causal):
+    query, key, value = inputs(70, seed=9)
+    call = functools.partial(
+        brl_jax.bsbr_attention, query, key, value, query, key, is_causal=is_causal, chunk_size=32
+    )
+    close(call(key_value_seq_lengths=jnp.array([70, 500])), call())
+
+
+@pytest.mark.parametrize("name", ["delta", "mlr", "diag"])
+def test_gradients_of_replicated_keys_under_shard_map(name):
+    """Queries are split over the mesh and keys are on every device, so the gradient of keys is summed over devices."""
+    arrays = inputs(40, seed=10, batch=1, heads=2, kv_heads=1)
+    function = {
+        "delta": _delta,
+        "mlr": functools.partial(brl_jax.mlr_attention, ranks=(4, 4)),
+        "diag": functools.partial(brl_jax.diag_attention, block_size=16),
+    }[name]
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = PartitionSpec(None, None, "heads"), PartitionSpec()
+    shared = jax.shard_map(function, mesh=mesh, in_specs=(split, whole, whole), out_specs=split)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(function(*a) ** 2), argnums=(0, 1, 2)))(*arrays)
+
+    for got, expected in zip(gradients(shared), gradients(function)):
+        close(got, expected)
+
+
+@pytest.mark.parametrize(("num_features", "head_dim"), [(0, 8), (4, 0), (2.5, 8)])
+def test_projections_without_features_are_refused(num_features, head_dim):
+    with pytest.raises(ValueError, match="must be an int of at least 1"):
+        brl_jax.performer_projection(jax.random.key(0), num_features, head_dim)

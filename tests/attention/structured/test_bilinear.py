@@ -116,7 +116,7 @@ def test_layer_norms():
 
 
 def test_packed_and_padded_sequences():
-    """Segments see themselves alone; padding, NaN in it, reaches nothing."""
+    """Segments see only themselves, and NaN in padding reaches nothing."""
     x, value = normal(1, LENGTH, WIDTH), normal(1, LENGTH, 2, SIZE)
     right, left = btt_weights(HEADS, WIDTH, 1)
     attend = functools.partial(bilinear_btt_attention, right=right, left=left, is_causal=True)
@@ -193,7 +193,7 @@ def test_gradients():
         assert float(np.vdot(slope, direction)) == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-# --- The bottleneck: 002, section 2.2 ---
+# --- The low-rank bottleneck: arXiv:2509.07963, section 2.2 ---
 
 
 def test_eight_bilinear_heads_score_by_the_identity_and_eight_standard_heads_cannot():
@@ -237,6 +237,8 @@ def test_btt_factors():
         ValueError, match=r"got 23 = 1\*23; the nearest such widths are 21 = 3\*7 and 24 = 4\*6"
     ):
         btt_factors(23)
+    with pytest.raises(ValueError, match="width must be an int of at least 1, got 0"):
+        btt_factors(0)
     with pytest.raises(ValueError, match=r"got 2 = 1\*2; the nearest such widths are 4 = 2\*2"):
         btt_factors(2)
 
@@ -268,6 +270,10 @@ def test_btt_factors():
         (lambda x, v: global_window_attention(v, v, v, ranks=(1, 2), window=4), "ranks must sum to the head_dim 5"),
         (lambda x, v: global_window_attention(v, v, v, ranks=(5,), window=4), "ranks must be two ints"),
         (lambda x, v: global_window_attention(v, v, v, ranks=(2, 3), window=0), "window must be an int"),
+        (
+            lambda x, v: global_window_attention(v, v, v, ranks=(2, 3), window=4, scale=(1.0, np.nan)),
+            "scale must be finite, got nan",
+        ),
     ],
 )  # fmt: skip
 def test_bad_arguments(call, message):

@@ -1,4 +1,4 @@
-"""mlr_attention against a float64 oracle, by the CPU's loop and with all rectangles at once; its laws and its cost."""
+"""mlr_attention against a float64 oracle, in the CPU's loop and with all rectangles at once; its laws and its cost."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ def same_block(length, size):
 
 
 def oracle(arrays, ranks, sizes, visible, divide=False):
-    """out and the gradients of query, key and value, by dense matrices: the scores as a bias on scores of zero."""
+    """The output and the gradients of query, key and value from dense scores, which are a bias on scores of zero."""
     query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
     length, heads, group = query.shape[1], query.shape[2], query.shape[2] // key.shape[2]
     wide = np.repeat(key, group, 2)
@@ -61,9 +61,6 @@ def oracle(arrays, ranks, sizes, visible, divide=False):
         d_wide[..., s] = np.einsum("bnts,btnh->bsnh", w * d_scores, query[..., s])
     d_key = d_wide.reshape(*key.shape[:2], heads // group, group, -1).sum(3)
     return out, d_query, d_key, d_value
-
-
-# What programs mean is the same without the machine code's optimisation, and compiles in half the time.
 
 
 def run(arrays, **kwargs):
@@ -110,7 +107,7 @@ def test_ragged_lengths(length):
 
 
 def test_many_tiles_and_steps(monkeypatch):
-    """A cache so small that every rectangle is cut in rows and walked over one by one."""
+    """A cache so small that every rectangle is cut into tiles and processed one after the other."""
     monkeypatch.setattr(mlr_tiles, "CACHE_BYTES", 2**12)
     arrays = random_qkv(301)
     ranks, sizes = levels_of("small_blocks", 301)
@@ -174,7 +171,7 @@ def test_causal_bitwise():
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_lengths_and_poisoned_padding(is_causal):
-    """Padding, NaN in it, reaches neither outputs nor gradients; a row without keys gives 0."""
+    """NaN in padding reaches neither outputs nor gradients, and a row without keys gives 0."""
     length = 140
     lengths = np.array([0, 101])
     arrays = random_qkv(length)
@@ -233,7 +230,7 @@ def test_composes_with_vmap_scan_checkpoint():
 
 @pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
 def test_memory_grows_linearly(schedule):  # noqa: F811
-    """Forward and backward: temporary memory in proportion to n, no array of n x n numbers."""
+    """Temporary memory, forward and backward, is proportional to n, and no array has n x n entries."""
 
     def compiled(length):
         shape = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
@@ -255,7 +252,7 @@ def test_memory_grows_linearly(schedule):  # noqa: F811
 
 @pytest.mark.parametrize("schedule", ["at_once"], indirect=True)
 def test_flops_of_the_scores(schedule, monkeypatch):  # noqa: F811
-    """The compiler counts sum_l r_l / 2^(l-1) of full attention's score FLOPs (002, section 3.4), here 39.4 / 64."""
+    """The compiler counts sum_l r_l / 2^(l-1) of full scores' FLOPs (arXiv:2509.07963, section 3.4): 39.4 / 64."""
     monkeypatch.setattr(mlr_tiles, "_ROWS", 2**20)  # no loops: the compiler counts their bodies once
     length, ranks = 2048, (32, 8, 8, 8, 4, 4)
     shape = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)

@@ -1,4 +1,4 @@
-"""mlr_attention_step: any pieces of a sequence give what mlr_attention gives for all of it; the size of its cache."""
+"""mlr_attention_step gives for pieces of a sequence what mlr_attention gives for all of it; the size of its cache."""
 
 import functools
 
@@ -29,7 +29,8 @@ def test_pieces_are_the_whole(name, sizes):
     expected = jax.jit(functools.partial(mlr_attention, is_causal=True, **options))(*arrays)
     arrays = [np.asarray(x) for x in arrays]
     state = init_mlr_state(2, LENGTH, 2, 8, ranks=ranks, block_sizes=blocks)
-    step = jax.jit(functools.partial(mlr_attention_step, **options))
+    # The state contains the ranks and the block sizes.
+    step = jax.jit(functools.partial(mlr_attention_step, divide_by_levels=divide))
     outputs, start = [], 0
     for size in sizes:
         out, state = step(*(x[:, start : start + size] for x in arrays), state)
@@ -54,7 +55,7 @@ def test_tokens_that_do_not_exist_leave_no_trace():
 
 
 def test_cache_is_as_large_as_the_formula_says():
-    """sum_l r_l T / 2^(l-1) keys (002, section 3.4): of 8 levels of equal rank a quarter of full attention's."""
+    """sum_l r_l T / 2^(l-1) numbers (arXiv:2509.07963, section 3.4): for 8 equal ranks 1 / 4 of full attention's."""
     length = 1024
     ranks, sizes = (8,) * 8, tuple(length // 2**level for level in range(8))
     state = init_mlr_state(3, length, 2, 64, ranks=ranks, block_sizes=sizes)
@@ -70,6 +71,16 @@ def test_bad_arguments():
     state = init_mlr_state(2, 20, 2, 8, **options)
     with pytest.raises(ValueError, match="state must be made for these ranks"):
         mlr_attention_step(query, key, value, state, ranks=(6, 2), block_sizes=(None, 8))
+    with pytest.raises(ValueError, match="state must be made for these ranks"):
+        mlr_attention_step(query, key, value, state, block_sizes=(None, 4))
+    with pytest.raises(
+        ValueError, match="state must be made for the head_dim 4, got one whose ranks sum to 8"
+    ):
+        mlr_attention_step(query[..., :4], key[..., :4], value, state)
+    with pytest.raises(ValueError, match=r"state.keys\[0\] must be float32 of shape \(1, 20, 2, 4\), got"):
+        mlr_attention_step(query[:1], key[:1], value[:1], state)
+    with pytest.raises(ValueError, match="state must be an MlrState from init_mlr_state, got NoneType"):
+        mlr_attention_step(query, key, value, None)
     with pytest.raises(ValueError, match="ranks must sum to the head_dim 8"):
         init_mlr_state(2, 20, 2, 8, ranks=(4, 2), block_sizes=(None, 8))
     with pytest.raises(ValueError, match="length must be an int of at least 1"):
