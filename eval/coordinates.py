@@ -1,12 +1,12 @@
 """How activations grow with the width in the first steps of training: python -m eval.coordinates [OPTIONS].
 
 The coordinate check of muP (Yang et al. 2022, arXiv:2203.03466, appendix D.1): one decoder at several widths takes a
-few steps at one learning rate, in the standard parametrisation and in muP. After each, how far have the activations of
-a fixed batch moved from where they were at first (root mean square over tokens and features)? Under muP that is the
-same at every width; in the standard parametrisation it grows with the width, and the best learning rate falls.
+few steps at one learning rate, in the standard parametrisation and in muP. After each step, how far have the activations
+of a fixed batch moved from their first values (root mean square over tokens and features)? Under muP the distance is
+the same at every width; in the standard parametrisation it grows with the width, and the best learning rate falls.
 
-Prints a JSON object for each parametrisation: `change`, by activation a list for each width over the steps, and
-`slope`, by activation the power of the width that fits the last step (0: flat).
+Prints a JSON object for each parametrisation: `change` (for each activation and width, a list over the
+steps) and `slope` (for each activation, the power of the width that fits the last step; 0 is flat).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse as sample
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,14 +29,14 @@ from matplotlib.figure import Figure
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.plotting import legend_outside, line_styles, picture_path, save
+from eval.plotting import line_styles, plain_log_axis, report, shared_legend
 from train.config import parse_options
 from train.errors import UserError, command
 from train.optimizer import OptimizerConfig, optimizer_of
 from train.step import init_state, make_train_step
 from train.tasks.lm import lm_objective
 
-# Modules whose outputs are followed, by their names in the network.
+# Modules whose outputs are recorded, by their names in the network.
 _FOLLOWED = {"mixer": "mixer", "feed_forward": "feed-forward network"}
 Options = TypeVar("Options", bound="WidthOptions")
 PARAMETRIZATIONS = ("standard", "muP")
@@ -50,11 +49,11 @@ class WidthOptions:
     mechanism: str = "full"
     """A listed mechanism, with its default settings."""
     widths: tuple[int, ...] = (64, 128, 256, 512)
-    """Widths of the model, from the narrowest, which is muP's base."""
+    """Widths of the model in ascending order; the narrowest is muP's base."""
     num_heads: int = 4
-    """Heads, of which wider models have wider ones."""
+    """Number of heads; wider models have wider heads."""
     num_layers: int = 2
-    """Layers; a multiple of what the mechanism groups."""
+    """Number of layers; a multiple of the mechanism's group."""
     steps: int = 6
     """Steps of AdamW."""
     batch: int = 4
@@ -62,7 +61,7 @@ class WidthOptions:
     length: int = 64
     """Bytes of a row."""
     seeds: int = 1
-    """Networks that are averaged."""
+    """Number of networks to average over."""
     picture: str | None = None
     """File to draw the curves in (PNG)."""
 
@@ -79,7 +78,7 @@ class CoordinateOptions(WidthOptions):
     """What to train."""
 
     learning_rate: float = 1e-2
-    """AdamW's rate; large, so that much happens in few steps."""
+    """AdamW's rate; large, so that activations move far in few steps."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,7 +95,7 @@ def text_batch(options: WidthOptions, step: int) -> dict[str, Any]:
 
 
 def make_model(options: WidthOptions, width: int, parametrization: str) -> DecoderLM:
-    """The decoder of one width. Raises UserError where the mechanism has none."""
+    """The decoder of one width. Raises UserError if the mechanism has none of that width."""
     try:
         return DecoderLM(
             DecoderConfig(
@@ -124,7 +123,7 @@ def activations(model: DecoderLM, params: Any, batch: dict[str, Any]) -> dict[st
     for path, leaf in jax.tree_util.tree_leaves_with_path(state["intermediates"]):
         keys = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
         at = keys.index("__call__")
-        # A mixer's output comes first of what it returns.
+        # The output is the first of the values that a mixer returns.
         if keys[at + 1 :] in ([0], [0, 0]) and keys[at - 1] in _FOLLOWED:
             found.setdefault(_FOLLOWED[str(keys[at - 1])], []).append(leaf)
     return {**{name: jnp.concatenate(leaves) for name, leaves in found.items()}, "logits": logits}
@@ -179,7 +178,7 @@ def measure(options: CoordinateOptions, parametrization: str) -> dict[str, Any]:
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
-    """The change over the width, a curve a step; a row of panels for each parametrisation."""
+    """The change over the width, one curve for each step; a row of panels for each parametrisation."""
     names = list(results[0]["change"])
     figure = Figure(figsize=(4.4 * len(names) + 1.6, 3.6 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), len(names), squeeze=False, sharex=True, sharey="col")
@@ -192,41 +191,36 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
                 axes.plot(result["widths"], values, label=label, markersize=5, **style)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            plain_log_axis(axes.yaxis)
             axes.set_xticks(result["widths"], [str(width) for width in result["widths"]])
             axes.set_title(f"{result['parametrization']}: {name}, ~ width^{result['slope'][name]:.2f}")
             axes.grid(True, alpha=0.3)
-        row[0].set_ylabel("change since the start, rms")
-        legend_outside(row[-1])
+        row[0].set_ylabel("change since the start, RMS")
     for axes in panels[-1]:
         axes.set_xlabel("width")
+    shared_legend(figure, panels[0, 0])
     figure.suptitle(f"{results[0]['mechanism']}, AdamW at {results[0]['learning_rate']:g}")
     return figure
 
 
 def compare(
-    options: Options,
+    default: Options,
+    argv: Sequence[str],
     measure: Callable[[Options, str], dict[str, Any]],
     draw: Callable[[Sequence[dict[str, Any]]], Figure],
+    *,
+    name: str,
+    about: str,
 ) -> None:
-    """Measures each parametrisation, prints a JSON object of it and draws them all where a picture is asked for."""
-    picture = picture_path(options.picture)
-    results = []
-    for parametrization in PARAMETRIZATIONS:
-        results.append(measure(options, parametrization))
-        print(json.dumps(results[-1]), flush=True)
-    if picture is not None:
-        save(draw(results), picture)
+    """The command `name`: measures each parametrisation, prints it as a JSON object, and draws the picture."""
+    options = parse_options(default, argv, prog=f"python -m {name}", about=about)
+    report((measure(options, parametrization) for parametrization in PARAMETRIZATIONS), draw, options.picture)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object a parametrisation and draws the picture; see the module's text and --help."""
-    options = parse_options(
-        CoordinateOptions(),
-        argv,
-        prog="python -m eval.coordinates",
-        about="How activations grow with the width in the first steps, with muP and without.",
-    )
-    compare(options, measure, draw)
+    """Prints a JSON object for each parametrisation and draws the picture; see the module's docstring and --help."""
+    about = "How activations grow with the width in the first steps, with muP and without."
+    compare(CoordinateOptions(), argv, measure, draw, name="eval.coordinates", about=about)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How much gradients varied over runs: python -m eval.gradient_std --workdir DIR [DIR ...].
+"""How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...].
 
 Reads what `train.lm --log_gradient_std True` wrote to metrics.jsonl: the relative standard deviation of the
-gradients' norms over all steps so far (TransNormer, arXiv 2210.10340, table 2; defined in train/moments.py). Prints a
-JSON object a run, with the values at its last step, and draws how they settled.
+gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2; defined in train/moments.py). Prints a
+JSON object a run, with the values at its last step, and draws how they developed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from etils import epath
 from matplotlib.figure import Figure
 
-from eval.plotting import legend_outside, line_styles, picture_path, save
+from eval.plotting import legend_outside, line_styles, report
 from eval.runs import mechanism_names
 from train.config import parse_options
 from train.errors import UserError, command
@@ -35,7 +35,7 @@ class GradientStdOptions:
     """Which runs to compare."""
 
     workdir: tuple[str, ...] = ("runs/small",)
-    """Folders of the runs, a curve each."""
+    """Folders of the runs; each becomes a curve."""
     picture: str | None = None
     """File to draw the curves in (PNG)."""
 
@@ -48,7 +48,7 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
     """The steps of a run and the values logged at each.
 
     Raises:
-      UserError: no run there, or it did not log them.
+      UserError: there is no run, or it did not log them.
     """
     path = epath.Path(workdir) / "metrics.jsonl"
     try:
@@ -63,8 +63,16 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
     return {name: [line[name] for line in lines] for name in ("step", *_TITLES)}
 
 
-def draw(results: Sequence[dict[str, Any]], curves: Sequence[dict[str, list[float]]]) -> Figure:
-    """The relative standard deviation up to each step, a curve a run."""
+def last_values(workdir: str) -> dict[str, Any]:
+    """The JSON object of one run: the values at its last step."""
+    _, config = read_config([LM], epath.Path(workdir) / "config.json")
+    last = {name: values[-1] for name, values in read_curves(workdir).items()}
+    return {"workdir": workdir, "mechanism": mechanism_names(config.model), **last}
+
+
+def draw(results: Sequence[dict[str, Any]]) -> Figure:
+    """The relative standard deviation up to each step, one curve for each run."""
+    curves = [read_curves(result["workdir"]) for result in results]
     figure = Figure(figsize=(13, 5), layout="constrained")
     styles = line_styles([result["workdir"] for result in results])
     panels = figure.subplots(1, len(_TITLES))
@@ -86,24 +94,14 @@ def draw(results: Sequence[dict[str, Any]], curves: Sequence[dict[str, list[floa
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object a run and draws the picture; see the module's text and --help."""
+    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
     options = parse_options(
         GradientStdOptions(),
         argv,
         prog="python -m eval.gradient_std",
-        about="How much gradients varied over runs.",
+        about="How much the gradients of runs varied.",
     )
-    picture = picture_path(options.picture)
-    results, curves = [], []
-    for workdir in options.workdir:
-        _, config = read_config([LM], epath.Path(workdir) / "config.json")
-        curve = read_curves(workdir)
-        last = {name: values[-1] for name, values in curve.items()}
-        results.append({"workdir": workdir, "mechanism": mechanism_names(config.model), **last})
-        curves.append(curve)
-        print(json.dumps(results[-1]), flush=True)
-    if picture is not None:
-        save(draw(results, curves), picture)
+    report(map(last_values, options.workdir), draw, options.picture)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ One decoder at several widths trains for a few steps at several learning rates, 
 muP (docs/mup.md). Under muP the best rate of the narrowest is the best of the widest.
 
 Prints a JSON object for each parametrisation: `loss`, for each width a list over the rates of the mean loss of the last
-tenth of the steps (null where it is no number), averaged over seeds, and `best`, the best rate of each width.
+tenth of the steps (null where it is not finite), averaged over seeds, and `best`, the best rate of each width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 
 from eval.coordinates import WidthOptions, compare, make_model, text_batch
 from eval.plotting import legend_outside, line_styles
-from train.config import parse_options
 from train.errors import command
 from train.optimizer import OptimizerConfig, optimizer_of
 from train.tasks.lm import lm_objective
@@ -36,11 +35,11 @@ class RateOptions(WidthOptions):
     """What to train."""
 
     widths: tuple[int, ...] = (64, 128, 256)
-    """Widths of the model, from the narrowest, which is muP's base."""
+    """Widths of the model in ascending order; the narrowest is muP's base."""
     rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-    """Highest learning rates of the runs."""
+    """Peak learning rates of the runs."""
     steps: int = 100
-    """Steps of AdamW; the rate rises for a tenth of them, and falls by a cosine."""
+    """Steps of AdamW; the rate rises for a tenth of them, then decays as a cosine."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,7 +48,7 @@ class RateOptions(WidthOptions):
 
 
 def losses(options: RateOptions, width: int, parametrization: str, seed: int) -> Float[np.ndarray, "R S"]:
-    """The training loss of every step at every rate; all rates train side by side in one program."""
+    """The training loss of every step at every rate; all rates are trained in one program."""
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=max(1, options.steps // 10), weight_decay=0.0)
     objective = lm_objective(make_model(options, width, parametrization))
     boxed = jax.eval_shape(objective.init, jax.random.key(0))
@@ -105,7 +104,7 @@ def measure(options: RateOptions, parametrization: str) -> dict[str, Any]:
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
-    """The loss over the rate, a curve a width; a panel a parametrisation."""
+    """The loss over the rate, one curve for each width and one panel for each parametrisation."""
     figure = Figure(figsize=(5.2 * len(results) + 1.6, 4.4), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
     styles = line_styles([f"width {width}" for width in results[0]["widths"]])
@@ -126,14 +125,9 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object a parametrisation and draws the picture; see the module's text and --help."""
-    options = parse_options(
-        RateOptions(),
-        argv,
-        prog="python -m eval.learning_rates",
-        about="Which learning rate is best at which width, with muP and without.",
-    )
-    compare(options, measure, draw)
+    """Prints a JSON object for each parametrisation and draws the picture; see the module's docstring and --help."""
+    about = "Which learning rate is best at which width, with muP and without."
+    compare(RateOptions(), argv, measure, draw, name="eval.learning_rates", about=about)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How local a trained model's attention is: python -m eval.locality --workdir DIR [DIR ...].
 
-The locally accumulated attention score of TransNormer (arXiv 2210.10340, section 3.2), for any mechanism that
+The locally accumulated attention score of TransNormer (arXiv:2210.10340, section 3.2), for any mechanism that
 exposes its attention matrix, explicit or implied (`sow_weights` of the layers). With p_ij the attention of
 position i to position j (eq. 4), a neighbourhood of r N positions around i and a sequence of N,
 
@@ -10,16 +10,17 @@ position i to position j (eq. 4), a neighbourhood of r N positions around i and 
 so that l(i, 1, N) = 1. It is averaged over the positions i, the heads and the sequences read. Where entries can be
 negative or a row does not sum to 1 (NormAttention, a delta rule), p_ij = |a_ij| / sum_k |a_ik|, with a the matrix by
 which values become outputs; for softmax and linear attention that is eq. 4 as it stands. BRL's matrix is that of its
-local attention: what its compressed tokens bring from before a block is no token's.
+local attention: what its compressed tokens contribute from earlier blocks belongs to no single token.
 
-Prints a JSON object a run: score (l at each of `ratios`, averaged over layers), area (under it; 1 is all attention on
-the neighbours, `uniform_area` what attention spread evenly over the past gives) and both for each layer.
+Prints a JSON object for each run: score (l at each of `ratios`, averaged over layers), area (under it; 1 means that all
+attention is on the neighbours, `uniform_area` is that of attention spread evenly over the past), and both for each
+layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from matplotlib.figure import Figure
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.lm import read_run
-from eval.plotting import legend_outside, line_styles, picture_path, save
+from eval.plotting import legend_outside, line_styles, report
 from eval.runs import mechanism_names
 from train.config import parse_options
 from train.data import load
@@ -43,12 +44,12 @@ from train.errors import UserError, command
 
 @dataclasses.dataclass(frozen=True)
 class LocalityOptions:
-    """What to look at."""
+    """What to measure."""
 
     workdir: tuple[str, ...] = ("runs/small",)
-    """Folders of the runs, a curve each."""
+    """Folders of the runs; each becomes a curve."""
     data: str | None = None
-    """Another text than the run's own, as for train.lm; the run's tokenizer reads it."""
+    """A text to read in place of the run's own, as for train.lm; the run's tokenizer encodes it."""
     split: Literal["valid", "test"] = "valid"
     """Which part of the text."""
     checkpoint: str = "best"
@@ -56,7 +57,7 @@ class LocalityOptions:
     length: int = 256
     """Tokens of a sequence."""
     sequences: int = 16
-    """Sequences, taken from all over the text."""
+    """Number of sequences, spaced evenly over the text."""
     ratios: tuple[float, ...] = tuple(i / 20 for i in range(1, 21))
     """Sizes of the neighbourhood, as shares of the sequence."""
     picture: str | None = None
@@ -75,7 +76,7 @@ class LocalityOptions:
 def locally_accumulated_score(
     weights: Float[Array, "*B N N"], ratios: Sequence[float]
 ) -> Float[Array, "*B N R"]:
-    """l(i, r, N) of the module's text for each position i and ratio r; a row without weight gives 0.
+    """l(i, r, N) of the module's docstring for each position i and ratio r; a row of zeros gives 0.
 
     Args:
       weights: (..., N, N), the matrix by which values become outputs.
@@ -102,7 +103,7 @@ def uniform_score(length: int, ratios: Sequence[float]) -> np.ndarray:
 
 
 def area(ratios: Sequence[float], score: Sequence[float]) -> float:
-    """The area under score over ratio, from (0, 0) on; the score at the largest ratio holds from there to 1."""
+    """The area under score over ratio, starting at (0, 0); the score at the largest ratio is kept up to 1."""
     order = np.argsort(ratios)
     x = np.concatenate([[0.0], np.asarray(ratios)[order], [1.0]])
     y = np.concatenate([[0.0], np.asarray(score)[order], [np.asarray(score)[order[-1]]]])
@@ -149,7 +150,7 @@ def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
     """The JSON object of one run.
 
     Raises:
-      UserError: no run there, too little text, or a mechanism without an attention matrix.
+      UserError: there is no run, too little text, or a mechanism without an attention matrix.
     """
     config, model, params, step = read_run(workdir, options.checkpoint)
     mechanism = mechanism_names(config.model)
@@ -192,7 +193,7 @@ def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
-    """The score over the size of the neighbourhood, a curve a run, and its area in each layer."""
+    """The score over the size of the neighbourhood, one curve for each run, and its area in each layer."""
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     curves, areas = figure.subplots(1, 2, width_ratios=(3, 2))
     styles = line_styles([result["workdir"] for result in results])
@@ -226,20 +227,14 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a JSON object a run and draws the picture; see the module's text and --help."""
+    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
     options = parse_options(
         LocalityOptions(),
         argv,
         prog="python -m eval.locality",
         about="How local a trained model's attention is.",
     )
-    picture = picture_path(options.picture)
-    results = []
-    for workdir in options.workdir:
-        results.append(measure_run(options, workdir))
-        print(json.dumps(results[-1]), flush=True)
-    if picture is not None:
-        save(draw(results), picture)
+    report(map(functools.partial(measure_run, options), options.workdir), draw, options.picture)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What the pictures of eval share: lines that tell many cases apart, and files written without a display."""
+"""What the pictures of eval share: distinguishable line styles, legends, and files written without a display."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _DASHES = ("-", "--", "-.", (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1)))
 
 
 def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and dashes for each name, no two alike for over a hundred names."""
+    """Colour, marker and dashes for each name; they differ for more than a hundred names."""
     # 16 colours, 11 markers and 5 kinds of dashes have no common divisor.
     return {
         name: {
@@ -36,7 +37,7 @@ def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def legend_outside(axes: Axes, order: Callable[[str], float] | None = None) -> None:
-    """A legend to the right of the axes, where it hides nothing; sorted by `order` of the labels."""
+    """Puts a legend to the right of the axes, where it hides nothing, sorted by `order` of the labels."""
     entries = list(zip(*axes.get_legend_handles_labels()))
     if order is not None:
         entries.sort(key=lambda entry: order(entry[1]))
@@ -50,15 +51,21 @@ def legend_outside(axes: Axes, order: Callable[[str], float] | None = None) -> N
     )
 
 
+def shared_legend(figure: Figure, axes: Axes) -> None:
+    """Puts one legend to the right of all panels of a figure whose lines are those of `axes`."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, handlelength=3.2)
+
+
 def plain_log_axis(axis: Axis) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten, written as people write numbers."""
+    """Puts ticks at 1, 2 and 5 times powers of ten, written without exponents."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=30))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places near the wanted ones, in the same order, at least `gap` apart where low..high has room for that."""
+    """Positions near the wanted ones, in the same order, at least `gap` apart if low..high has room for that."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
     places = [0.0] * len(wanted)
@@ -74,7 +81,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder that the option --pictures names. Raises UserError where it cannot be."""
+    """Makes the folder that the option --pictures names. Raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,7 +89,7 @@ def make_folder(folder: Path) -> None:
 
 
 def picture_path(picture: str | None) -> Path | None:
-    """The file that the option --picture names. Raises UserError where it cannot be written."""
+    """The file that the option --picture names. Raises UserError if it cannot be written."""
     if picture is None:
         return None
     path = Path(picture)
@@ -95,3 +102,22 @@ def save(figure: Figure, path: Path) -> Path:
     """Writes a figure as a PNG."""
     figure.savefig(path, dpi=130)
     return path
+
+
+def report(
+    results: Iterable[dict[str, Any]],
+    draw: Callable[[Sequence[dict[str, Any]]], Figure],
+    picture: str | None,
+) -> None:
+    """Prints each result as a JSON object as soon as it is known; then draws all of them if --picture names a file.
+
+    Raises:
+      UserError: the picture cannot be written; raised before the first result is computed.
+    """
+    path = picture_path(picture)
+    known = []
+    for result in results:
+        known.append(result)
+        print(json.dumps(result), flush=True)
+    if path is not None:
+        save(draw(known), path)

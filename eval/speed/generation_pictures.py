@@ -14,7 +14,7 @@ _TLIN, _PLAIN, _DARK = "#0072B2", "#D55E00", "#333333"
 
 
 def draw(rows: Sequence[dict], folder: Path) -> Path:
-    """Draws the rows of `eval.speed.generation`; returns the file."""
+    """Draws the rows of `eval.speed.generation` and returns the file."""
     by_name: dict[str, dict[int, dict]] = {}
     for row in rows:
         if not row["note"]:
@@ -74,16 +74,24 @@ def draw(rows: Sequence[dict], folder: Path) -> Path:
 
 
 def _panel(axes: Axes, title: str, label: str, curves: dict[str, tuple[list, str]]) -> None:
+    """Draws curves over the length. A panel without two points of any curve states its numbers instead."""
     axes.set(title=title, xlabel="tokens so far", ylabel=label)
-    for name, (points, colour) in curves.items():
-        if points:
-            axes.plot(*zip(*points), label=name, color=colour, marker="o", linewidth=1.8)
-    if axes.lines:
-        axes.set(xscale="log", yscale="log")
-        plain_log_axis(axes.yaxis)
-        axes.set_xscale("log", base=2)
-        axes.grid(True, which="major", alpha=0.3)
-        if len(axes.lines) > 1:
-            axes.legend(frameon=False)
-    else:
-        axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
+    known = {name: curve for name, curve in curves.items() if curve[0]}
+    if not any(len(points) > 1 for points, _ in known.values()):
+        lines = [
+            f"{name}: {points[0][1]:.3g} at {points[0][0]} tokens" for name, (points, _) in known.items()
+        ]
+        text = "\n".join([*lines, "measured at one length only"]) if lines else "not measured"
+        axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[], xlabel="", ylabel="")
+        return
+    for name, (points, colour) in known.items():
+        note = "" if len(points) > 1 else f" ({points[0][0]} tokens only)"
+        style = "o" if len(points) > 1 else "D"
+        axes.plot(*zip(*points), label=name + note, color=colour, marker=style, linewidth=1.8)
+    axes.set(xscale="log", yscale="log")
+    plain_log_axis(axes.yaxis)
+    axes.set_xscale("log", base=2)
+    axes.grid(True, which="major", alpha=0.3)
+    if len(axes.lines) > 1:
+        axes.legend(frameon=False)
