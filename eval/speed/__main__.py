@@ -8,7 +8,7 @@ Then all are timed in turn, round by round: forward, forward with backward, and 
 the fastest round, how many times as fast that is as the base of the same rounds (PyTorch's full causal attention
 for functions, or this package's where PyTorch is not installed; a layer of full attention for layers), tokens per
 second, the temporary memory of the compiled program, and the size of the decoding state. Ctrl-C or SIGTERM prints,
-writes and draws what was measured so far. With --generation it is about a whole network: eval/speed/generation.py.
+writes and draws what was measured so far. With --generation it times a whole network: eval/speed/generation.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
                     )
     finally:
         signal.signal(signal.SIGTERM, before)
-        _tell(measured, options, console, path, pictures)
+        _report(measured, options, console, path, pictures)
     wrong = [
         f"{row['name']} at n = {row['length']}"
         for rows in measured.values()
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
         raise RunError(f"wrong results: {', '.join(wrong)}")
 
 
-def _tell(
+def _report(
     measured: dict[Level, list[dict]],
     options: SpeedOptions,
     console: Console,

@@ -3,12 +3,12 @@
 TLinFormer beside the plain decoder of the same parameters.
 
 For each length N of the text so far:
-  first token  from nothing to the first logits: TLinFormer takes in the first block's keys and values and then meets
-               its first miss; the plain decoder reads the text in pieces of 2048 tokens;
-  miss         the step with which a window fills: the context and the later blocks' history are made anew;
+  first token  from nothing to the first logits: TLinFormer computes the first block's keys and values and then its
+               first miss; the plain decoder reads the text in pieces of 2048 tokens;
+  miss         the step with which a window fills: the context and the later blocks' history are recomputed;
   hit          a step inside a window (the plain decoder has no other kind);
   cache        its bytes, for N tokens and one window more.
-Both caches are preallocated and written in place; what they hold is all the same to the time, so it is not computed.
+Both caches are preallocated and written in place; their contents do not affect the time, so they are not computed.
 A line is fitted through the misses and through the hits.
 """
 
@@ -46,14 +46,14 @@ _PIECE = 2048
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """The network and the lengths. The defaults are small; 003's network is --heads 12 --head_dim 36."""
+    """The network and the lengths. The defaults are small; the paper's network (arXiv:2508.20407) is --heads 12 --head_dim 36."""
 
     lengths: tuple[int, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
     """Tokens of the text so far, multiples of the window."""
     heads: int = 4
     """Heads of query, key and value."""
     head_dim: int = 32
-    """Features of a head; the width is heads * head_dim."""
+    """Size of a head; the width is heads * head_dim."""
     layers: int = 8
     """Layers in all, of both networks."""
     hidden: int = 2
@@ -63,7 +63,7 @@ class GenerationOptions:
     context: int = 256
     """Last tokens of the history that stand for it in a block's inner layers (W_oh)."""
     vocabulary: int = 50257
-    """Tokens that there are."""
+    """Size of the vocabulary."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation and the cache."""
     plain: bool = True

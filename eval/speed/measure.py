@@ -59,7 +59,7 @@ class Program:
 class Candidate:
     """A case at one length, compiled and checked: its programs by name ("forward", "forward_backward", "step").
 
-    facts: what else its row tells.
+    facts: further columns of its row.
     """
 
     programs: dict[str, Program]

@@ -26,7 +26,7 @@ class SpeedOptions:
     """Bare attention functions beside PyTorch's; one transformer layer of each mechanism; whole encoders of four layers
     that only infer, beside PyTorch's (BRL-Attention's figure 6)."""
     mechanisms: tuple[str, ...] = KNOWN
-    """Which mechanisms."""
+    """Mechanisms to time."""
     window: int = 256
     """Keys that a query of a local function sees, its own among them; layers have their own defaults."""
     heads: int = 4
@@ -34,9 +34,9 @@ class SpeedOptions:
     head_dim: int = 64
     """Features of a head; a layer's model width is heads * head_dim."""
     batch: int = 1
-    """Sequences at once."""
+    """Sequences in a batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation."""
+    """Data type of the computation."""
     repeats: int = 7
     """Rounds; the fastest counts."""
     patience: float = 20.0
@@ -44,7 +44,7 @@ class SpeedOptions:
     limit: float = 120.0
     """A case whose round would take longer, in seconds, by what it took at a shorter length is skipped."""
     fit_from: int = 2048
-    """Shortest length that the fitted exponents take in; all lengths where fewer than two are left."""
+    """Shortest length used in fitting exponents; all lengths if fewer than two remain."""
     torch: bool = True
     """Time PyTorch's scaled_dot_product_attention too, where it is installed."""
     json: str | None = None

@@ -1,4 +1,4 @@
-"""What eval.speed tells of its measurements: ratios, fitted exponents, tables, targets, JSON."""
+"""What eval.speed reports of its measurements: ratios, fitted exponents, tables, targets, JSON."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def exponent_table(fitted: Sequence[dict], options: SpeedOptions) -> Table | Non
 
 
 class Target(NamedTuple):
-    """What one row's speed is held to beside another's of its level, with the options' defaults."""
+    """The least speed of one row relative to another of its level, at the default options."""
 
     length: int
     name: str
