@@ -46,7 +46,7 @@ _PIECE = 2048
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """The network and the lengths. The defaults are small; --heads 12 --head_dim 36 is the network of arXiv:2508.20407."""
+    """The network and the lengths. The defaults are small; arXiv:2508.20407 has --heads 12 --head_dim 36."""
 
     lengths: tuple[int, ...] = (1024, 8192, 16384, 32768, 65536, 131072)
     """Tokens of the text so far, multiples of the window."""
