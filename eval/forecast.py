@@ -28,6 +28,7 @@ from brl_jax.decoding import generate
 from eval.forecast_table import Example, draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
 from eval.runs import Run, mechanism_names, num_parameters
+from train.config import check_seed
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
 from train.errors import command
@@ -58,7 +59,7 @@ class ForecastEvalOptions(TableOptions):
 
     def __post_init__(self):
         check_at_least(self, "stride", "samples")
-        check_at_least(self, "seed", least=0)
+        check_seed(self.seed)
 
 
 class Forecasts(NamedTuple):

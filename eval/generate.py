@@ -23,7 +23,7 @@ from jaxtyping import Int
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
 from eval.lm import read_run
-from train.config import parse_options
+from train.config import check_seed, parse_options
 from train.data import load_tokenizer
 from train.errors import UserError, command
 
@@ -59,7 +59,7 @@ class GenerateOptions:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        check_at_least(self, "seed", least=0)
+        check_seed(self.seed)
 
 
 def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:

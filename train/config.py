@@ -38,6 +38,14 @@ _MECHANISM_FIELDS = ("mechanism", "late_mechanism")
 _NAMES_SHOWN = 30
 
 
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that no random key can be made from."""
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
+    if seed >= 2**63:
+        raise ValueError(f"seed must be below 2^63, got {seed}")
+
+
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
     """The training loop: how long it runs, how much it takes at a time, what it measures and keeps."""
@@ -72,9 +80,8 @@ class LoopConfig:
         check_at_least(
             self, "steps", "batch", "accumulation", "eval_every", "checkpoint_every", "keep_checkpoints"
         )
-        check_at_least(self, "seed", "patience", least=0)
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2^63, got {self.seed}")
+        check_at_least(self, "patience", least=0)
+        check_seed(self.seed)
         if "://" in self.workdir:
             raise ValueError(f"workdir must be a local folder, got {self.workdir!r}")
         if self.batch % self.accumulation:

@@ -64,7 +64,7 @@ def _from_json(kind: Any, values: Any, source: str, path: str) -> Any:
         part = part_of(hints[name])
         if part is not None and not (value is None and type(None) in typing.get_args(hints[name])):
             values[name] = _from_json(part, value, source, _join(path, name))
-        elif isinstance(value, list):
+        elif isinstance(value, list) and hints[name] not in (int, float, bool, str):
             values[name] = tuple(value)
         elif not _fits(value, hints[name]):
             where = _join(path, name)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.checks import check_floating, check_qkv, require
+from brl_jax.attention.core.checks import check_floating, check_qkv, concrete_values, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import (
     Score,
@@ -91,6 +91,7 @@ def compress(
             contrast_key.shape == key.shape,
             f"contrast_key must have key's shape {key.shape}, got {contrast_key.shape}",
         )
+        check_floating(query=query, contrast_key=contrast_key)
         gamma = per_head(gamma, query)
     if scale is None:
         scale = 1.0 / (num_queries * math.sqrt(head_dim))
@@ -100,8 +101,18 @@ def compress(
             key_value_seq_lengths.shape == (batch,),
             f"key_value_seq_lengths must have shape ({batch},), got {key_value_seq_lengths.shape}",
         )
+        known = concrete_values(key_value_seq_lengths)
+        require(
+            axis_name is not None or known is None or bool(((known >= 0) & (known <= length)).all()),
+            f"key_value_seq_lengths must be from 0 to the {length} keys, got {known}",
+        )
     if mask is not None:
-        require(mask.ndim == 4, f"mask must have 4 axes (B, N, M, S), got shape {mask.shape}")
+        full = (batch, heads, num_queries, length)
+        fits = mask.ndim == 4 and all(size in (1, most) for size, most in zip(mask.shape, full))
+        require(
+            fits and mask.dtype == jnp.bool_,
+            f"mask must be bool and broadcast to (B, N, M, S) = {full}, got {mask.dtype} of shape {mask.shape}",
+        )
     first: Any = 0
     if axis_name is not None:
         first = jax.lax.axis_index(axis_name) * length

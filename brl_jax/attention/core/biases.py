@@ -39,6 +39,10 @@ class ALiBi:
     slopes: Float[Array, "N"]
 
     def __call__(self, query_positions, key_positions):
+        if jnp.ndim(self.slopes) != 1:
+            raise ValueError(
+                f"slopes of ALiBi must have shape (heads,), as alibi_slopes(heads) gives, got {self.slopes!r}"
+            )
         distance = jnp.abs(query_positions[:, None] - key_positions[None, :])
         return -self.slopes[:, None, None] * distance.astype(jnp.float32)[None]
 

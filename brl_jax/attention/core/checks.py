@@ -49,8 +49,10 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
 
 
 def check_floating(**arrays) -> None:
-    """Raises ValueError unless each array is floating point."""
+    """Raises ValueError unless all arrays are floating point, of the first one's dtype."""
+    first, dtype = next((name, array.dtype) for name, array in arrays.items())
     for name, array in arrays.items():
+        require(array.dtype == dtype, f"{name} must have {first}'s dtype {dtype}, got {array.dtype}")
         require(
             jnp.issubdtype(array.dtype, jnp.floating), f"{name} must be floating point, got {array.dtype}"
         )

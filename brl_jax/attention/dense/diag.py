@@ -268,6 +268,10 @@ def _check(query, key, value, block_size, score, implementation) -> None:
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
     require(
+        value.shape[3] == query.shape[3],
+        f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}",
+    )
+    require(
         query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, got {key.shape[1]}: blocks contain both",
     )

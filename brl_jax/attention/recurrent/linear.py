@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
-from brl_jax.attention.core.checks import check_choice, require
+from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
@@ -137,6 +137,7 @@ def linear_sums(
     **options: Any,
 ) -> tuple[tuple[Array, Array | None], LinearState]:
     """`feature_sums` of an elementwise feature map, with or without rotary positions."""
+    check_qkv(query, key, value)
     check_choice("feature_map", feature_map, get_args(FeatureMap))
 
     def features(x: Array, positions: Any) -> Array:

@@ -1,0 +1,392 @@
+"""Bad calls of the public functions, configurations and networks.
+
+Each row is a call that a user could make by mistake and a pattern that the error must match; the pattern names the
+argument. A NaN, a result or an error from the inside of JAX fails the row.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import brl_jax as brl
+
+B, T, N, H = 2, 12, 4, 8
+RNG = np.random.default_rng(0)
+
+
+def array(*shape, dtype=np.float32):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+Q, K, V = (array(B, T, N, H) for _ in range(3))
+GROUPED = array(B, T, 3, H)
+SHORT = array(B, T - 1, N, H)
+NARROW = array(B, T, N, H - 2)
+HALF = Q.astype(jnp.bfloat16)
+INTS = jnp.ones((B, T, N, H), jnp.int32)
+LENGTHS = jnp.asarray([3, 12])
+WINDOW = {"local_window_size": 3}
+TOKENS = array(B, 5, N, H)
+BETA = jnp.full((B, T, N), 0.5)
+PROJECTION = array(4, 32)
+MLR = {"ranks": (4, 4), "block_sizes": (None, 4)}
+
+SOFTMAX = {
+    "full": lambda q=Q, k=K, v=V, **o: brl.full_attention(q, k, v, **o),
+    "local": lambda q=Q, k=K, v=V, **o: brl.local_attention(q, k, v, **WINDOW, **o),
+    "diag": lambda q=Q, k=K, v=V, **o: brl.diag_attention(q, k, v, **o),
+    "mlr": lambda q=Q, k=K, v=V, **o: brl.mlr_attention(q, k, v, **MLR, **o),
+    "hopfield": lambda q=Q, k=K, v=V, **o: brl.hopfield_attention(q, k, v, **o),
+    "linear": lambda q=Q, k=K, v=V, **o: brl.linear_attention(q, k, v, **o),
+    "norm": lambda q=Q, k=K, v=V, **o: brl.norm_attention(q, k, v, **o),
+    "cosformer": lambda q=Q, k=K, v=V, **o: brl.cosformer_attention(q, k, v, max_length=64, **o),
+    "gau": lambda q=Q, k=K, v=V, **o: brl.gau_attention(q, k, v, **o),
+    "delta": lambda q=Q, k=K, v=V, **o: brl.delta_rule(q, k, v, BETA, **o),
+    "performer": lambda q=Q, k=K, v=V, **o: brl.performer_attention(
+        q, k, v, rng=jax.random.key(0), num_features=16, **o
+    ),
+    "bsbr": lambda q=Q, k=K, v=V, **o: brl.bsbr_attention(q, k, v, q, k, **o),
+    "linformer": lambda q=Q, k=K, v=V, **o: brl.linformer_attention(
+        q, k, v, key_projection=PROJECTION, value_projection=PROJECTION, **o
+    ),
+    "global_window": lambda q=Q, k=K, v=V, **o: brl.global_window_attention(
+        q, k, v, ranks=(4, 4), window=3, **o
+    ),
+}
+
+# What every function of query, key and value refuses: keyword arguments and what the error names.
+COMMON = {
+    "query is a list": ({"q": [[1.0]]}, "query must be"),
+    "key is None": ({"k": None}, "key must be"),
+    "query has three axes": ({"q": Q[0]}, "query must have shape"),
+    "query is empty": ({"q": Q[:, :0]}, "query must not be empty|query.*empty"),
+    "query holds integers": ({"q": INTS}, "query must be float"),
+    "key is of another dtype": ({"k": HALF}, "key must have query's dtype|key.*dtype"),
+    "key has another head dimension": ({"k": NARROW}, "key must have|key.*head_dim"),
+    "heads do not divide": ({"k": GROUPED, "v": GROUPED}, "heads of query must be a multiple"),
+    "value is shorter": ({"v": SHORT}, "value must have key's"),
+    "another batch": ({"k": K[:1], "v": V[:1]}, "key must have query's batch"),
+    "an unknown implementation": ({"implementation": "fast"}, "implementation must be"),
+    "lengths of another shape": ({"key_value_seq_lengths": jnp.asarray([3])}, "key_value_seq_lengths must"),
+    "lengths that are floats": (
+        {"key_value_seq_lengths": jnp.asarray([3.0, 4.0])},
+        "key_value_seq_lengths must",
+    ),
+}
+ROWS = [(name, case) for name in SOFTMAX for case in COMMON]
+
+
+@pytest.mark.parametrize(("name", "case"), ROWS, ids=lambda x: x.replace(" ", "-"))
+def test_query_key_value(name, case):
+    options, message = COMMON[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        SOFTMAX[name](**options)
+
+
+SCALES = ("full", "local", "diag", "hopfield", "bsbr", "linformer")
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("scale", [math.nan, math.inf, "1", True, [0.1]])
+def test_scale(name, scale):
+    with pytest.raises((ValueError, TypeError), match="scale must be"):
+        SOFTMAX[name](scale=scale)
+
+
+def decoder(**options):
+    options = {"vocab_size": 16, "num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16} | options
+    return brl.DecoderLM(brl.DecoderConfig(mechanism=options.pop("mechanism", brl.FullConfig()), **options))
+
+
+def classifier(**options):
+    options = {"vocab_size": 16, "num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16} | options
+    return brl.Classifier(
+        brl.EncoderConfig(mechanism=options.pop("mechanism", brl.FullConfig()), max_length=8, **options)
+    )
+
+
+IDS = jnp.zeros((1, 4), jnp.int32)
+
+
+def run(model, *arguments, **options):
+    variables = nn.unbox(model.init(jax.random.key(0), IDS))
+    return model.apply(variables, *arguments, **options)
+
+
+def generate(prompts=IDS, variables=None, model=None, **options):
+    model = decoder() if model is None else model
+    variables = nn.unbox(model.init(jax.random.key(0), IDS)) if variables is None else variables
+    return brl.generate(model, variables, prompts, **{"max_new_tokens": 2, "temperature": 0.0} | options)
+
+
+def compress(q=TOKENS, k=K, c=V, v=V, **options):
+    return brl.compress(q, k, c, v, **{"gamma": 0.1} | options)
+
+
+def propagate(q=Q, k=TOKENS, v=TOKENS, **options):
+    return brl.propagate(q, k, v, **{"strength": 0.5} | options)
+
+
+CALLS = {
+    # Local attention and its patterns.
+    "no window": (lambda: brl.local_attention(Q, K, V), "local_window_size and pattern"),
+    "window and pattern": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, pattern=brl.SlidingWindow(1, 1)),
+        "local_window_size and pattern",
+    ),
+    "window of three": (
+        lambda: brl.local_attention(Q, K, V, local_window_size=(1, 2, 3)),
+        "local_window_size must be",
+    ),
+    "window below 0": (
+        lambda: brl.local_attention(Q, K, V, local_window_size=-1),
+        "local_window_size must be",
+    ),
+    "window of floats": (
+        lambda: brl.local_attention(Q, K, V, local_window_size=1.5),
+        "local_window_size must",
+    ),
+    "a pattern that is none": (lambda: brl.local_attention(Q, K, V, pattern="sliding"), "pattern must be"),
+    "global tokens, causal": (
+        lambda: brl.local_attention(Q, K, V, pattern=brl.GlobalWindow(1, 1, 1), is_causal=True),
+        "is_causal must be False",
+    ),
+    "a bias of another shape": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, bias=array(3, 5)),
+        "bias must broadcast",
+    ),
+    "a bias of integers": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, bias=jnp.ones((T, T), jnp.int32)),
+        "bias must be floating",
+    ),
+    "a bias that is a string": (lambda: brl.local_attention(Q, K, V, **WINDOW, bias="alibi"), "bias must be"),
+    "segment ids of another length": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, segment_ids=jnp.zeros((B, 3), jnp.int32)),
+        "segment_ids of the queries must be",
+    ),
+    "segment ids that are floats": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, segment_ids=jnp.zeros((B, T))),
+        "segment_ids of the queries must be",
+    ),
+    "one array of segment ids for two lengths": (
+        lambda: brl.local_attention(Q, SHORT, SHORT, **WINDOW, segment_ids=jnp.zeros((B, T), jnp.int32)),
+        "segment_ids must be a pair",
+    ),
+    "value of another head dimension": (
+        lambda: brl.local_attention(Q, K, NARROW, **WINDOW),
+        "value must have",
+    ),
+    "diag: value of another head dimension": (lambda: brl.diag_attention(Q, K, NARROW), "value must have"),
+    "a key offset of floats": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, key_offset=1.5),
+        "key_offset must be",
+    ),
+    "a query offset of floats": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, query_offset=1.5),
+        "query_offset must be",
+    ),
+    "cuDNN in float32": (
+        lambda: brl.local_attention(
+            Q, K, V, local_window_size=(3, 0), is_causal=True, implementation="cudnn"
+        ),
+        "implementation='cudnn'",
+    ),
+    "SlidingWindow(-1, 0)": (lambda: brl.SlidingWindow(-1, 0), "left of SlidingWindow|left"),
+    "SlidingWindow.of_width(0)": (lambda: brl.SlidingWindow.of_width(0, True), "width must be"),
+    "Dilated with a dilation of 0": (lambda: brl.Dilated(1, 1, 0), "dilation"),
+    "BlockDiagonal(0)": (lambda: brl.BlockDiagonal(0), "block"),
+    "Fixed with more summaries than positions": (lambda: brl.Fixed(2, 3), "summary of Fixed"),
+    "BigBird with an even window": (lambda: brl.BigBird(4, window_blocks=2), "window_blocks"),
+    "BlockMask of floats": (lambda: brl.BlockMask.of(4, np.ones((2, 2))), "mask must be"),
+    "BlockMask of ragged rows": (lambda: brl.BlockMask(4, ((True,), (True, False))), "mask of BlockMask"),
+    "BlockMask that is too small": (
+        lambda: brl.local_attention(Q, K, V, pattern=brl.BlockMask.of(4, np.ones((2, 2), bool))),
+        "mask of BlockMask covers",
+    ),
+    "alibi_slopes(0)": (lambda: brl.alibi_slopes(0), "num_heads must be"),
+    "ALiBi of an int": (lambda: brl.local_attention(Q, K, V, **WINDOW, bias=brl.ALiBi(4)), "slopes"),
+    "ALiBi of another number of heads": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, bias=brl.ALiBi(brl.alibi_slopes(3))),
+        "bias",
+    ),
+    "T5Bias of too few buckets": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, bias=brl.T5Bias(array(2, N))),
+        "num_buckets",
+    ),
+    # Compression and propagation.
+    "compress: a bias of three axes": (lambda: compress(bias=array(N, 5, T)), "bias must"),
+    "compress: no contrast key": (lambda: compress(c=None), "gamma and contrast_key"),
+    "compress: no gamma": (lambda: compress(gamma=None), "gamma and contrast_key"),
+    "compress: gamma of another shape": (lambda: compress(gamma=jnp.ones((3,))), "gamma must have shape"),
+    "compress: an unknown score": (lambda: compress(score="relu"), "score must be"),
+    "compress: other heads": (lambda: compress(k=GROUPED, c=GROUPED, v=GROUPED), "heads of query must be"),
+    "compress: contrast key of another shape": (lambda: compress(c=SHORT), "contrast_key must have"),
+    "compress: lengths of another shape": (
+        lambda: compress(key_value_seq_lengths=jnp.asarray([3])),
+        "key_value_seq_lengths must",
+    ),
+    "compress: lengths beyond the keys": (
+        lambda: compress(key_value_seq_lengths=jnp.asarray([3, 99])),
+        "key_value_seq_lengths must",
+    ),
+    "compress: a mask of floats": (lambda: compress(mask=jnp.ones((1, 1, 5, T))), "mask must"),
+    "compress: a mask of another shape": (lambda: compress(mask=jnp.ones((3, 1, 5, T), bool)), "mask must"),
+    "compress: integers": (lambda: compress(q=jnp.ones((B, 5, N, H), jnp.int32)), "query must be"),
+    "compress: scale is NaN": (lambda: compress(scale=math.nan), "scale must be"),
+    "compress: keys of another dtype": (lambda: compress(k=HALF), "key must have query's dtype"),
+    "propagate: strength of another shape": (
+        lambda: propagate(strength=jnp.ones((3,))),
+        "strength must have",
+    ),
+    "propagate: a list": (lambda: propagate(q=[[1.0]]), "query must be"),
+    "propagate: mixed dtypes": (lambda: propagate(q=HALF), "key must have query's dtype"),
+    "propagate: scale is infinite": (lambda: propagate(scale=math.inf), "scale must be"),
+    "propagate: an unknown score": (lambda: propagate(score="sigmoid"), "score must be"),
+    "propagate: an unknown implementation": (lambda: propagate(implementation="gpu"), "implementation must"),
+    "propagate: integers": (lambda: propagate(q=INTS), "query must be"),
+    # Recurrent and structured functions.
+    "linear: a chunk of 0": (lambda: SOFTMAX["linear"](chunk_size=0), "chunk_size must be"),
+    "linear: an unknown feature map": (lambda: SOFTMAX["linear"](feature_map="exp"), "feature_map must be"),
+    "linear: a state without causality": (lambda: SOFTMAX["linear"](return_state=True), "return_state needs"),
+    "linear: causal with fewer keys": (
+        lambda: SOFTMAX["linear"](k=SHORT, v=SHORT, is_causal=True),
+        "key must have query's length",
+    ),
+    "linear: a state that is a list": (
+        lambda: SOFTMAX["linear"](is_causal=True, state=[1]),
+        "state must be a LinearState",
+    ),
+    "delta: beta of another shape": (lambda: brl.delta_rule(Q, K, V, BETA[:, :3]), "beta must be"),
+    "performer: neither key nor projection": (lambda: brl.performer_attention(Q, K, V), "rng|projection"),
+    "performer_projection of no features": (
+        lambda: brl.performer_projection(jax.random.key(0), 0, 8),
+        "num_features must be",
+    ),
+    "cosformer: a maximum of 0": (
+        lambda: brl.cosformer_attention(Q, K, V, max_length=0),
+        "max_length must be",
+    ),
+    "norm: an unknown norm": (lambda: SOFTMAX["norm"](norm="batch"), "norm must be"),
+    "bsbr: a state of no rows": (lambda: brl.init_bsbr_state(0, 8, 2, 2, 4), "batch must be"),
+    "hopfield: no steps": (lambda: SOFTMAX["hopfield"](steps=0), "steps must be"),
+    "linformer: causal": (lambda: SOFTMAX["linformer"](is_causal=True), "is_causal|causal"),
+    "linformer: too short a projection": (
+        lambda: brl.linformer_attention(Q, K, V, key_projection=array(4, 3), value_projection=array(4, 3)),
+        "key_projection must",
+    ),
+    "diag: a block of 0": (lambda: SOFTMAX["diag"](block_size=0), "block_size must be"),
+    "diag: an unknown score": (lambda: SOFTMAX["diag"](score="gelu"), "score must be"),
+    "mlr: ranks that do not add up": (lambda: brl.mlr_attention(Q, K, V, ranks=(4, 2)), "ranks must"),
+    "mlr: no ranks": (lambda: brl.mlr_attention(Q, K, V, ranks=()), "ranks must"),
+    "mlr: block sizes of another number": (
+        lambda: brl.mlr_attention(Q, K, V, ranks=(4, 4), block_sizes=(None,)),
+        "block_sizes must",
+    ),
+    "global_window: ranks that do not add up": (
+        lambda: brl.global_window_attention(Q, K, V, ranks=(4, 2), window=3),
+        "ranks must",
+    ),
+    "global_window: a window below 0": (
+        lambda: brl.global_window_attention(Q, K, V, ranks=(4, 4), window=-1),
+        "window must be",
+    ),
+    "btt_factors(0)": (lambda: brl.btt_factors(0), "width must be"),
+    "doubling_block_sizes of no levels": (lambda: brl.doubling_block_sizes(8, 0), "levels must be"),
+    # Configurations.
+    "BRL: an unknown feature map": (lambda: brl.BRLConfig(phi="x"), "phi must be"),
+    "BRL: an unknown memory": (lambda: brl.BRLConfig(memory="x"), "memory must be"),
+    "BRL: an unknown bias": (lambda: brl.BRLConfig(bias="x"), "bias must be"),
+    "BRL: an unknown scale": (lambda: brl.BRLConfig(compress_scale="x"), "compress_scale must be"),
+    "BRL: an unknown generation": (lambda: brl.BRLConfig(generation="x"), "generation must be"),
+    "BRL: an unknown formulation": (lambda: brl.BRLConfig(formulation="x"), "formulation must be"),
+    "BRL: gamma is NaN": (lambda: brl.BRLConfig(gamma=math.nan), "gamma must be"),
+    "BRL: beta above 1": (lambda: brl.BRLConfig(beta=2.0), "beta must be"),
+    "local: an unknown pattern": (lambda: brl.LocalConfig(pattern="x"), "pattern must be"),
+    "local: a window of 0": (lambda: brl.LocalConfig(window=0), "window must be"),
+    "diag config: an unknown score": (lambda: brl.DiagConfig(score="x"), "score must be"),
+    "decoder: a mechanism's name": (lambda: decoder(mechanism="local"), "mechanism must be"),
+    "decoder: remat some": (lambda: decoder(remat="some"), "remat must be"),
+    "decoder: rope_theta below 0": (lambda: decoder(rope_theta=-1.0), "rope_theta must be"),
+    "decoder: rope_theta 0": (lambda: decoder(rope_theta=0.0), "rope_theta must be"),
+    "decoder: rope_theta NaN": (lambda: decoder(rope_theta=math.nan), "rope_theta must be"),
+    "decoder: heads that do not divide": (lambda: decoder(num_heads=3), "d_model must be a multiple"),
+    "decoder: an unknown dtype": (lambda: decoder(dtype="float8"), "dtype must be"),
+    "decoder: an unknown implementation": (lambda: decoder(implementation="gpu"), "implementation must be"),
+    "decoder: an unknown ffn": (lambda: decoder(ffn="moe"), "ffn must be"),
+    "decoder: dropout of 1": (lambda: decoder(dropout=1.0), "dropout must be"),
+    "decoder: a bidirectional mechanism": (
+        lambda: decoder(mechanism=brl.LinformerConfig()),
+        "no causal form",
+    ),
+    "classifier: one class": (lambda: classifier(num_classes=1), "num_classes must be"),
+    "classifier: unknown pooling": (lambda: classifier(pooling="sum"), "pooling must be"),
+    # Networks.
+    "decoder: tokens outside the vocabulary": (lambda: run(decoder(), jnp.full((1, 4), 16)), "tokens must"),
+    "decoder: tokens below 0": (lambda: run(decoder(), jnp.full((1, 4), -1)), "tokens must"),
+    "decoder: tokens that are floats": (lambda: run(decoder(), jnp.zeros((1, 4))), "tokens must be integers"),
+    "decoder: tokens of one axis": (
+        lambda: run(decoder(), jnp.zeros((4,), jnp.int32)),
+        "tokens must have shape",
+    ),
+    "decoder: positions of another length": (
+        lambda: run(decoder(), IDS, positions=jnp.zeros((1, 3), jnp.int32)),
+        "positions must",
+    ),
+    "decoder: targets outside the vocabulary": (
+        lambda: run(decoder(), IDS, jnp.full((1, 4), 16), method="loss"),
+        "targets must",
+    ),
+    "decoder: memory and cache": (
+        lambda: run(decoder(), IDS, memory=1, cache=2),
+        "memory and cache exclude each other",
+    ),
+    "decoder: a cache of no rows": (lambda: decoder().init_cache(0, 4), "batch and length of a cache"),
+    "classifier: tokens outside the vocabulary": (
+        lambda: run(classifier(), jnp.full((1, 4), 16)),
+        "tokens must",
+    ),
+    "classifier: too long": (
+        lambda: run(classifier(), jnp.zeros((1, 9), jnp.int32)),
+        "tokens must be at most",
+    ),
+    "classifier: a length of 0": (lambda: run(classifier(), IDS, lengths=jnp.asarray([0])), "lengths must"),
+    "classifier: a length beyond the row": (
+        lambda: run(classifier(), IDS, lengths=jnp.asarray([5])),
+        "lengths must",
+    ),
+    "classifier: lengths of another shape": (
+        lambda: run(classifier(), IDS, lengths=jnp.asarray([1, 2])),
+        "lengths must",
+    ),
+    # Generation.
+    "generate: an empty prompt": (lambda: generate(jnp.zeros((1, 0), jnp.int32)), "prompts must be"),
+    "generate: a token outside the vocabulary": (lambda: generate(jnp.full((1, 2), 16)), "prompts must hold"),
+    "generate: floats": (lambda: generate(jnp.zeros((1, 2))), "prompts must be"),
+    "generate: ragged lists": (lambda: generate([[1, 2], [3]]), "prompts must have rows of one length"),
+    "generate: no new tokens": (lambda: generate(max_new_tokens=0), "max_new_tokens must be"),
+    "generate: no random key": (lambda: generate(temperature=1.0), "rng is needed"),
+    "generate: temperature below 0": (lambda: generate(temperature=-1.0), "temperature must"),
+    "generate: top_p of 0": (lambda: generate(top_p=0.0), "top_p must"),
+    "generate: top_k of 0": (lambda: generate(top_k=0), "top_k must"),
+    "generate: lengths beyond the prompt": (lambda: generate(lengths=np.asarray([9])), "lengths must"),
+    "generate: empty variables": (lambda: generate(variables={}), "variables must"),
+    "generate: an encoder": (
+        lambda: generate(model=classifier()),
+        "model must be a decoder|model must",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda x: x.replace(" ", "-"))
+def test_call(case):
+    call, message = CALLS[case]
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        call()
+
+
+def test_there_are_150_bad_calls():
+    assert len(ROWS) + len(SCALES) * 5 + len(CALLS) >= 150

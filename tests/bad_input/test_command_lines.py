@@ -1,0 +1,195 @@
+"""Bad command lines: each gets one clear line on standard error and exit status 2, and nothing is written.
+
+Each row is a module, a command line and a pattern that the line must match.
+"""
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+
+from train.errors import command
+from train.tasks.lm import LM as TASK
+
+# A line that is not refused would train: this little, and the row fails.
+TINY = {"--num_layers": "1", "--d_model": "16", "--num_heads": "2", "--steps": "1", "--batch": "2"}
+
+LM = {
+    "smal": "PRESET: got 'smal'; did you mean small",
+    "small extra": "unexpected argument 'extra'",
+    "--stepps 3": "unknown option --stepps; did you mean --steps",
+    "--steps 0": "--steps must be at least 1, got 0",
+    "--steps -3": "--steps must be at least 1, got -3",
+    "--steps many": "--steps",
+    "--steps 1.5": "--steps",
+    "--steps": "--steps",
+    "--seed -1": "--seed must be",
+    "--seed 99999999999999999999": "--seed must be",
+    "--seed x": "--seed",
+    "--batch 0": "--batch must be at least 1",
+    "--batch 7 --accumulation 2": "--batch must be a multiple of accumulation=2",
+    "--accumulation 0": "--accumulation must be",
+    "--length 0": "--length must be",
+    "--eval_every 0": "--eval_every must be",
+    "--eval_tokens 1": "--eval_tokens must be",
+    "--checkpoint_every 0": "--checkpoint_every must be",
+    "--keep_checkpoints 0": "--keep_checkpoints must be",
+    "--patience -1": "--patience must be",
+    "--workdir ": "--workdir",
+    "--workdir gs://bucket/run": "--workdir",
+    "--learning_rate -1": "--learning_rate must be above 0",
+    "--learning_rate 0": "--learning_rate must be above 0",
+    "--learning_rate nan": "--learning_rate must be",
+    "--learning_rate inf": "--learning_rate must be",
+    "--warmup_steps -1": "--warmup_steps must be",
+    "--decay fast": "--decay",
+    "--beta1 1": "--beta1 must be",
+    "--beta2 -0.1": "--beta2 must be",
+    "--epsilon 0": "--epsilon must be",
+    "--weight_decay -1": "--weight_decay must be",
+    "--clip_norm -1": "--clip_norm must be",
+    "--final_share 2": "--final_share must be",
+    "--d_model 0": "--d_model must be",
+    "--d_model 100 --num_heads 3": "--d_model must be a multiple of num_heads=3",
+    "--num_layers 0": "--num_layers must be",
+    "--num_heads 0": "--num_heads must be",
+    "--num_kv_heads 3": "--num_kv_heads must divide",
+    "--d_ff 0": "--d_ff must be",
+    "--ffn moe": "--ffn",
+    "--norm batch": "--norm",
+    "--remat some": "--remat",
+    "--dtype float8": "--dtype",
+    "--dropout 1": "--dropout must be",
+    "--dropout -0.5": "--dropout must be",
+    "--dropout nan": "--dropout must be",
+    "--rope_theta 0": "--rope_theta must be",
+    "--rope_theta -5": "--rope_theta must be",
+    "--rope_theta nan": "--rope_theta must be",
+    "--implementation gpu": "--implementation",
+    "--mup_base_width 0": "--mup_base_width must be",
+    "--mup_base_heads 2": "--mup_base_heads must be None",
+    "--mechanism": "--mechanism: expected one of",
+    "--mechanism locl": "--mechanism: got 'locl'; did you mean local",
+    "--mechanism linformer": "no causal form",
+    "--mechanism local --mechanism.window 0": "--mechanism.window must be",
+    "--mechanism local --mechanism.windw 3": "unknown option --mechanism.windw; did you mean --mechanism.window",
+    "--mechanism local --mechanism.pattern x": "--mechanism.pattern",
+    "--mechanism local --mechanism.pattern bigbird": "no causal form",
+    "--mechanism.beta 4": "--mechanism.beta must be",
+    "--mechanism.gamma nan": "--mechanism.gamma must be",
+    "--mechanism.memory x": "--mechanism.memory",
+    "--mechanism.num_compressed -1": "--mechanism.num_compressed must be",
+    "--mechanism.block_size 0": "--mechanism.block_size must be",
+    "--mechanism diag --mechanism.block_size -1": "--mechanism.block_size must be",
+    "--mechanism mlr --mechanism.ranks 16 16": "ranks",
+    "--late_mechanism x": "--late_mechanism: got 'x'",
+    "--late_mechanism full --schedule altrnate": "--schedule",
+    "--early_layers 1": "--early_layers must be None without a late_mechanism",
+    "--late_mechanism full --early_layers 9": "--early_layers must be",
+    "--swap_mechanisms maybe": "--swap_mechanisms",
+    "--mesh.data 0": "--mesh.data must be",
+    "--mesh.data 3": "mesh",
+    "--mesh.dta 2": "unknown option --mesh.dta; did you mean --mesh.data",
+    "--hosts.process 1": "--hosts.coordinator, processes and process must be given together",
+    "--data nowhere": "--data",
+    "--data text:/nowhere/*.txt": "--data",
+    "--data tfds:": "--data",
+    "--tokenizer words2": "--tokenizer",
+    "--tokenizer bpe:0": "--tokenizer",
+    "--tokenizer bpe:x": "--tokenizer",
+    "--sample_tokens -1": "--sample_tokens must be",
+    "--mechanism tlinformer --num_layers 3": "num_layers must be a multiple of 4",
+    "--mechanism tlinformer --mechanism.context x": "--mechanism.context",
+}
+
+OTHERS = {
+    ("train.lra", "listop"): "PRESET: got 'listop'; did you mean listops",
+    ("train.lra", "listops --data_dir /nowhere"): "--data_dir",
+    ("train.lra", "image --data_dir /nowhere"): "--data_dir",
+    ("train.lra", "listops --pooling sum"): "--pooling",
+    ("train.lra", "listops --positions x"): "--positions",
+    ("train.lra", "listops --mechanism local --mechanism.window 0"): "--mechanism.window must be",
+    ("train.lra", "listops --vocab_size 3"): "unknown option --vocab_size",
+    ("train.regression", "btt-9"): "PRESET: got 'btt-9'",
+    ("train.regression", "btt-8 --steps 0"): "--steps must be",
+    ("train.regression", "btt-8 --input_dim 0"): "input_dim|--dimension|unknown option --input_dim",
+    ("train.forecast", "encoder"): "--data",
+    ("train.forecast", "encoder --data /nowhere.csv"): "--data",
+    ("train.forecast", "encoder --data /nowhere.csv --horizon 0"): "--horizon must be",
+    ("train.forecast", "encoder --data /nowhere.csv --features some"): "--features",
+    ("eval.lm", "--workdir /nowhere"): "--workdir: no run there",
+    ("eval.lm", "--workdir /nowhere --split dev"): "--split",
+    ("eval.lm", "--checkpoint x --workdir /nowhere"): "--workdir: no run there|--checkpoint",
+    ("eval.lra", "--workdir /nowhere"): "--workdir: no run there",
+    ("eval.regression", "--workdir /nowhere"): "--workdir: no run there",
+    ("eval.forecast", "--workdir /nowhere"): "--workdir: no run there",
+    ("eval.generate", "--workdir /nowhere --prompt x"): "--workdir: no run there",
+    ("eval.generate", "--workdir /nowhere --tokens 0"): "--tokens must be|--workdir: no run there",
+    ("eval.generate", "--workdir /nowhere --temperature -1"): "--temperature must|--workdir: no run there",
+    ("eval.generate", "--workdir /nowhere --prompt x --seed 99999999999999999999"): "--seed must be",
+    ("eval.locality", "--workdir /nowhere"): "--workdir: no run there",
+    ("eval.gradient_std", "--workdir /nowhere"): "--workdir",
+    ("eval.speed", "--levels planets"): "--levels|levels",
+    ("eval.speed", "--lengths 0"): "--lengths|lengths",
+    ("eval.speed", "--mechanisms x"): "--mechanisms|mechanisms",
+    ("eval.speed", "--repeats 0"): "--repeats|repeats",
+    ("eval.pod_plan", "x --topology v5e:2x2"): "PRESET|preset",
+    ("eval.pod_plan", "small --topology v9:2x2"): "--topology",
+    ("eval.gpu_costs", "--targets t4"): "--targets must be out of",
+    ("eval.gpu_costs", "--length 0"): "--length must be",
+    ("eval.gpu_costs", "--operations full"): "--operations must be out of",
+}
+
+ROWS = [("train.lm", line, message) for line, message in LM.items()]
+ROWS += [(module, line, message) for (module, line), message in OTHERS.items()]
+
+
+def run(module, words, monkeypatch, capsys):
+    """The exit status of a command and what it printed on standard error."""
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    file = f"{module}.__main__" if importlib.util.find_spec(module).submodule_search_locations else module
+    status = command(importlib.import_module(file).main, module)
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "message"), ROWS, ids=[f"{m} {x}".replace(" ", "_") for m, x, _ in ROWS]
+)
+def test_one_line(module, line, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = line.split(" ")
+    if line.startswith("--") and module == "train.lm":
+        words += [word for pair in TINY.items() if pair[0] not in words for word in pair]
+    status, err = run(module, words, monkeypatch, capsys)
+    lines = err.strip().splitlines()
+    assert status == 2, err
+    assert len(lines) == 1, err
+    assert re.search(message, lines[0]), err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mechanism": None}, "mechanism"),
+        ({"d_model": "wide"}, "d_model"),
+        ({"num_layers": None}, "num_layers"),
+        ({"dropout": [0.1]}, "dropout"),
+        ({"width": 3}, "unknown field model.width"),
+    ],
+)
+def test_a_damaged_config_file(change, message, tmp_path, monkeypatch, capsys):
+    values = json.loads(json.dumps(TASK.to_json(TASK.presets["small"])))
+    values["model"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    status, err = run("eval.lm", ["--workdir", str(tmp_path)], monkeypatch, capsys)
+    assert status == 2, err
+    assert len(err.strip().splitlines()) == 1, err
+    assert message in err
+
+
+def test_there_are_enough_bad_lines():
+    assert len(ROWS) >= 110
