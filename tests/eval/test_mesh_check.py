@@ -62,6 +62,7 @@ def test_the_table(monkeypatch, capsys, far, fails):
     assert f"| local | 4.00 to 3.00 | {far:.0e} | 0e+00 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one_device(capsys):
     mesh_check.main(["--mechanisms", "local", "--meshes", mesh_check._TWO, "--steps", "2"])
     row = re.search(r"\| local \| ([\d.]+) to ([\d.]+) \| ([\d.e-]+) \|", capsys.readouterr().out)

@@ -6,8 +6,10 @@ A mechanism joins by being listed: without an entry in VARIANTS it is tested in 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
+import pytest
 
 from brl_jax.layers import (
     MECHANISMS,
@@ -124,6 +126,17 @@ COMPILED = (
     "brl-layer-laplace",
 )
 
+# Variants of a mechanism that run the program of another one with other constants, another pointwise function or other
+# ranks. Laws 1, 2 and 4 run them with the slow tests, law 3 runs them always.
+SAME_PROGRAM = (
+    "diag-softmax",
+    "bsbr-compressed",
+    "mlr-context",
+    "bilinear_mlr-bare",
+    "bilinear_btt-rank2",
+    "brl-output-relu2",
+)
+
 # Remat and 64-bit mode act on the engine that runs the layers, and on the loops inside of them: a stack of independent
 # layers on each kind of loop (blocks with a gradient of their own, chunks with a state, tiles of scores, query blocks,
 # a dense product), a stack with a carry over segments, and TLinFormer's own.
@@ -168,6 +181,11 @@ def dimensions(is_causal: bool, **changes) -> Dimensions:
         implementation="xla",
     )
     return dataclasses.replace(standard, **changes)
+
+
+def slow_variants(names: list[str]) -> list[Any]:
+    """The names, with those of SAME_PROGRAM marked slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SAME_PROGRAM else name for name in names]
 
 
 def named(condition) -> list[str]:

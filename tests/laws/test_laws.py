@@ -15,7 +15,7 @@ import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack, make_stack
-from tests.laws.cases import CASES, COMPILED, ENGINES, KERNELS, dimensions, named
+from tests.laws.cases import CASES, COMPILED, ENGINES, KERNELS, dimensions, named, slow_variants
 from tests.laws.networks import LAYERS, LENGTH, as_float64, both_of, network, relative_error
 from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
 from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
@@ -69,7 +69,7 @@ def changed(x: np.ndarray, place: Any, value: float) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", slow_variants(CAUSAL))
 def test_law_1_causal(name):
     """Changing token t changes no output before t, bitwise, and does change the output at t."""
     net = network(name, True)
@@ -80,7 +80,7 @@ def test_law_1_causal(name):
         assert (after[:, t] != before[:, t]).any()
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", slow_variants(CAUSAL))
 def test_law_2_generation_is_training(name):
     """Prefill of any length and single steps give the parallel forward's outputs, from one structure of cache."""
     net = network(name, True)
@@ -261,7 +261,7 @@ def test_law_4_packing_is_refused(name):
         net.stack.apply(net.variables, net.x[:, :5], segment_ids=jnp.ones((2, 5), jnp.int32))
 
 
-@pytest.mark.parametrize("name", named(lambda m: m.bidirectional))
+@pytest.mark.parametrize("name", slow_variants(named(lambda m: m.bidirectional)))
 def test_law_4_padding(name):
     """Padding changes no output of the real tokens, and its content no gradient."""
     net = network(name, False)

@@ -63,6 +63,7 @@ def test_weights_times_values_are_the_output(name):
     np.testing.assert_allclose(_apply(layer, variables, x)[0], y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name, kind in MECHANISMS.items() if kind().causal and name != "brl"]
 )

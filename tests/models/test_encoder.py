@@ -52,6 +52,7 @@ def check_padding(config):
     assert relative_error(run(variables, other, jnp.array([12, 14]))[0], padded[0]) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BIDIRECTIONAL)
 def test_padding_never_changes_an_answer(name):
     check_padding(EncoderConfig(mechanism=BIDIRECTIONAL[name], **SIZE))

@@ -123,6 +123,7 @@ def test_a_step_copies_nothing_as_long_as_the_text(variables):
     assert sizes[1] < 1.01 * sizes[0]
 
 
+@pytest.mark.slow
 def test_training_memory_is_linear():
     model = decoder(TLinFormerConfig(window=256, context=64, hidden=0), num_layers=4)
     variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))

@@ -197,6 +197,7 @@ def test_commands(runs, capsys):
     assert "| waves, univariate | 6 | tokens: full |" in text
 
 
+@pytest.mark.slow
 def test_a_run_goes_on(runs, table, tmp_path):
     """Stopped by its number of steps and gone on with, it computes what one run does."""
 

@@ -475,7 +475,7 @@ WINDOW = {"local_window_size": 3}
         ),
         ((Q, KV, KV), {**WINDOW, "segment_ids": jnp.zeros((2, 9), int)}, r"segment_ids .* \(2, 10\), got"),
         ((Q[:, :5], KV, KV), {**WINDOW, "segment_ids": jnp.zeros((2, 5), int)}, "segment_ids must be a pair"),
-        ((Q, KV, KV), {**WINDOW, "implementation": "triton"}, "implementation must be None, .* got 'triton'"),
+        ((Q, KV, KV), {**WINDOW, "implementation": "fast"}, "implementation must be None, .* got 'fast'"),
         (
             (Q, KV, KV),
             {**WINDOW, "implementation": "cudnn"},

@@ -182,6 +182,7 @@ def test_segments_are_apart(name):
     close(run(*more, state=state)[0], run(*more, state=last)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.linear])
 def test_64k_tokens_in_bfloat16(name):
     """The state keeps its precision: the outputs of the last tokens are those of float32."""

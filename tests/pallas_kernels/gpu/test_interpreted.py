@@ -18,6 +18,7 @@ pytestmark = [
         importlib.util.find_spec("triton") is None,
         reason="triton is not installed (pip install '.[gpu-test]')",
     ),
+    pytest.mark.slow,
     pytest.mark.xdist_group("triton"),
 ]
 

@@ -106,6 +106,7 @@ def test_exact_logits(kernel, scale):
         assert oracle.distance(got, right) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kernel", KERNELS)
