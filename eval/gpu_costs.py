@@ -109,7 +109,7 @@ class CostOptions:
 
 
 def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Callable, tuple]]:
-    """(operation, pass, function, arguments) of each program for so many tokens."""
+    """(operation, pass, function, arguments) of each program for sequences of this length."""
     import jax
     import jax.numpy as jnp
 

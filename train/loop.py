@@ -66,7 +66,7 @@ class HeldOut(Protocol):
 
 class Signals:
     """A context manager that records SIGTERM and Ctrl-C instead of ending the process; a second Ctrl-C ends it. With
-    several processes it records nothing: `train.hosts.preempted` tells all of them at the same step."""
+    several processes it records nothing: `train.hosts.preempted` reports to all of them at the same step."""
 
     def __init__(self) -> None:
         self.received: int | None = None

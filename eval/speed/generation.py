@@ -183,7 +183,7 @@ def _bytes(cache: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
-class _Held:
+class _CarriedCache:
     """A cache that programs change in place, shared by those of a row."""
 
     def __init__(self, cache: Any) -> None:
@@ -224,28 +224,28 @@ def _token(count: int) -> jax.Array:
 
 def _tlinformer(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(TLINFORMER)
-    held = _Held(_cache(options, model, length))
-    size = _bytes(held.cache)
-    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), held.cache)
+    carried = _CarriedCache(_cache(options, model, length))
+    size = _bytes(carried.cache)
+    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), carried.cache)
     piece = math.gcd(length, max(_PIECE // options.window, 1) * options.window)
 
     def read(p, t, c):
         c = model.apply(p, t, c, method="absorb")
         return c.num_tokens, c
 
-    absorb = _compile(read, params, _token(piece), held.cache)
-    miss = held.program(step, params, _token(1), num_tokens=length, window_index=0)
+    absorb = _compile(read, params, _token(piece), carried.cache)
+    miss = carried.program(step, params, _token(1), num_tokens=length, window_index=0)
 
     def first_token():
-        held.cache = _at(held.cache, num_tokens=0, window_index=0)
+        carried.cache = _at(carried.cache, num_tokens=0, window_index=0)
         for _ in range(length // piece):
-            _, held.cache = absorb(params, _token(piece), held.cache)
+            _, carried.cache = absorb(params, _token(piece), carried.cache)
         return miss.run()
 
     programs = {
         "first_token": Program(first_token, None),
         "miss": miss,
-        "hit": held.program(
+        "hit": carried.program(
             step,
             params,
             _token(1),
@@ -258,27 +258,29 @@ def _tlinformer(options: GenerationOptions, params: Any, length: int) -> Candida
 
 def _plain(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(PLAIN)
-    held = _Held(_cache(options, model, length))
-    size = _bytes(held.cache)
-    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), held.cache)
-    return Candidate({"hit": held.program(step, params, _token(1), num_tokens=length)}, {"cache_bytes": size})
+    carried = _CarriedCache(_cache(options, model, length))
+    size = _bytes(carried.cache)
+    step = _compile(lambda p, t, c: model.apply(p, t, cache=c), params, _token(1), carried.cache)
+    return Candidate(
+        {"hit": carried.program(step, params, _token(1), num_tokens=length)}, {"cache_bytes": size}
+    )
 
 
 def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candidate:
     model = options.model(PLAIN)
-    held = _Held(_cache(options, model, length))
+    carried = _CarriedCache(_cache(options, model, length))
     piece = math.gcd(length, _PIECE)
 
     def read(p, t, c):
         hidden, c = model.apply(p, t, cache=c, method="hidden")
         return model.apply(p, hidden[:, -1:], method="logits"), c
 
-    prefill = _compile(read, params, _token(piece), held.cache)
+    prefill = _compile(read, params, _token(piece), carried.cache)
 
     def first_token():
-        held.cache = _at(held.cache, index=0)
+        carried.cache = _at(carried.cache, index=0)
         for _ in range(length // piece):
-            out, held.cache = prefill(params, _token(piece), held.cache)
+            out, carried.cache = prefill(params, _token(piece), carried.cache)
         return jax.block_until_ready(out)
 
     return Candidate({"first_token": Program(first_token, prefill.memory_analysis().temp_size_in_bytes)})

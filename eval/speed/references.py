@@ -111,12 +111,12 @@ def delta_reference(
     d_state = np.zeros_like(state)
     d_key, d_value = np.zeros_like(key), np.zeros_like(value)
     for t in reversed(range(tail, length)):
-        k, held = key[:, t], before[t]
+        k, recalled = key[:, t], before[t]
         d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
-        error = value[:, t] - np.einsum("bnfh,bnf->bnh", held, k)
+        error = value[:, t] - np.einsum("bnfh,bnf->bnh", recalled, k)
         d_error = BETA * np.einsum("bnfh,bnf->bnh", d_state, k)
         d_unit = BETA * np.einsum("bnfh,bnh->bnf", d_state, error)
-        d_unit = d_unit - np.einsum("bnfh,bnh->bnf", held, d_error)
+        d_unit = d_unit - np.einsum("bnfh,bnh->bnf", recalled, d_error)
         d_key[:, t] = (d_unit - k * (k * d_unit).sum(-1, keepdims=True)) / size[:, t]
         d_value[:, t] = d_error
         d_state = d_state - k[..., None] * d_error[:, :, None]

@@ -280,7 +280,7 @@ def test_the_table_has_every_preset_of_the_paper():
     assert set(TABLE) == set(PRESETS) - {"small", "pod-1b"} - characters - windows
 
 
-# Length of training, and of the observed window's two parts (003, section 6.2.3): the generation's and the context's.
+# Length of training, and of the observed window's two parts (TLinFormer, section 6.2.3): generation and context.
 WINDOWS = {
     "base-512": (512, None, None),
     "base-1k": (1024, None, None),

@@ -29,7 +29,7 @@ from pallas_kernels.positions import floor_divide
 
 #: Queries whose scores the kernels compute together; key blocks are no smaller.
 _TILE = 128
-# The kernels look up the visibility of blocks of at least so many positions.
+# The smallest block of positions whose visibility the kernels look up.
 _MIN_GRANULE = 8
 
 _Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]

@@ -49,15 +49,8 @@ class _Call(NamedTuple):
 
 def compress_obstacle(query: Any, value: Any) -> str | None:
     """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
-    missing = bridge.obstacle()
-    if missing is not None:
-        return missing
-    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
     if query.shape[1] > MOST_TOKENS:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {query.shape[1]}"
-    if query.shape[3] > 128:
-        return f"head_dim must be at most 128, got {query.shape[3]}"
     if (
         bridge.target_capability() < 90
         and not bridge.interprets()
@@ -68,9 +61,7 @@ def compress_obstacle(query: Any, value: Any) -> str | None:
             "below compute capability 9.0 there must be at most 64 compressed tokens and a head_dim of at most 64, "
             f"got {query.shape[1]} and {query.shape[3]}"
         )
-    if value.shape[3] != query.shape[3]:
-        return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
-    return None
+    return bridge.array_obstacle(query, value, most_head_dim=128)
 
 
 def compress(

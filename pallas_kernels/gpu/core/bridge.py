@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
@@ -55,6 +56,20 @@ def obstacle() -> str | None:
     capability = target_capability()
     if not interprets() and capability < LEAST_CAPABILITY:
         return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
+    return None
+
+
+def array_obstacle(query: Any, value: Any, *, most_head_dim: int) -> str | None:
+    """Why no kernel with heads of up to `most_head_dim` features can serve arrays of these shapes and dtypes."""
+    missing = obstacle()
+    if missing is not None:
+        return missing
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if query.shape[3] > most_head_dim:
+        return f"head_dim must be at most {most_head_dim}, got {query.shape[3]}"
+    if value.shape[3] != query.shape[3]:
+        return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
     return None
 
 
@@ -208,7 +223,7 @@ def fold_vmap(
         if any(mapped[len(arguments) - static :]) if static else False:
             raise NotImplementedError("the lists of a GPU kernel cannot be mapped by vmap")
         rows = [
-            x if m else jax.numpy.broadcast_to(x, (size, *x.shape))
+            x if m else jnp.broadcast_to(x, (size, *x.shape))
             for x, m in zip(arguments[: len(arguments) - static], mapped)
         ]
         out = batched(*(x.reshape(-1, *x.shape[2:]) for x in rows), *shared)

@@ -74,16 +74,7 @@ class _Call(NamedTuple):
 
 def local_obstacle(query: Any, key: Any, value: Any) -> str | None:
     """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
-    missing = bridge.obstacle()
-    if missing is not None:
-        return missing
-    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
-    if query.shape[3] > 256:
-        return f"head_dim must be at most 256, got {query.shape[3]}"
-    if value.shape[3] != query.shape[3]:
-        return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
-    return None
+    return bridge.array_obstacle(query, value, most_head_dim=256)
 
 
 def local_attention(
