@@ -122,6 +122,22 @@ def test_law_2_a_stream_goes_on(name):
     assert relative_error(alone, expected[:, 16:]) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["brl-output", "brl-layer"])
+def test_law_2_a_memory_has_no_gradient(name):
+    """A batch reads what the one before it left, and sends no gradient back to it."""
+    net = network(name, True)
+
+    def second(first):
+        memory = net.stack.apply(net.variables, first, cache=net.stack.init_memory(2))[1]
+        y = net.stack.apply(net.variables, net.x[:, 8:16], cache=memory)[0]
+        return jnp.sum(y * net.x[:, 16:24]), y
+
+    gradient = jax.jit(jax.grad(second, has_aux=True))
+    (zero, y), (_, other) = gradient(net.x[:, :8]), gradient(net.x[:, 16:24])
+    assert (np.asarray(y) != np.asarray(other)).any()
+    assert not np.asarray(zero).any()
+
+
 @pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=FORM_IDS)
 def test_law_3_oracle(name, is_causal):
     """Outputs and gradients in float32 equal the float64 reference's to 1e-4."""

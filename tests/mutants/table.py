@@ -356,7 +356,7 @@ MUTANTS = (
         "brl_jax/layers/compressed/brl_memory.py",
         "return BRLMemory(jax.lax.stop_gradient(history), jnp.minimum(",
         "return BRLMemory(history, jnp.minimum(",
-        ("tests/layers", "tests/models", "tests/train/test_step.py", "-k", "history or gradient or memory"),
+        (LAWS, "-k", "a_memory_has_no_gradient"),
     ),
     Mutant(
         "layers/BRL's first block reads a history that is not there",

@@ -107,7 +107,8 @@ def test_segments_lengths_and_poison():
     segments = jnp.asarray(
         np.sort(np.random.default_rng(0).integers(0, 4, (batch, length)), axis=1), jnp.int32
     )
-    query_lengths, key_lengths = jnp.asarray([length, 250], jnp.int32), jnp.asarray([211, 0], jnp.int32)
+    # Row 0's last segment begins at token 209: its queries see no key, but other segments' keys are in their tiles.
+    query_lengths, key_lengths = jnp.asarray([length, 250], jnp.int32), jnp.asarray([201, 0], jnp.int32)
     mask = window_mask(length, left, right) & (
         np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None, :]
     )
@@ -142,6 +143,8 @@ def test_segments_lengths_and_poison():
     assert max(oracle.distance(x, y) for x, y in zip((out, *grads), (want[0], *want[2:]))) < 1e-5
     np.testing.assert_array_equal(np.isneginf(np.asarray(log_sum)), np.isneginf(want[1]))
     assert not np.asarray(out)[1].any()
+    assert (~mask.any(axis=2))[0, 209:].all()
+    assert not np.asarray(out)[0, 209:].any()
 
 
 def test_causal_bitwise():
