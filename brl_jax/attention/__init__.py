@@ -3,4 +3,16 @@
 A family is a folder and a backend is a file. In a family the public function has a file of its own, `reference.py`
 gives the plain meaning in a few dense lines, and one file a backend holds the fast form. What families share is in
 `core`.
+
+The letters of shapes, in signatures and docstrings alike:
+
+  B   batch (rows)                      N   query heads
+  T   queries, or tokens of a row       K   key/value heads; K divides N, and G = N / K
+  S   keys and values                   J   value heads where they differ from K
+  M   compressed tokens                 H   head dimension
+  C   tokens of a chunk, or blocks      V   head dimension of the values
+  D   model width                       F   features of a feature map
+  R   rank, or rows of a history        E   width of what a classifier reads
+
+Lower-case letters are sizes of one function or block. A letter after `#` may be 1.
 """

@@ -185,7 +185,12 @@ def dimensions(is_causal: bool, **changes) -> Dimensions:
 
 def slow_variants(names: list[str]) -> list[Any]:
     """The names, with those of SAME_PROGRAM marked slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SAME_PROGRAM else name for name in names]
+    return slow_unless(names, lambda name: name not in SAME_PROGRAM)
+
+
+def slow_unless(names: list[str], fast: Any) -> list[Any]:
+    """The names, with those for which `fast(name)` is False marked slow."""
+    return [name if fast(name) else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def named(condition) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack, make_stack
-from tests.laws.cases import CASES, COMPILED, ENGINES, KERNELS, dimensions, named, slow_variants
+from tests.laws.cases import CASES, COMPILED, ENGINES, KERNELS, dimensions, named, slow_unless, slow_variants
 from tests.laws.networks import LAYERS, LENGTH, as_float64, both_of, network, relative_error
 from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
 from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
@@ -318,7 +318,11 @@ def largest(shapes: list[str], separator: str) -> int:
     return max(math.prod(int(n) for n in shape.split(separator)) for shape in shapes)
 
 
-@pytest.mark.parametrize("name", [name for name in COMPILED if CASES[name].linear_cost])
+LINEAR = [name for name in COMPILED if CASES[name].linear_cost]
+
+
+# Compiling for 32k tokens takes seconds: one case of each engine, and BRL's two memories, are fast.
+@pytest.mark.parametrize("name", slow_unless(LINEAR, lambda name: name in (*ENGINES, "brl-layer")))
 def test_law_6_linear(name):
     """Doubling the length at most doubles (2.2) the temporary memory of forward and backward; nothing is n x n."""
     short, long = (training_step(name, n).lower().compile() for n in (2**14, 2**15))

@@ -56,6 +56,7 @@ def test_one_window_over_everything_is_the_plain_decoder(variables):
     assert relative_error(several[:, 8:], expected[:, 8:]) > 1e-2
 
 
+@pytest.mark.slow
 def test_every_output_depends_on_every_earlier_token_and_on_no_later_one():
     mechanism = dataclasses.replace(SMALL, context=6)  # more than a window
     stack = make_stack((mechanism,) * 6, dimensions(True))
@@ -110,6 +111,7 @@ def temporary_bytes(function, *args, donated=()):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_a_step_copies_nothing_as_long_as_the_text(variables):
     model = decoder(dataclasses.replace(SMALL, window=64, context=32))
 
@@ -138,6 +140,7 @@ def test_training_memory_is_linear():
     assert sizes[1] <= 2.2 * sizes[0]
 
 
+@pytest.mark.slow
 def test_dropout_draws_anew_and_reaches_every_window(variables):
     model = decoder(dropout=0.5)
     run = jax.jit(lambda key: model.apply(variables, tokens(), deterministic=False, rngs={"dropout": key})[0])

@@ -254,7 +254,10 @@ def _valid():
         ({"score": "cosine"}, "score must be one of"),
         ({"gamma": None}, "gamma and contrast_key"),
         ({"gamma": jnp.ones((3,))}, r"gamma must have shape \(2,\)"),
-        ({"mask": jnp.ones((3, 5), bool)}, "mask must have 4 axes"),
+        (
+            {"mask": jnp.ones((3, 5), bool)},
+            r"mask must be bool and broadcast to \(B, N, M, S\) = \(1, 2, 3, 5\), got bool",
+        ),
         ({"bias": jnp.ones((3, 5))}, "bias must have 4 axes"),
         (
             {"key_value_seq_lengths": jnp.ones((2,), jnp.int32)},

@@ -385,6 +385,7 @@ def largest_array(hlo):
     return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [(name, "loop") for name in LINEAR] + [(name, "at_once") for name in ("sliding", "dilated", "big_bird")],

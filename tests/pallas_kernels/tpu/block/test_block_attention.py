@@ -94,10 +94,12 @@ def test_dilated_in_bfloat16():
     check(rows, (512, 512), (1, 1, 128), jnp.bfloat16, 1e-2, mask=dilated)
 
 
+@pytest.mark.slow
 def test_poisoned_memory_and_any_order(hostile):
     check([[0], [], [1]], (300, 200), (2, 1, 128), mask=causal, interpret=hostile)
 
 
+@pytest.mark.slow
 def test_poisoned_memory_with_bits(hostile):
     """Granules of 100 positions, up to 3 in a block: only the second sees and is seen; a narrow head's shared tile."""
     bits = Granules(100, ((1 << 3 * 1 + 1,), (1 << 3 * 0 + 1,)))
@@ -105,6 +107,7 @@ def test_poisoned_memory_with_bits(hostile):
     check([[0], [0]], (256, 128), (2, 1, 64), mask=sees, masked=False, granules=bits, interpret=hostile)
 
 
+@pytest.mark.slow
 def test_lists_in_pieces(monkeypatch):
     """Lists that do not fit in scalar memory at once, forward and by keys; a single list that is too long is an
     error."""

@@ -52,6 +52,7 @@ def test_matches_reference_in_float32(score):
     check(jnp.float32, 1e-5, 20, (1, 500, 2, 128), score, scale=0.3, block=128, splits=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 140, 2, 64), (1, 40, 1, 72), (1, 3, 1, 256)])
 def test_head_dims_and_default_scale(shape):
     check(jnp.float32, 1e-5, 7, shape)
@@ -88,6 +89,7 @@ def test_large_logits():
     check(jnp.float32, 1e-5, 9, (1, 256, 1, 128), scale=1.0, block=128, splits=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks", "block_size", "history", "ragged"),
     [(3, 128, 128, False), (4, 16, 40, True), (2, 144, 300, True), (1, 7, 150, True)],
@@ -123,6 +125,7 @@ def test_blockwise_history(blocks, block_size, history, ragged, hostile):
     assert max(oracle.distance(x, y) for x, y in zip(got, total)) < 1e-5
 
 
+@pytest.mark.slow
 def test_poisoned_memory_and_any_order(hostile):
     check(jnp.float32, 1e-5, 4, (1, 300, 1, 64), block=128, splits=3, interpret=hostile)
 

@@ -35,6 +35,7 @@ def test_matches_reference_in_float32(score):
     check((2, 301, 2, 128), 70, score, jnp.float32, 1e-5, block=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 300, 3, 64), (1, 150, 4, 32), (1, 40, 1, 80), (1, 1, 1, 256)])
 def test_head_dims(shape):
     check(shape, 16, "softmax", jnp.float32, 1e-5)
@@ -44,6 +45,7 @@ def test_matches_reference_in_bfloat16():
     check((1, 280, 2, 64), 128, "softmax", jnp.bfloat16, 1e-2)
 
 
+@pytest.mark.slow
 def test_poisoned_memory_and_any_order(hostile):
     check((1, 300, 2, 128), 9, "softmax", jnp.float32, 1e-5, block=128, interpret=hostile)
 

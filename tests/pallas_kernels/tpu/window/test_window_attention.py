@@ -90,6 +90,7 @@ def test_log_sum_exp_and_its_gradient():
     check((1, 200, 2, 2, 64, 40, 0), jnp.float32, with_log_sum=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_any_scale(scale):
     check((1, 128, 1, 1, 128, 40, 0), jnp.float32, scale=scale, spread=0.0)
@@ -158,6 +159,7 @@ def test_causal_bitwise():
         assert (before[:, t] != after[:, t]).any()
 
 
+@pytest.mark.slow
 def test_composes():
     """vmap, remat and scan around the call agree with a loop of plain calls."""
     q, k, v = arrays(6, jnp.float32, *[(2, 2, 130, 1, 128)] * 3)
@@ -176,6 +178,7 @@ def test_composes():
                 np.testing.assert_allclose(np.asarray(x[i]), np.asarray(y), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -189,6 +192,7 @@ def test_poisoned_memory_and_any_order(case, hostile):
     check(case, jnp.float32, interpret=hostile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right_side", "error", "words"),
     [(64, jax.errors.JaxRuntimeError, "Revisited block"), (0, AssertionError, None)],
