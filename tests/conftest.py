@@ -13,7 +13,13 @@ import os
 from pathlib import Path
 
 import jax
+import jaxtyping
 import pytest
+
+# Shapes and dtypes in signatures are checked at every call where tests/attention/test_shapes.py asks for it; errors of
+# bad calls would otherwise come from the checker.
+if os.environ.get("BRL_JAX_CHECK_SHAPES"):
+    jaxtyping.install_import_hook(["brl_jax.attention"], "beartype.beartype")
 
 gc.set_threshold(100_000, 20, 10)
 if jax.__version_info__ < (

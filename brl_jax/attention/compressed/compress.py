@@ -33,7 +33,7 @@ def compress(
     query: Float[Array, "B M N H"],
     key: Float[Array, "B S N H"],
     contrast_key: Float[Array, "B S N H"] | None,
-    value: Float[Array, "B S N H"],
+    value: Float[Array, "B S N V"],
     *,
     gamma: Float[Array, "N"] | float | None,
     scale: float | None = None,
@@ -43,7 +43,7 @@ def compress(
     key_value_seq_lengths: Int[Array, "B"] | None = None,
     axis_name: str | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B M N H"]:
+) -> Float[Array, "B M N V"]:
     """Compresses S tokens into M with the difference of two attentions (BRL-Attention, OpenReview Vpyg3fqXbl, eq. 12).
 
     Per head: out = (sigma(c Q K1^T + b) - gamma sigma(c Q K2^T + b)) V, with Q from the compressed tokens and K1

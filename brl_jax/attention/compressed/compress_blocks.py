@@ -21,7 +21,7 @@ def compress_blocks(
     query: Float[Array, "B C M N H"],
     key: Float[Array, "B S N H"],
     contrast_key: Float[Array, "B S N H"] | None,
-    value: Float[Array, "B S N H"],
+    value: Float[Array, "B S N V"],
     *,
     gamma: Float[Array, "N"] | float | None,
     block_size: int,
@@ -31,7 +31,7 @@ def compress_blocks(
     score: Score = "softmax",
     bias: Float[Array, "N M R"] | PositionBias | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B C M N H"]:
+) -> Float[Array, "B C M N V"]:
     """`compress` for C consecutive blocks at once, each reading the history before it (BRL's memory per layer).
 
     Block c reads the keys [c * block_size, c * block_size + history_size). If the first history_size keys are those

@@ -32,14 +32,14 @@ _CHUNK = 512
 def propagate(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B M N H"],
-    value: Float[Array, "B M N H"],
+    value: Float[Array, "B M N V"],
     *,
     strength: Float[Array, "N"] | float,
     scale: float | None = None,
     score: Score = "softmax",
     bias: Float[Array, "#B #N #T #M"] | PositionBias | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """T tokens read M compressed tokens: out = lambda sigma(c z_Q z_K^T + b) z_V.
 
     BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 9.

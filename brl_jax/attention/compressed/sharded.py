@@ -22,7 +22,7 @@ def compress_blocks(
     query: Float[Array, "B C M N H"],
     key: Float[Array, "B T N H"],
     contrast_key: Float[Array, "B T N H"] | None,
-    value: Float[Array, "B T N H"],
+    value: Float[Array, "B T N V"],
     *,
     axis_name: str,
     block_size: int,
@@ -32,7 +32,7 @@ def compress_blocks(
     earlier_contrast_key: Float[Array, "B R N H"] | None = None,
     earlier_value: Float[Array, "B R N H"] | None = None,
     **options: Any,
-) -> Float[Array, "B C M N H"]:
+) -> Float[Array, "B C M N V"]:
     """`brl_jax.compress_blocks` of sequences that are sharded over `axis_name`, C blocks per device.
 
     Unlike there, key, contrast_key and value are the blocks' own tokens, T = C * block_size; the `history_size` tokens

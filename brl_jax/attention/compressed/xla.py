@@ -33,7 +33,7 @@ class Operands(NamedTuple):
 
     query: Float[Array, "B M N H"]
     keys: tuple[Float[Array, "B S N H"], ...]
-    value: Float[Array, "B S N H"]
+    value: Float[Array, "B S N V"]
     bias: Float[Array, "#B #N #M #S"] | None
     mask: Bool[Array, "#B #N #M #S"] | None
     lengths: Int[Array, "B"] | None
@@ -55,7 +55,7 @@ def piece_size(num_queries: int, num_keys: int) -> int:
 
 def read(
     operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
-) -> tuple[Float[Array, "B M N H"], ...]:
+) -> tuple[Float[Array, "B M N V"], ...]:
     """sigma(c Q K^T + b) V for each set of keys, in the dtype of sums.
 
     axis_name: the mesh axis over which the keys are sharded, inside `shard_map`; None if these are all keys.

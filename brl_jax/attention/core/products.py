@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -21,6 +21,7 @@ def merge_heads(x: Float[Array, "B K G T H"]) -> Float[Array, "B T N H"]:
     return x.reshape(b, k * g, t, h).transpose(0, 2, 1, 3)
 
 
+@runtime_checkable
 class Product(Protocol):
     """A product of two arrays whose axes are named as in einsum, accumulated in float32."""
 

@@ -62,7 +62,7 @@ class Arrangement:
         in_order = self.phases == 1 or self.phase_step == self.per_phase
         return self.listed is None and self.stride == 1 and in_order
 
-    def arrange(self, x: Array, axis: int, fill: float = 0) -> Array:
+    def arrange(self, x: Array, axis: int, fill: float | int = 0) -> Array:
         """The tokens of x (along axis) in this order, padded with `fill`."""
         size = x.shape[axis]
         if self._contiguous:
@@ -76,7 +76,7 @@ class Arrangement:
         inside = (tokens >= 0) & (tokens < size)
         return jnp.take(x, np.where(inside, tokens, size), axis=axis, mode="fill", fill_value=fill)
 
-    def restore(self, x: Array, axis: int, size: int, fill: float = 0) -> Array:
+    def restore(self, x: Array, axis: int, size: int, fill: float | int = 0) -> Array:
         """The inverse of `arrange` for a sequence of `size` tokens; tokens that are not in the order become `fill`."""
         if self._contiguous:
             pad = [(0, 0, 0)] * x.ndim

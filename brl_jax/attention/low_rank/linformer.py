@@ -22,7 +22,7 @@ def linformer_attention(
     value: Float[Array, "B S K H"],
     *,
     key_projection: Float[Array, "R L"] | Float[Array, "K R L"],
-    value_projection: Float[Array, "R L"] | Float[Array, "K R L"],
+    value_projection: Float[Array, "R P"] | Float[Array, "K R P"],
     scale: float | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[Array, " B"] | None = None,
@@ -37,8 +37,8 @@ def linformer_attention(
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key, value: (B, S, K, H) of the same dtype; K divides N.
-      key_projection, value_projection: E and F, (R, L) for all heads or (K, R, L) for each key head, in the
-        query's dtype. L, the greatest length, is at least S; the first S columns are used.
+      key_projection, value_projection: E and F, (R, L) and (R, P) for all heads, or (K, R, L) and (K, R, P) for each
+        key head, in the query's dtype. L and P, the greatest lengths, are at least S; the first S columns are used.
       scale: the scale of the scores; 1 / sqrt(H) by default.
       is_causal: must be False.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which

@@ -14,7 +14,7 @@ def linformer_attention(
     value: Float[Array, "B S K H"],
     *,
     key_projection: Float[Array, "R L"],
-    value_projection: Float[Array, "R L"],
+    value_projection: Float[Array, "R P"],
     scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(scale q (E K)^T) F V, where E and F mix the tokens (arXiv:2006.04768, eq. 7)."""

@@ -68,7 +68,7 @@ class Rectangle:
         x = x.reshape(*head, self.blocks, whole // self.blocks, *tail)
         return x[(slice(None),) * (axis + 1) + (slice(*span),)]
 
-    def restore(self, x: Array, axis: int, span: tuple[int, int], size: int, fill: float = 0) -> Array:
+    def restore(self, x: Array, axis: int, span: tuple[int, int], size: int, fill: float | int = 0) -> Array:
         """The inverse of `cut` for `size` tokens; tokens outside the spans become `fill`."""
         head, tail = x.shape[:axis], x.shape[axis + 2 :]
         whole = self.period if self.blocks > 1 else span[1]

@@ -200,7 +200,7 @@ class _RectangleTiling:
             together = max(n for n in range(1, min(every, limit) + 1) if every % n == 0)
         return cls(rectangle, batch, heads, group, tile, tiles, together)
 
-    def rows(self, x: Float[Array, "B K G T F"], fill: float = 0) -> Array:
+    def rows(self, x: Float[Array, "B K G T F"], fill: float | int = 0) -> Array:
         x = self.rectangle.cut(x, 3, self.rectangle.query)
         missing = self.tiles * self.tile - self.rectangle.num_queries
         if missing:
@@ -209,7 +209,7 @@ class _RectangleTiling:
         x = x.transpose(0, 1, 3, 4, 2, 5, 6)  # (B, K, blocks, tiles, G, tile, F)
         return self._split(x.reshape(*x.shape[:4], self.group * self.tile, x.shape[-1]))
 
-    def restore_rows(self, x: Array, length: int, fill: float = 0) -> Float[Array, "B K G T F"]:
+    def restore_rows(self, x: Array, length: int, fill: float | int = 0) -> Float[Array, "B K G T F"]:
         r = self.rectangle
         x = x.reshape(self.batch, self.heads, r.blocks, self.tiles, self.group, self.tile, x.shape[-1])
         x = x.transpose(0, 1, 4, 2, 3, 5, 6)

@@ -1,0 +1,43 @@
+"""The shapes and dtypes in the signatures of attention are true: a runtime checker accepts every call of these tests.
+
+It must be chosen before brl_jax is imported, and so has a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("local", "compressed", "recurrent", "structured", "dense")
+
+
+@pytest.mark.slow
+def test_annotations_are_true():
+    files = [f"tests/attention/{folder}/test_reference.py" for folder in FOLDERS]
+    line = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files]
+    line += ["-k", "not refuse and not bad and not positions"]
+    done = subprocess.run(
+        line, cwd=ROOT, env=os.environ | {"BRL_JAX_CHECK_SHAPES": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.slow
+def test_the_checker_refuses_a_lie():
+    code = (
+        "import tests.conftest, jax.numpy as jnp\n"
+        "from brl_jax.attention.compressed import reference\n"
+        "x = jnp.ones((1, 4, 2, 8))\n"
+        "reference.propagate(x, jnp.ones((1, 3, 2, 6)), x, strength=jnp.ones((1,)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"BRL_JAX_CHECK_SHAPES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "TypeCheckError" in done.stderr, done.stderr[-2000:]
