@@ -77,6 +77,7 @@ def test_encoders(tmp_path, capsys):
     assert [case.name for case in encoders.cases(SpeedOptions(torch=False), 64)][-1] == "brl w 512 m 128"
 
 
+@pytest.mark.slow
 def test_layers_table_json_and_pictures(tmp_path, capsys):
     path, pictures = tmp_path / "speed.json", tmp_path / "pictures"
     argv = [*SMALL, "--levels", "layers", "--mechanisms", "full", "--json", str(path)]

@@ -64,6 +64,7 @@ def test_a_run_leaves_what_it_should(runs):
     )
 
 
+@pytest.mark.slow
 def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
     take = TrainBatches.__next__
 

@@ -167,6 +167,7 @@ def test_it_begins_at_zero_and_learns(runs):
     assert read[0]["loss"] == pytest.approx(float(np.square(first["y"]).mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
     take = PromptStream.__next__
 
