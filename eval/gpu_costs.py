@@ -108,6 +108,25 @@ class CostOptions:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
+def unserved(options: CostOptions) -> dict[str, str]:
+    """Why the kernels do not serve some of the operations on the GPU that is compiled for."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import gpu
+
+    many, few = (
+        jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
+        for length in (options.length, options.compressed)
+    )
+    obstacles = {
+        "local": gpu.local_obstacle(many, many, many),
+        "compress": gpu.compress_obstacle(few, many),
+        "propagate": gpu.propagate_obstacle(many, few, few),
+    }
+    return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
+
+
 def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Callable, tuple]]:
     """(operation, pass, function, arguments) of each program for sequences of this length."""
     import jax
@@ -300,8 +319,10 @@ def _compile(function: Callable, arguments: tuple, name: str) -> Any:
 
 
 def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
-    """The costs of the options' programs on one target; `dump` is where Triton's bridge leaves its code."""
-    os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
+    """The costs of the options' programs on one target, which BRL_JAX_GPU_CAPABILITY names to the kernels.
+
+    `dump` is the folder where Triton's bridge leaves its code.
+    """
     doubled = [case[2:] for case in programs(options, 2 * options.length)]
     for number, (operation, passes, function, arguments) in enumerate(programs(options, options.length)):
         before = set(dump.rglob("*.ptx"))
@@ -338,7 +359,12 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["JAX_TRITON_DUMP_DIR"] = folder
         for target in options.targets:
-            for cost in measure(options, target, Path(folder)):
+            os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
+            refused = unserved(options)
+            for operation, why in refused.items():
+                table.add_row(target, operation, "runs through XLA", "", "", "", why)
+            served = tuple(name for name in options.operations if name not in refused)
+            for cost in measure(dataclasses.replace(options, operations=served), target, Path(folder)):
                 print(f"{target}: {cost.operation}, {cost.passes}", file=sys.stderr, flush=True)
                 kernels = "; ".join(
                     f"{k.name} {k.registers} registers, {k.spilled} B spilled, {k.shared / 1024:.0f} KiB shared"
