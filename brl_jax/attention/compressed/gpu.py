@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from brl_jax.attention.core.dispatch import Backend, bias_obstacle
-from pallas_kernels import gpu
+
+# Triton is imported where it is needed: it costs import time.
 
 
 def compress_backend(query, value, bias, mask, *, axis_name: str | None, **static: Any) -> Backend:
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
     def obstacle() -> str | None:
+        from pallas_kernels import gpu
+
         if mask is not None:
             return "mask must be None, got an array"
         if axis_name is not None:
@@ -22,6 +25,8 @@ def compress_backend(query, value, bias, mask, *, axis_name: str | None, **stati
         return bias_obstacle(bias) or gpu.compress_obstacle(query, value)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
+        from pallas_kernels import gpu
+
         gpu.check_interpretation(interpret)
         return gpu.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
 
@@ -32,9 +37,13 @@ def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
     def obstacle() -> str | None:
+        from pallas_kernels import gpu
+
         return bias_obstacle(bias) or gpu.propagate_obstacle(query, key, value)
 
     def run(query, key, value, strength, bias, *, interpret):
+        from pallas_kernels import gpu
+
         gpu.check_interpretation(interpret)
         return gpu.propagate(query, key, value, strength=strength, **static)
 

@@ -31,7 +31,7 @@ from brl_jax.attention.core.dispatch import (
     check_implementation,
     dispatch,
 )
-from brl_jax.attention.local import cudnn, gpu, xla
+from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
@@ -128,7 +128,7 @@ def local_attention(
 # Compiled on its own, so that a call outside jit traces the kernel once and not every time.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
-    # Pallas is imported where it is needed: it costs import time.
+    # Pallas and Triton are imported where they are needed: they cost import time.
     def tpu_obstacle() -> str | None:
         from brl_jax.attention.local import tpu
 
@@ -140,14 +140,21 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
         return tpu.attend(call, x, interpret=interpret)
 
     def gpu_obstacle() -> str | None:
+        from brl_jax.attention.local import gpu
+
         return bias_obstacle(x.bias) or gpu.obstacle(call, x)
+
+    def run_on_gpu(x: CallArrays, *, interpret: bool) -> Array:
+        from brl_jax.attention.local import gpu
+
+        return gpu.attend(call, x, interpret=interpret)
 
     # The TPU kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
     backends = {
         "tpu": Backend("pallas", run_on_tpu, tpu_obstacle, unsuited=few),
         # Only on request, as long as the kernel has not run on a GPU (docs/gpu.md).
-        "cuda": Backend("triton", functools.partial(gpu.attend, call), gpu_obstacle, unsuited=True),
+        "cuda": Backend("triton", run_on_gpu, gpu_obstacle, unsuited=True),
     }
     return dispatch("local_attention", implementation, backends, functools.partial(xla.attend, call), x)
 

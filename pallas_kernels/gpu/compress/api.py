@@ -17,7 +17,7 @@ from pallas_kernels.gpu.core.sizes import SCORES, padded, split
 MOST_TOKENS = 128
 
 
-class Tile(NamedTuple):
+class HistoryTile(NamedTuple):
     """Keys of a block, and Triton's warps and stages."""
 
     block_k: int
@@ -25,20 +25,20 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> tuple[Tile, Tile]:
+def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> tuple[HistoryTile, HistoryTile]:
     """The sizes of the forward and the backward kernel, chosen by the compiler's counts of registers and spills."""
     if bridge.interprets():
-        return Tile(16, 4, 1), Tile(16, 4, 1)
+        return HistoryTile(16, 4, 1), HistoryTile(16, 4, 1)
     if jnp.dtype(dtype).itemsize > 2:
-        return Tile(32, 8, 1), Tile(16, 8, 1)
+        return HistoryTile(32, 8, 1), HistoryTile(16, 8, 1)
     if bridge.target_capability() < 90:
-        return Tile(64, 4, 2), Tile(32, 4, 1)
+        return HistoryTile(64, 4, 2), HistoryTile(32, 4, 1)
     if bridge.target_capability() >= 100:
-        return Tile(64, 8, 2), Tile(32, 8, 1)
-    return Tile(64, 8, 2), Tile(64, 8, 2)
+        return HistoryTile(64, 8, 2), HistoryTile(32, 8, 1)
+    return HistoryTile(64, 8, 2), HistoryTile(64, 8, 2)
 
 
-class _Call(NamedTuple):
+class _CompressCall(NamedTuple):
     """All that is static about one call."""
 
     scale: float
@@ -101,7 +101,7 @@ def compress(
     lengths = (
         jnp.full((batch,), key.shape[1], jnp.int32) if key_lengths is None else key_lengths.astype(jnp.int32)
     )
-    call = _Call(float(scale), score, contrast_key is not None, key_lengths is None)
+    call = _CompressCall(float(scale), score, contrast_key is not None, key_lengths is None)
     if contrast_key is None or gamma is None:
         contrast_key, gamma = key, jnp.zeros((heads,), jnp.float32)
         return _compress(query, key, jax.lax.stop_gradient(contrast_key), value, gamma, lengths, call)
@@ -109,11 +109,11 @@ def compress(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _compress(query, key, contrast_key, value, gamma, lengths, call: _Call):
+def _compress(query, key, contrast_key, value, gamma, lengths, call: _CompressCall):
     return _compress_forward(query, key, contrast_key, value, gamma, lengths, call)[0]
 
 
-def _compress_forward(query, key, contrast_key, value, gamma, lengths, call: _Call):
+def _compress_forward(query, key, contrast_key, value, gamma, lengths, call: _CompressCall):
     totals, tops, sums = _run_forward(call)(query, key, contrast_key, value, lengths)
     # (B, A, SPLITS, N, M, ...)
     if call.score == "softmax":
@@ -135,7 +135,7 @@ def _compress_forward(query, key, contrast_key, value, gamma, lengths, call: _Ca
     return out, (query, key, contrast_key, value, gamma, lengths, outs, log_sums)
 
 
-def _compress_backward(call: _Call, saved, d_out):
+def _compress_backward(call: _CompressCall, saved, d_out):
     query, key, contrast_key, value, gamma, lengths, outs, log_sums = saved
     deltas = jnp.einsum("bmnh,bznmh->bznm", d_out.astype(jnp.float32), outs)
     d_query, d_key, d_contrast, d_value = _run_backward(call)(
@@ -150,7 +150,7 @@ def _compress_backward(call: _Call, saved, d_out):
 _compress.defvjp(_compress_forward, _compress_backward)
 
 
-def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, Any]:
+def _constants(call: _CompressCall, query: Array, key: Array, tile: HistoryTile) -> dict[str, Any]:
     batch, tokens, heads, head_dim = query.shape
     splits, stretch = split(key.shape[1], batch * heads, tile.block_k)
     return {
@@ -171,7 +171,7 @@ def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, A
 
 
 @functools.lru_cache(maxsize=64)
-def _run_forward(call: _Call):
+def _run_forward(call: _CompressCall):
     attentions = 2 if call.contrast else 1
 
     def run(query, key, contrast_key, value, lengths):
@@ -194,7 +194,7 @@ def _run_forward(call: _Call):
 
 
 @functools.lru_cache(maxsize=64)
-def _run_backward(call: _Call):
+def _run_backward(call: _CompressCall):
     def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
         batch, tokens, heads, head_dim = query.shape
         _, tile = choose_tiles(tokens, head_dim, query.dtype)

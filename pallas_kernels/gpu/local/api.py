@@ -17,7 +17,7 @@ from pallas_kernels.gpu.local import backward, forward
 from pallas_kernels.gpu.local.lists import Pattern, make_lists
 
 
-class Tile(NamedTuple):
+class LocalTile(NamedTuple):
     """Sizes of one kernel's program: queries and keys of a block, and Triton's warps and stages."""
 
     block_q: int
@@ -26,34 +26,34 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Tiles(NamedTuple):
+class LocalTiles(NamedTuple):
     """The three kernels' sizes."""
 
-    forward: Tile
-    query_gradient: Tile
-    key_gradient: Tile
+    forward: LocalTile
+    query_gradient: LocalTile
+    key_gradient: LocalTile
 
 
 # By the least compute capability and the padded head dimension that they are for. Chosen by the compiler's counts of
 # registers and spills (`python -m eval.gpu_costs`).
 _TILES = {
-    (100, 64): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    (100, 128): Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
-    (100, 256): Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
-    (90, 64): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    (90, 128): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    (90, 256): Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 1)),
-    (80, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-    (80, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-    (80, 256): Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (100, 64): LocalTiles(LocalTile(128, 64, 4, 3), LocalTile(128, 64, 8, 2), LocalTile(64, 128, 8, 2)),
+    (100, 128): LocalTiles(LocalTile(128, 64, 8, 3), LocalTile(64, 64, 4, 2), LocalTile(64, 128, 8, 2)),
+    (100, 256): LocalTiles(LocalTile(64, 32, 8, 2), LocalTile(64, 32, 8, 1), LocalTile(32, 32, 8, 1)),
+    (90, 64): LocalTiles(LocalTile(128, 64, 4, 3), LocalTile(128, 64, 8, 2), LocalTile(64, 128, 8, 2)),
+    (90, 128): LocalTiles(LocalTile(128, 64, 8, 3), LocalTile(128, 64, 8, 2), LocalTile(64, 128, 8, 2)),
+    (90, 256): LocalTiles(LocalTile(64, 32, 8, 2), LocalTile(32, 32, 4, 2), LocalTile(32, 32, 8, 1)),
+    (80, 64): LocalTiles(LocalTile(64, 64, 4, 2), LocalTile(64, 64, 4, 2), LocalTile(64, 32, 4, 2)),
+    (80, 128): LocalTiles(LocalTile(64, 64, 4, 2), LocalTile(64, 64, 8, 1), LocalTile(64, 64, 8, 1)),
+    (80, 256): LocalTiles(LocalTile(64, 32, 8, 1), LocalTile(32, 32, 8, 1), LocalTile(32, 32, 8, 1)),
 }
 # float32 takes twice the registers and shared memory of a 16-bit type.
-_FLOAT32 = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+_FLOAT32 = LocalTiles(LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1))
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
-_INTERPRETED = Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1))
+_INTERPRETED = LocalTiles(LocalTile(32, 16, 4, 1), LocalTile(32, 16, 4, 1), LocalTile(16, 32, 4, 1))
 
 
-def choose_tiles(head_dim: int, dtype: Any) -> Tiles:
+def choose_tiles(head_dim: int, dtype: Any) -> LocalTiles:
     """The sizes for a head dimension and a type on the GPU that is compiled for."""
     if bridge.interprets():
         return _INTERPRETED
@@ -63,7 +63,7 @@ def choose_tiles(head_dim: int, dtype: Any) -> Tiles:
     return _TILES[max(c for c, _ in _TILES if c <= capability), max(64, padded(head_dim))]
 
 
-class _Call(NamedTuple):
+class _LocalCall(NamedTuple):
     """All that is static about one call."""
 
     pattern: Pattern
@@ -128,7 +128,7 @@ def local_attention(
         ids = mark_absent(query_segment_ids, key_segment_ids, query_exists, key_exists, batch=batch)
         query = _only(query, exists[0])
         key, value = _only(key, exists[1]), _only(value, exists[1])
-    call = _Call(
+    call = _LocalCall(
         pattern,
         1.0 / math.sqrt(head_dim) if scale is None else float(scale),
         ids is not None,
@@ -149,11 +149,11 @@ def _only(x: Array, exists: Array | None) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query, key, value, query_ids, key_ids, call: _Call):
+def _attend(query, key, value, query_ids, key_ids, call: _LocalCall):
     return _attend_forward(query, key, value, query_ids, key_ids, call)[0]
 
 
-def _attend_forward(query, key, value, query_ids, key_ids, call: _Call):
+def _attend_forward(query, key, value, query_ids, key_ids, call: _LocalCall):
     out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids)
     natural = (
         jnp.where(jnp.isposinf(log_sums), -jnp.inf, log_sums * math.log(2.0))
@@ -163,7 +163,7 @@ def _attend_forward(query, key, value, query_ids, key_ids, call: _Call):
     return (out, natural), (query, key, value, query_ids, key_ids, out, log_sums)
 
 
-def _attend_backward(call: _Call, saved, gradients):
+def _attend_backward(call: _LocalCall, saved, gradients):
     query, key, value, query_ids, key_ids, out, log_sums = saved
     d_out, d_log_sums = gradients
     if not call.with_log_sum:
@@ -179,7 +179,7 @@ def _attend_backward(call: _Call, saved, gradients):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, Any]:
+def _constants(call: _LocalCall, query: Array, key: Array, tile: LocalTile) -> dict[str, Any]:
     (_, length, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     return {
         "T": length,
@@ -196,12 +196,12 @@ def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, A
     }
 
 
-def _options(tile: Tile) -> dict[str, int]:
+def _options(tile: LocalTile) -> dict[str, int]:
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
 @functools.lru_cache(maxsize=64)
-def _run_forward(call: _Call):
+def _run_forward(call: _LocalCall):
     def run(query, key, value, query_ids, key_ids):
         batch, length, heads, _ = query.shape
         tile = choose_tiles(query.shape[3], query.dtype).forward
@@ -222,7 +222,7 @@ def _run_forward(call: _Call):
 
 
 @functools.lru_cache(maxsize=64)
-def _run_backward(call: _Call):
+def _run_backward(call: _LocalCall):
     def run(query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
         ids = (query_ids, key_ids)
         batch, length, heads, _ = query.shape

@@ -17,7 +17,7 @@ from pallas_kernels.gpu.propagate import backward, forward
 MOST_TOKENS = 256
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """Rows of a block, compressed tokens of a block (None: all), and Triton's warps and stages."""
 
     block_t: int
@@ -26,33 +26,35 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Tiles(NamedTuple):
+class RowTiles(NamedTuple):
     """The three kernels' sizes."""
 
-    forward: Tile
-    query_gradient: Tile
-    key_gradient: Tile
+    forward: RowTile
+    query_gradient: RowTile
+    key_gradient: RowTile
 
 
-def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> Tiles:
+def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> RowTiles:
     """The sizes of the three kernels, chosen by the compiler's counts of registers and spills."""
     if bridge.interprets():
-        return Tiles(Tile(32, None, 4, 1), Tile(32, None, 4, 1), Tile(16, 16, 4, 1))
+        return RowTiles(RowTile(32, None, 4, 1), RowTile(32, None, 4, 1), RowTile(16, 16, 4, 1))
     wide = padded(tokens) > 128 or padded(head_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
         rows = 16 if wide else 32
-        return Tiles(Tile(rows, None, 8, 1), Tile(rows, None, 8, 1), Tile(32, 32, 8, 1))
+        return RowTiles(RowTile(rows, None, 8, 1), RowTile(rows, None, 8, 1), RowTile(32, 32, 8, 1))
     if bridge.target_capability() < 90:
         rows = 32 if wide else 64
-        return Tiles(Tile(rows, None, 8, 1), Tile(32, None, 8 if wide else 4, 1), Tile(32, 64, 8, 1))
-    return Tiles(
-        Tile(64 if wide else 128, None, 8, 1),
-        Tile(32 if wide else 64, None, 8, 1),
-        Tile(64, 64, 8 if wide else 4, 2),
+        return RowTiles(
+            RowTile(rows, None, 8, 1), RowTile(32, None, 8 if wide else 4, 1), RowTile(32, 64, 8, 1)
+        )
+    return RowTiles(
+        RowTile(64 if wide else 128, None, 8, 1),
+        RowTile(32 if wide else 64, None, 8, 1),
+        RowTile(64, 64, 8 if wide else 4, 2),
     )
 
 
-class _Call(NamedTuple):
+class _PropagateCall(NamedTuple):
     """All that is static about one call."""
 
     scale: float
@@ -96,20 +98,20 @@ def propagate(
     if reason is not None:
         raise NotImplementedError(reason)
     rows = jnp.broadcast_to(strength.astype(jnp.float32), (query.shape[0], *strength.shape))
-    return _propagate(query, key, value, rows, _Call(float(scale), score))
+    return _propagate(query, key, value, rows, _PropagateCall(float(scale), score))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _propagate(query, key, value, strength, call: _Call):
+def _propagate(query, key, value, strength, call: _PropagateCall):
     return _propagate_forward(query, key, value, strength, call)[0]
 
 
-def _propagate_forward(query, key, value, strength, call: _Call):
+def _propagate_forward(query, key, value, strength, call: _PropagateCall):
     (out,) = _run_forward(call)(query, key, value, strength)
     return out, (query, key, value, strength)
 
 
-def _propagate_backward(call: _Call, saved, d_out):
+def _propagate_backward(call: _PropagateCall, saved, d_out):
     query, key, _, _ = saved
     d_query, d_key, d_value, d_strength = _run_backward(call)(*saved, d_out.astype(query.dtype))
     d_key, d_value = (x.sum(1).transpose(0, 2, 1, 3).astype(key.dtype) for x in (d_key, d_value))
@@ -119,7 +121,7 @@ def _propagate_backward(call: _Call, saved, d_out):
 _propagate.defvjp(_propagate_forward, _propagate_backward)
 
 
-def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, Any]:
+def _constants(call: _PropagateCall, query: Array, key: Array, tile: RowTile) -> dict[str, Any]:
     return {
         "T": query.shape[1],
         "M": key.shape[1],
@@ -134,12 +136,12 @@ def _constants(call: _Call, query: Array, key: Array, tile: Tile) -> dict[str, A
     }
 
 
-def _options(tile: Tile) -> dict[str, int]:
+def _options(tile: RowTile) -> dict[str, int]:
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
 @functools.lru_cache(maxsize=64)
-def _run_forward(call: _Call):
+def _run_forward(call: _PropagateCall):
     def run(query, key, value, strength):
         batch, length, heads, head_dim = query.shape
         tile = choose_tiles(key.shape[1], head_dim, query.dtype).forward
@@ -156,7 +158,7 @@ def _run_forward(call: _Call):
 
 
 @functools.lru_cache(maxsize=64)
-def _run_backward(call: _Call):
+def _run_backward(call: _PropagateCall):
     def run(query, key, value, strength, d_out):
         batch, length, heads, head_dim = query.shape
         tokens = key.shape[1]

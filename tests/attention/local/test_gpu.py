@@ -1,6 +1,8 @@
 """What `local_attention` says where its GPU kernel cannot serve a call. Its numbers: tests/pallas_kernels/gpu."""
 
 import importlib.util
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -62,3 +64,16 @@ def test_the_default_does_not_ask_for_triton(monkeypatch):
     jax.jit(lambda x: local_attention(x, x, x, local_window_size=3)).trace(X).lower(
         lowering_platforms=("cuda",)
     )
+
+
+def test_importing_the_library_imports_no_kernels():
+    """A GPU user's start would otherwise wait for Triton, and its interpreter could no longer be chosen."""
+    code = (
+        "import sys, jax.numpy as jnp, brl_jax\n"
+        "x = jnp.ones((1, 4, 2, 8))\n"
+        "brl_jax.propagate(x, x, x, strength=0.5, implementation='xla')\n"
+        "loaded = [name for name in ('pallas_kernels.gpu', 'triton') if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
