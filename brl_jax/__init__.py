@@ -35,6 +35,7 @@ from brl_jax.attention.local.patterns import (
     Strided,
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention
+from brl_jax.attention.low_rank.nystromformer import nystrom_attention
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import delta_rule, init_delta_state
@@ -72,6 +73,7 @@ from brl_jax.layers import (
     Mechanism,
     MLRConfig,
     NormConfig,
+    NystromformerConfig,
     PerformerConfig,
     TLinFormerConfig,
 )
@@ -126,6 +128,7 @@ __all__ = [
     "MLRConfig",
     "Mechanism",
     "NormConfig",
+    "NystromformerConfig",
     "PairClassifier",
     "Pattern",
     "PerformerConfig",
@@ -172,6 +175,7 @@ __all__ = [
     "mlr_attention",
     "mlr_attention_step",
     "norm_attention",
+    "nystrom_attention",
     "performer_attention",
     "performer_projection",
     "propagate",

@@ -8,6 +8,7 @@ from brl_jax.layers.dense.full import FullConfig
 from brl_jax.layers.dense.hopfield import HopfieldConfig
 from brl_jax.layers.local.local_attention import LocalConfig
 from brl_jax.layers.low_rank.linformer import LinformerConfig
+from brl_jax.layers.low_rank.nystromformer import NystromformerConfig
 from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
@@ -41,6 +42,7 @@ __all__ = [
     "MLRConfig",
     "Mechanism",
     "NormConfig",
+    "NystromformerConfig",
     "PerformerConfig",
     "TLinFormerConfig",
     "mechanism_name",

@@ -13,6 +13,7 @@ from brl_jax.layers.dense.full import FullConfig
 from brl_jax.layers.dense.hopfield import HopfieldConfig
 from brl_jax.layers.local.local_attention import LocalConfig
 from brl_jax.layers.low_rank.linformer import LinformerConfig
+from brl_jax.layers.low_rank.nystromformer import NystromformerConfig
 from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
@@ -31,6 +32,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "brl": BRLConfig,
         "diag": DiagConfig,
         "linformer": LinformerConfig,
+        "nystromformer": NystromformerConfig,
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
         "deltanet": DeltaNetConfig,

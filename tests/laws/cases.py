@@ -32,6 +32,7 @@ from brl_jax.layers import (
     Mechanism,
     MLRConfig,
     NormConfig,
+    NystromformerConfig,
     PerformerConfig,
     TLinFormerConfig,
 )
@@ -77,6 +78,7 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
         "softmax": DiagConfig(block_size=6),
     },
     "linformer": {"": LinformerConfig(num_projected=5, max_length=32)},
+    "nystromformer": {"": NystromformerConfig(num_landmarks=5, conv_size=3)},
     "hopfield": {"": HopfieldConfig(steps=2, beta=1.0)},
     "linear": {
         "": LinearConfig(chunk_size=8),

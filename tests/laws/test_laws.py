@@ -15,13 +15,14 @@ import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack, make_stack
+from tests.laws.approximation_oracles import NETWORKS as APPROXIMATION_NETWORKS
 from tests.laws.cases import CASES, COMPILED, ENGINES, KERNELS, dimensions, named, slow_unless, slow_variants
 from tests.laws.networks import LAYERS, LENGTH, as_float64, both_of, network, relative_error
 from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
 from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
 from tests.laws.structured_oracles import NETWORKS as STRUCTURED_NETWORKS
 
-NETWORKS = {**SOFTMAX_NETWORKS, **STATE_NETWORKS, **STRUCTURED_NETWORKS}
+NETWORKS = {**SOFTMAX_NETWORKS, **APPROXIMATION_NETWORKS, **STATE_NETWORKS, **STRUCTURED_NETWORKS}
 
 CAUSAL = named(lambda m: m.causal)
 FORMS = [(name, True) for name in CAUSAL] + [(name, False) for name in named(lambda m: m.bidirectional)]
@@ -45,7 +46,7 @@ def oracle_of(kind: str) -> Any:
             f"the mechanism {kind!r} is listed in MECHANISMS and has no oracle: write its network in float64 NumPy, "
             f"straight from the formulas, and add it as {kind!r} to the dictionary NETWORKS of tests/laws/oracles.py "
             "(tests/laws/state_oracles.py if it carries a state, tests/laws/structured_oracles.py if its scores or "
-            "weights are structured matrices)"
+            "weights are structured matrices, tests/laws/approximation_oracles.py if it approximates a dense mechanism)"
         )
     return NETWORKS[kind]
 

@@ -17,6 +17,7 @@ PLAIN = {
     "local": {"window": 4},
     "diag": {"block_size": 4},
     "linformer": {"num_projected": 3, "max_length": 16},
+    "nystromformer": {"num_landmarks": 3},
     "hopfield": {},
     "linear": {"chunk_size": 4},
     "cosformer": {"chunk_size": 4},

@@ -293,6 +293,20 @@ MUTANTS = (
         "value)",
         ("tests/attention/low_rank/test_linformer.py", "-k", "padding"),
     ),
+    Mutant(
+        "low_rank/Nystromformer counts the padding in its segments",
+        "brl_jax/attention/low_rank/nystromformer.py",
+        "& inside[..., None]",
+        "& (inside | True)[..., None]",
+        (LAWS, "-k", "law_4_padding and nystromformer"),
+    ),
+    Mutant(
+        "low_rank/the pseudo-inverse starts from the matrix, not transposed",
+        "brl_jax/attention/low_rank/pseudo_inverse.py",
+        "jnp.swapaxes(matrix, -1, -2) / bound",
+        "matrix / bound",
+        ("tests/attention/low_rank/test_reference.py", "-k", "nystrom"),
+    ),
     # Kernels.
     Mutant(
         "kernels/window: one key too many on the left",

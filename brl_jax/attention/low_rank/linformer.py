@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.query_blocks import by_query_blocks
-from brl_jax.attention.dense.full import full_attention
-
-# The number of queries at a time on a CPU.
-_QUERY_BLOCK = 512
+from brl_jax.attention.low_rank.few_keys import attend_to_few
 
 
 def linformer_attention(
@@ -62,15 +57,8 @@ def linformer_attention(
     key = _project("key_projection", key_projection, zero_padding(key, key_lengths))
     value = _project("value_projection", value_projection, zero_padding(value, key_lengths))
 
-    def at_once(query: Array, key: Array, value: Array) -> Array:
-        return full_attention(query, key, value, scale=scale, implementation=implementation)
-
-    def in_blocks(query: Array, key: Array, value: Array) -> Array:
-        return by_query_blocks(lambda query, *_: at_once(query, key, value), _QUERY_BLOCK, query)
-
-    # On a CPU the scores of a few queries stay in the cache; elsewhere one large product is faster.
     query = zero_padding(query, query_lengths)
-    out = lax.platform_dependent(query, key, value, cpu=in_blocks, default=at_once)
+    out = attend_to_few(query, key, value, scale=scale, implementation=implementation)
     return zero_padding(out, query_lengths)
 
 

@@ -1,0 +1,37 @@
+"""Attention of many queries to few keys, which is where mechanisms of low rank spend their time."""
+
+from __future__ import annotations
+
+import functools
+
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.dense.full import full_attention
+
+# The number of queries at a time on a CPU.
+_QUERY_BLOCK = 512
+
+
+def attend_to_few(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B R K H"],
+    value: Float[Array, "B R K V"],
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"]:
+    """`full_attention` to a number of keys that does not grow with the queries, in memory linear in the queries."""
+    attend = functools.partial(full_attention, scale=scale, implementation=implementation)
+
+    def at_once(query: Array, key: Array, value: Array, lengths: Array | None) -> Array:
+        return attend(query, key, value, key_value_seq_lengths=lengths)
+
+    def in_blocks(query: Array, key: Array, value: Array, lengths: Array | None) -> Array:
+        return by_query_blocks(lambda query, *_: at_once(query, key, value, lengths), _QUERY_BLOCK, query)
+
+    # On a CPU the scores of a few queries stay in the cache; elsewhere one large product is faster.
+    return lax.platform_dependent(query, key, value, key_value_seq_lengths, cpu=in_blocks, default=at_once)

@@ -1,0 +1,124 @@
+"""Nystromformer: softmax attention through landmarks, the means of segments (Xiong et al. 2021, arXiv:2102.03902)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.scores import softmax_weights
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.low_rank.few_keys import attend_to_few
+from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
+from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
+
+
+def nystrom_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    num_landmarks: int = 128,
+    iterations: int = 6,
+    value_kernel: Float[Array, "N W"] | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"]:
+    """softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V, in O(T R) time and memory for R landmarks.
+
+    Q~ and K~ are the means of the queries and keys over R segments of the sequence, and pinv is the iteration of
+    `iterative_pseudo_inverse`: arXiv:2102.03902, eqs. 13 and 14. Landmarks are means over the whole sequence and every
+    query reads all of them: there is no causal form. `reference.nystrom_attention` is the plain form.
+
+    Token t of a row of L tokens belongs to the segment floor(t R / L), so that segments differ by at most one token
+    where R does not divide L; the paper assumes that it does. A row of fewer tokens than R has a landmark for each
+    token, which is full attention, as far as the iteration has converged. The authors' code scales the first
+    approximation of the inverse by the largest norm in the batch; here each matrix has its own, as in the paper.
+
+    Args:
+      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16;
+        K divides N.
+      num_landmarks: R.
+      iterations: the steps of the pseudo-inverse.
+      value_kernel: (N, W) with W odd; adds to each head the convolution of its values along the sequence with this
+        kernel (the paper's skip connection, with W = 33). None adds nothing.
+      scale: the scale of the scores; 1 / sqrt(H) by default.
+      is_causal: must be False.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything and
+        enters no landmark. Padded rows give 0.
+      implementation: None or "xla".
+
+    Returns:
+      (B, T, N, V) in the dtype of the query, computed in float32.
+
+    Raises:
+      ValueError: is_causal=True; shapes, dtypes, sizes or an implementation that do not fit, naming the argument.
+    """
+    query, key, value, lengths, dtype = prepare_same_tokens(
+        query, key, value, key_value_seq_lengths, implementation, is_causal,
+        why_not_causal="with Nystromformer: its landmarks are means over the whole sequence",
+    )  # fmt: skip
+    check_sizes(num_landmarks=num_landmarks, iterations=iterations)
+    _check_kernel(value_kernel, query.shape[2])
+    batch, length, heads, head_dim = query.shape
+    scale = check_scale(scale, head_dim)
+    counts = jnp.full((batch,), length, jnp.int32) if lengths is None else lengths
+    means = _segment_means(counts, length, min(num_landmarks, length))
+    key_landmarks, query_landmarks = (jnp.einsum("btr,btnh->brnh", means, x) for x in (key, query))
+    # The landmarks that exist, which are the first ones of each row.
+    present = jnp.minimum(counts, means.shape[2])
+    exists = jnp.arange(means.shape[2], dtype=jnp.int32)[None] < present[:, None]
+    key_landmarks = jnp.repeat(key_landmarks, heads // key.shape[2], axis=2)
+    scores = jnp.einsum("brnh,bsnh->bnrs", query_landmarks, key_landmarks) * scale
+    between = softmax_weights(scores, exists[:, None, :, None] & exists[:, None, None, :])
+    read = full_attention(
+        query_landmarks, key, value, scale=scale, query_seq_lengths=present, key_value_seq_lengths=lengths,
+        implementation="xla",
+    )  # fmt: skip
+    inverse = iterative_pseudo_inverse(between, iterations)
+    read = jnp.einsum("bnrs,bsnv->brnv", inverse, read, precision=lax.Precision.HIGHEST)
+    out = attend_to_few(
+        query, key_landmarks, read, scale=scale, key_value_seq_lengths=present, implementation="xla"
+    )
+    if value_kernel is not None:
+        out = out + _convolve(value, value_kernel)
+    return zero_padding(out, lengths).astype(dtype)
+
+
+def _segment_means(lengths: Int[Array, " B"], length: int, count: int) -> Float[Array, "B T R"]:
+    """The matrix that takes the mean of each segment: 1 / its number of tokens for each of them, 0 for padding."""
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+    inside = places < lengths[:, None]
+    segment = places * jnp.minimum(lengths, count)[:, None] // jnp.maximum(lengths, 1)[:, None]
+    members = (segment[..., None] == jnp.arange(count, dtype=jnp.int32)[None, None]) & inside[..., None]
+    members = members.astype(jnp.float32)
+    return members / jnp.maximum(members.sum(1, keepdims=True), 1)
+
+
+def _check_kernel(kernel: Array | None, heads: int) -> None:
+    require(
+        kernel is None or (kernel.ndim == 2 and kernel.shape[0] == heads and kernel.shape[1] % 2 == 1),
+        f"value_kernel must have shape ({heads}, an odd size), got {None if kernel is None else kernel.shape}",
+    )
+
+
+def _convolve(value: Float[Array, "B T K V"], kernel: Float[Array, "N W"]) -> Float[Array, "B T N V"]:
+    """sum_w kernel[w] value[t + w - W // 2] for each head, with zeros beyond the ends."""
+    heads, size = kernel.shape
+    batch, length, kv_heads, value_dim = value.shape
+    value = jnp.repeat(value, heads // kv_heads, axis=2)
+    rows = value.transpose(0, 3, 1, 2).reshape(batch * value_dim, length, heads)
+    out = lax.conv_general_dilated(
+        rows,
+        kernel.astype(value.dtype).T[:, None],
+        window_strides=(1,),
+        padding=[(size // 2, size // 2)],
+        dimension_numbers=("NWC", "WIO", "NWC"),
+        feature_group_count=heads,
+    )
+    return out.reshape(batch, value_dim, length, heads).transpose(0, 2, 3, 1)

@@ -1,0 +1,53 @@
+"""What landmarks become where they are as many as the tokens, and what the function refuses."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import full_attention, nystrom_attention
+from tests.attention.local.test_local import random_qkv
+from tests.attention.oracles import relative_error
+
+
+def test_a_landmark_for_each_token_is_full_attention():
+    """Where the matrix of weights is far from singular, so that the iteration converges."""
+    query, key, value, _ = random_qkv(5, heads=2)
+    query = key = 6 * jnp.eye(5, key.shape[3])[None, :, None] + 0.1 * key
+    expected = full_attention(query, key, value)
+    assert relative_error(nystrom_attention(query, key, value, iterations=12), expected) < 1e-4
+    assert relative_error(nystrom_attention(query, key, value, num_landmarks=2), expected) > 1e-2
+
+
+def test_a_convolution_alone():
+    """A kernel with a single 1 moves the values of its head."""
+    query, key, value, _ = random_qkv(9, heads=2)
+    kernel = jnp.zeros((2, 3)).at[0, 0].set(1.0)
+    moved = nystrom_attention(query, key, value, value_kernel=kernel) - nystrom_attention(query, key, value)
+    np.testing.assert_allclose(moved[:, 1:, 0], value[:, :-1, 0], atol=1e-5)
+    np.testing.assert_allclose(moved[:, 0], 0, atol=1e-5)
+    np.testing.assert_allclose(moved[:, :, 1], 0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_causal": True}, "is_causal must be False with Nystromformer"),
+        ({"num_landmarks": 0}, "num_landmarks must be an int of at least 1, got 0"),
+        ({"iterations": 1.5}, "iterations must be an int of at least 1, got 1.5"),
+        (
+            {"value_kernel": jnp.ones((4, 2))},
+            r"value_kernel must have shape \(4, an odd size\), got \(4, 2\)",
+        ),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        nystrom_attention(*random_qkv(6)[:3], **changes)
+
+
+def test_queries_and_keys_are_the_same_tokens():
+    query, key, value, _ = random_qkv(6)
+    with pytest.raises(
+        ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
+    ):
+        nystrom_attention(query, key[:, :5], value[:, :5])

@@ -1,0 +1,54 @@
+"""Networks of the mechanisms that approximate a dense one, in float64 NumPy (see `tests.laws.oracles`).
+
+Dense (n, n) matrices, one head at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from tests.laws.oracles import softmax
+from tests.laws.state_oracles import head_inputs, merge, residual_network
+
+
+def pseudo_inverse(a, steps):
+    """The iteration of order three; the largest sums are those of the real parts."""
+    rows, columns = a.sum(1), a.sum(0)
+    z = a.T / (rows[np.argmax(np.real(rows))] * columns[np.argmax(np.real(columns))])
+    one = np.eye(len(a))
+    for _ in range(steps):
+        az = a @ z
+        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
+    return z
+
+
+def every(a, b):
+    return np.ones((len(a), len(b)), bool)
+
+
+def nystromformer_mix(u, p, m, d):
+    """Landmarks are means of segments, cut where floor(t r / n) steps."""
+    n = len(u)
+    r = min(m.num_landmarks, n)
+    cuts = [-(-i * n // r) for i in range(r + 1)]
+    heads = []
+    for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
+        q, k = q / d.head_dim**0.25, k / d.head_dim**0.25
+        few_q, few_k = (np.stack([x[s:e].mean(0) for s, e in itertools.pairwise(cuts)]) for x in (q, k))
+        left, between, right = (
+            softmax(x @ y.T, every(x, y)) for x, y in ((q, few_k), (few_q, few_k), (few_q, k))
+        )
+        out = left @ pseudo_inverse(between, m.iterations) @ (right @ v)
+        if m.conv_size:
+            reach = m.conv_size // 2
+            room = np.concatenate([np.zeros((reach, v.shape[1])), v, np.zeros((reach, v.shape[1]))])
+            out = out + sum(p["value_kernel"][a, w] * room[w : w + n] for w in range(m.conv_size))
+        heads.append(out)
+    return merge(heads, p)
+
+
+NETWORKS = {
+    "nystromformer": residual_network(nystromformer_mix),
+}
