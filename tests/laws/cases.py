@@ -1,15 +1,18 @@
 """The configurations under which each listed mechanism must keep the laws.
 
 A mechanism joins by being listed: without an entry in VARIANTS it is tested in its default configuration.
+
+Which tests of a case are fast is decided by its field `repeats`. The fast part of the suite asks every mechanism for
+causality, generation and the float32 oracle with its gradients (laws 1 to 3, of its first case); a case that is
+structurally new keeps the other laws there too. The slow part runs every law on every case.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
-import pytest
 
 from brl_jax.layers import (
     MECHANISMS,
@@ -37,24 +40,41 @@ from brl_jax.layers import (
     TLinFormerConfig,
 )
 
+
+class Case(NamedTuple):
+    """A configuration that must keep the laws.
+
+    Attributes:
+      mechanism: the configuration.
+      repeats: the name of the case whose program this one runs with other constants, another pointwise function or
+        other ranks. All its tests are slow, except for laws 1 to 3 where it is the first case of its mechanism. None:
+        the case is structurally new (it has a loop, a state or a memory of its own), and its tests are fast.
+    """
+
+    mechanism: Mechanism
+    repeats: str | None = None
+
+
 _BRL = BRLConfig(window=5, num_compressed=3, block_size=8)
 
 
-def _brl(**changes) -> Mechanism:
-    return dataclasses.replace(_BRL, **changes)
+def _brl(repeats: str | None = None, **changes) -> Case:
+    return Case(dataclasses.replace(_BRL, **changes), repeats)
 
 
-VARIANTS: dict[str, dict[str, Mechanism]] = {
-    "full": {"": FullConfig()},
+VARIANTS: dict[str, dict[str, Case]] = {
+    "full": {"": Case(FullConfig())},
+    # tests/attention/local/test_local.py has each pattern. Causal ones go through one loop over blocks; the others add
+    # a part that all queries see.
     "local": {
-        "sliding": LocalConfig(window=5),
-        "dilated": LocalConfig(window=4, pattern="dilated", dilation=3),
-        "block": LocalConfig(window=6, pattern="block"),
-        "bucketed": LocalConfig(window=5, pattern="bucketed"),
-        "strided": LocalConfig(window=5, pattern="strided"),
-        "fixed": LocalConfig(window=5, pattern="fixed"),
-        "global": LocalConfig(window=5, pattern="global", num_global=3),
-        "bigbird": LocalConfig(window=4, pattern="bigbird", num_global=4),
+        "sliding": Case(LocalConfig(window=5)),
+        "dilated": Case(LocalConfig(window=4, pattern="dilated", dilation=3), repeats="local-sliding"),
+        "block": Case(LocalConfig(window=6, pattern="block"), repeats="local-sliding"),
+        "bucketed": Case(LocalConfig(window=5, pattern="bucketed"), repeats="local-sliding"),
+        "strided": Case(LocalConfig(window=5, pattern="strided"), repeats="local-sliding"),
+        "fixed": Case(LocalConfig(window=5, pattern="fixed"), repeats="local-sliding"),
+        "global": Case(LocalConfig(window=5, pattern="global", num_global=3), repeats="local-bigbird"),
+        "bigbird": Case(LocalConfig(window=4, pattern="bigbird", num_global=4)),
     },
     "brl": {
         "output": _brl(compress_scale="m1"),
@@ -62,9 +82,14 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
         "output-equations": _brl(
             formulation="equations", history_size=13, bias="alibi", compress_scale="learned"
         ),
-        "layer-equations": _brl(memory="layer", formulation="equations", history_size=5, phi="spiky"),
-        "output-relu2": _brl(score="relu2", gamma=0.0, history_size=11, input_norm=False, compressed_dim=24),
+        "layer-equations": _brl(
+            "brl-layer", memory="layer", formulation="equations", history_size=5, phi="spiky"
+        ),
+        "output-relu2": _brl(
+            "brl-output", score="relu2", gamma=0.0, history_size=11, input_norm=False, compressed_dim=24
+        ),
         "layer-laplace": _brl(
+            "brl-layer",
             memory="layer",
             score="laplace",
             gamma=0.5,
@@ -74,75 +99,70 @@ VARIANTS: dict[str, dict[str, Mechanism]] = {
         ),
     },
     "diag": {
-        "relu": DiagConfig(block_size=6, score="relu"),
-        "softmax": DiagConfig(block_size=6),
+        "relu": Case(DiagConfig(block_size=6, score="relu")),
+        "softmax": Case(DiagConfig(block_size=6), repeats="diag-relu"),
     },
-    "linformer": {"": LinformerConfig(num_projected=5, max_length=32)},
-    "nystromformer": {"": NystromformerConfig(num_landmarks=5, conv_size=3)},
-    "hopfield": {"": HopfieldConfig(steps=2, beta=1.0)},
+    "linformer": {"": Case(LinformerConfig(num_projected=5, max_length=32))},
+    "nystromformer": {"": Case(NystromformerConfig(num_landmarks=5, conv_size=3))},
+    "hopfield": {"": Case(HopfieldConfig(steps=2, beta=1.0))},
     "linear": {
-        "": LinearConfig(chunk_size=8),
+        "": Case(LinearConfig(chunk_size=8)),
     },
-    "deltanet": {"": DeltaNetConfig(chunk_size=8)},
-    "norm": {"": NormConfig(feature_map="elu", norm="layer", chunk_size=8)},
+    "deltanet": {"": Case(DeltaNetConfig(chunk_size=8))},
+    "norm": {"": Case(NormConfig(feature_map="elu", norm="layer", chunk_size=8), repeats="linear")},
     # Near max_length=40 one row of ours has a single key left by ReLU, by less than bfloat16's rounding.
-    "cosformer": {"": CosformerConfig(max_length=48, chunk_size=8)},
-    "gau": {"": GauConfig(key_dim=8, chunk_size=8)},
-    "flash": {"": FlashConfig(key_dim=8, chunk_size=8)},
-    "bsbr": {"": BSBRConfig(chunk_size=6), "compressed": BSBRConfig(chunk_size=8, compressed=5)},
+    "cosformer": {"": Case(CosformerConfig(max_length=48, chunk_size=8), repeats="linear")},
+    "gau": {"": Case(GauConfig(key_dim=8, chunk_size=8))},
+    "flash": {"": Case(FlashConfig(key_dim=8, chunk_size=8), repeats="gau")},
+    "bsbr": {
+        "": Case(BSBRConfig(chunk_size=6)),
+        "compressed": Case(BSBRConfig(chunk_size=8, compressed=5), "bsbr"),
+    },
     "mlr": {
-        "": MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4)),
-        "context": MLRConfig(ranks=(2, 2), context=16, divide_by_levels=True, score_scale=2.0, qk_norm=False),
+        "": Case(MLRConfig(ranks=(2, 1, 1), block_sizes=(None, 8, 4))),
+        "context": Case(
+            MLRConfig(ranks=(2, 2), context=16, divide_by_levels=True, score_scale=2.0, qk_norm=False),
+            repeats="mlr",
+        ),
     },
     "bilinear_mlr": {
-        "": BilinearMLRConfig(),
-        "bare": BilinearMLRConfig(ranks=(3, 1), normalize=False, limit_weights=False),
+        "": Case(BilinearMLRConfig()),
+        "bare": Case(
+            BilinearMLRConfig(ranks=(3, 1), normalize=False, limit_weights=False), repeats="bilinear_mlr"
+        ),
     },
     "bilinear_btt": {
-        "": BilinearBTTConfig(),
-        "rank2": BilinearBTTConfig(rank=2, normalize=False, score_scale=0.5),
+        "": Case(BilinearBTTConfig(), repeats="bilinear_mlr"),
+        "rank2": Case(BilinearBTTConfig(rank=2, normalize=False, score_scale=0.5), repeats="bilinear_btt"),
     },
-    "global_window": {"": GlobalWindowConfig(window=4, ranks=(1, 3), score_scale=1.5)},
-    "performer": {"": PerformerConfig(num_features=6, chunk_size=8)},
-    "tlinformer": {"": TLinFormerConfig(window=8, context=5, hidden=1)},
+    "global_window": {"": Case(GlobalWindowConfig(window=4, ranks=(1, 3), score_scale=1.5))},
+    "performer": {"": Case(PerformerConfig(num_features=6, chunk_size=8), repeats="linear")},
+    "tlinformer": {"": Case(TLinFormerConfig(window=8, context=5, hidden=1))},
 }
 
-CASES: dict[str, Mechanism] = {
-    "-".join(filter(None, (name, variant))): mechanism
+_LISTED: dict[str, Case] = {
+    "-".join(filter(None, (name, variant))): case
     for name in MECHANISMS
-    for variant, mechanism in VARIANTS.get(name, {"": MECHANISMS[name]()}).items()
+    for variant, case in VARIANTS.get(name, {"": Case(MECHANISMS[name]())}).items()
 }
+CASES: dict[str, Mechanism] = {name: case.mechanism for name, case in _LISTED.items()}
 
-# Laws 6 and 8 look at compiled programs, not at numbers: one case for each structure of the program. Left out are cases
-# whose program is that of another with other constants:
-#   local    all patterns go through one loop over blocks, and tests/attention/local/test_local.py looks at the memory
-#            of each (test_memory_grows_linearly). For a TPU there are a kernel for windows and one for any pattern.
-#   brl      memory per output is a scan over segments, memory per layer all blocks at once; biases go through XLA on a
-#            TPU too; scores other than softmax take no running maximum.
-#   diag, bsbr, mlr, bilinear_*: variants differ in a pointwise function, a scale, or the ranks.
-COMPILED = (
-    *(next(name for name in CASES if type(CASES[name]) is kind) for kind in MECHANISMS.values()),
-    "local-bigbird",
-    "brl-layer",
-    "brl-output-equations",
-    "brl-layer-laplace",
-)
+# The first case of each mechanism, and the cases that are structurally new.
+LEADING = tuple(next(name for name in CASES if type(CASES[name]) is kind) for kind in MECHANISMS.values())
+NEW = tuple(name for name, case in _LISTED.items() if case.repeats is None)
 
-# Variants of a mechanism that run the program of another one with other constants, another pointwise function or other
-# ranks. Laws 1, 2 and 4 run them with the slow tests, law 3 runs them always.
-SAME_PROGRAM = (
-    "diag-softmax",
-    "bsbr-compressed",
-    "mlr-context",
-    "bilinear_mlr-bare",
-    "bilinear_btt-rank2",
-    "brl-output-relu2",
-)
+# Laws 6 and 8 look at compiled programs, not at numbers: one case for each structure of the program. BRL's scores other
+# than softmax take no running maximum, and its biases go through XLA on a TPU too.
+COMPILED = (*dict.fromkeys((*LEADING, *NEW)), "brl-layer-laplace")
 
-# Remat and 64-bit mode act on the engine that runs the layers, and on the loops inside of them: a stack of independent
-# layers on each kind of loop (blocks with a gradient of their own, chunks with a state, tiles of scores, query blocks,
-# a dense product), a stack with a carry over segments, and TLinFormer's own.
+# Remat, `vmap`, and 64-bit mode act on the engine that runs the layers, and on the loops inside of them: a stack of
+# independent layers on each kind of loop (blocks with a gradient of their own, chunks with a state, tiles of scores,
+# query blocks, a dense product), a stack with a carry over segments, and TLinFormer's own.
 ENGINES = ("full", "local-sliding", "linear", "mlr", "hopfield", "diag-relu", "brl-output", "tlinformer")
+# Those of them whose tests are fast: a loop without a state, one with a state, and segments.
+FAST_ENGINES = ("local-sliding", "linear", "brl-output")
+# The cases of law 6 that are fast, as compiling for 32k tokens takes seconds: a state, blocks, windows with a memory.
+FAST_MEMORY = ("linear", "diag-relu", "brl-layer")
 
 _WINDOW = ("window_attention_forward", "window_attention_backward")
 _ANY_PATTERN = (
@@ -165,6 +185,9 @@ KERNELS = {
     "tlinformer": _COMPRESS,
 }
 
+# The cases of law 8 that are fast: each combination of kernels once, and a program without one.
+FAST_KERNELS = ("linear", *{tuple(kernels): name for name, kernels in reversed(KERNELS.items())}.values())
+
 
 def dimensions(is_causal: bool, **changes) -> Dimensions:
     """A small network: 4 query heads of 4 on 2 key/value heads.
@@ -183,16 +206,6 @@ def dimensions(is_causal: bool, **changes) -> Dimensions:
         implementation="xla",
     )
     return dataclasses.replace(standard, **changes)
-
-
-def slow_variants(names: list[str]) -> list[Any]:
-    """The names, with those of SAME_PROGRAM marked slow."""
-    return slow_unless(names, lambda name: name not in SAME_PROGRAM)
-
-
-def slow_unless(names: list[str], fast: Any) -> list[Any]:
-    """The names, with those for which `fast(name)` is False marked slow."""
-    return [name if fast(name) else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def named(condition) -> list[str]:

@@ -16,23 +16,42 @@ import pytest
 from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack, make_stack
 from tests.laws.approximation_oracles import NETWORKS as APPROXIMATION_NETWORKS
-from tests.laws.cases import CASES, COMPILED, ENGINES, KERNELS, dimensions, named, slow_unless, slow_variants
+from tests.laws.cases import (
+    CASES,
+    COMPILED,
+    ENGINES,
+    FAST_ENGINES,
+    FAST_KERNELS,
+    FAST_MEMORY,
+    KERNELS,
+    LEADING,
+    NEW,
+    dimensions,
+    named,
+)
 from tests.laws.networks import LAYERS, LENGTH, as_float64, both_of, network, relative_error
 from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
 from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
 from tests.laws.structured_oracles import NETWORKS as STRUCTURED_NETWORKS
+from tests.marks import slow_unless
 
 NETWORKS = {**SOFTMAX_NETWORKS, **APPROXIMATION_NETWORKS, **STATE_NETWORKS, **STRUCTURED_NETWORKS}
 
 CAUSAL = named(lambda m: m.causal)
-FORMS = [(name, True) for name in CAUSAL] + [(name, False) for name in named(lambda m: m.bidirectional)]
-FORM_IDS = [f"{name}-{'causal' if is_causal else 'bidirectional'}" for name, is_causal in FORMS]
+# What every mechanism keeps in the fast part of the suite runs on these, the rest of the laws on NEW.
+BASIC = {*LEADING, *NEW}
 
 
-# Each case in one form, the causal one where there is one; and one variant of each mechanism, for laws that do not
-# depend on its details.
+# Each case in one form, the causal one where there is one, and the other form of those that have both; one variant of
+# each mechanism, for laws that do not depend on its details.
 EACH = [(name, CASES[name].causal) for name in CASES]
-FIRST = [next(form for form in EACH if type(CASES[form[0]]) is kind) for kind in MECHANISMS.values()]
+OTHER = [(name, False) for name in named(lambda m: m.causal and m.bidirectional)]
+FIRST = [(name, CASES[name].causal) for name in LEADING]
+FORMS = [*slow_unless(EACH, BASIC), *slow_unless(OTHER, NEW)]
+
+
+def form_id(value: Any) -> str | None:
+    return None if isinstance(value, str) else "causal" if value else "bidirectional"
 
 
 def mechanism_of(name: str) -> str:
@@ -70,7 +89,7 @@ def changed(x: np.ndarray, place: Any, value: float) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("name", slow_variants(CAUSAL))
+@pytest.mark.parametrize("name", slow_unless(CAUSAL, BASIC))
 def test_law_1_causal(name):
     """Changing token t changes no output before t, bitwise, and does change the output at t."""
     net = network(name, True)
@@ -81,7 +100,7 @@ def test_law_1_causal(name):
         assert (after[:, t] != before[:, t]).any()
 
 
-@pytest.mark.parametrize("name", slow_variants(CAUSAL))
+@pytest.mark.parametrize("name", slow_unless(CAUSAL, BASIC))
 def test_law_2_generation_is_training(name):
     """Prefill of any length and single steps give the parallel forward's outputs, from one structure of cache."""
     net = network(name, True)
@@ -102,7 +121,7 @@ def test_law_2_generation_is_training(name):
         np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected, rtol=1e-4, atol=1e-4 * size)
 
 
-@pytest.mark.parametrize("name", named(lambda m: m.causal and isinstance(m, BRLConfig)))
+@pytest.mark.parametrize("name", slow_unless(named(lambda m: m.causal and isinstance(m, BRLConfig)), NEW))
 def test_law_2_a_stream_goes_on(name):
     """Batches of whole blocks with the memory of those before them give the parallel forward's outputs.
 
@@ -139,7 +158,7 @@ def test_law_2_a_memory_has_no_gradient(name):
     assert not np.asarray(zero).any()
 
 
-@pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=FORM_IDS)
+@pytest.mark.parametrize(("name", "is_causal"), FORMS, ids=form_id)
 def test_law_3_oracle(name, is_causal):
     """Outputs and gradients in float32 equal the float64 reference's to 1e-4."""
     net = network(name, is_causal)
@@ -177,7 +196,7 @@ def test_law_3_oracle(name, is_causal):
         )
 
 
-@pytest.mark.parametrize(("name", "is_causal"), FIRST)
+@pytest.mark.parametrize(("name", "is_causal"), slow_unless(FIRST, NEW))
 def test_law_3_bfloat16(name, is_causal):
     """Outputs in bfloat16 are within 2e-2 of the reference's norm: once a mechanism, as its variants round alike."""
     net = network(name, is_causal)
@@ -215,7 +234,7 @@ def packed(ids: tuple[int, int]) -> dict[str, jax.Array]:
     }
 
 
-@pytest.mark.parametrize("name", named(lambda m: m.packs and m.causal))
+@pytest.mark.parametrize("name", slow_unless(named(lambda m: m.packs and m.causal), NEW))
 def test_law_4_packing(name):
     """Two sequences packed in one row give what each gives alone, outputs and gradients, whatever ids they have."""
     net = network(name, True)
@@ -278,7 +297,7 @@ def test_law_4_packing_is_refused(name):
         net.stack.apply(net.variables, net.x[:, :5], segment_ids=jnp.ones((2, 5), jnp.int32))
 
 
-@pytest.mark.parametrize("name", slow_unless(named(lambda m: m.bidirectional), lambda name: name in COMPILED))
+@pytest.mark.parametrize("name", slow_unless(named(lambda m: m.bidirectional), NEW))
 def test_law_4_padding(name):
     """Padding changes no output of the real tokens, and its content no gradient."""
     net = network(name, False)
@@ -322,8 +341,7 @@ def largest(shapes: list[str], separator: str) -> int:
 LINEAR = [name for name in COMPILED if CASES[name].linear_cost]
 
 
-# Compiling for 32k tokens takes seconds: one case of each engine, and BRL's two memories, are fast.
-@pytest.mark.parametrize("name", slow_unless(LINEAR, lambda name: name in (*ENGINES, "brl-layer")))
+@pytest.mark.parametrize("name", slow_unless(LINEAR, FAST_MEMORY))
 def test_law_6_linear(name):
     """Doubling the length at most doubles (2.2) the temporary memory of forward and backward; nothing is n x n."""
     short, long = (training_step(name, n).lower().compile() for n in (2**14, 2**15))
@@ -348,7 +366,7 @@ def default_size(name):
     return dataclasses.replace(CASES[name], **{k: v for k, v in sizes.items() if k in fields})
 
 
-@pytest.mark.parametrize(("name", "is_causal"), FIRST)
+@pytest.mark.parametrize(("name", "is_causal"), slow_unless(FIRST, FAST_ENGINES))
 def test_law_7_composes(name, is_causal):
     """vmap and one token (jit, grad, scan, grouped heads and ragged lengths run in all laws)."""
     net = network(name, is_causal)
@@ -361,7 +379,7 @@ def test_law_7_composes(name, is_causal):
         assert relative_error(one, expected[:, :1]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", slow_unless(ENGINES, FAST_ENGINES))
 def test_law_7_remat_and_64_bits(name):
     """Checkpoints change no gradient, and 64-bit mode traces."""
     net = network(name, CASES[name].causal)
@@ -375,7 +393,7 @@ def test_law_7_remat_and_64_bits(name):
         jax.eval_shape(jax.grad(lambda v: net.stack.apply(v, net.x)[0].sum()), net.variables)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", slow_unless(COMPILED, FAST_KERNELS))
 def test_law_8_lowers_for_tpu(name):
     """A host without a TPU lowers training for it: with the kernels that serve it, in 32 bits, and nothing of n x n
     where the cost is linear (compilation: tests/laws/test_tpu.py)."""

@@ -8,14 +8,12 @@ import pytest
 from flax import nnx
 
 from brl_jax import DecoderConfig, DecoderLM, Dimensions, LocalConfig, generate
-from tests.laws.cases import VARIANTS
+from tests.laws.cases import CASES
 
 TOKENS = jnp.arange(20, dtype=jnp.int32).reshape(2, 10) % 11
 
 
-@pytest.mark.parametrize(
-    "mechanism", [VARIANTS["local"]["sliding"], VARIANTS["brl"]["layer"]], ids=["local", "brl"]
-)
+@pytest.mark.parametrize("mechanism", [CASES["local-sliding"], CASES["brl-layer"]], ids=["local", "brl"])
 def test_to_nnx(mechanism):
     """The bridged model computes what the Linen model computes with the same parameters, and has their gradients."""
     model = DecoderLM(
