@@ -101,8 +101,8 @@ def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:
         # With heads this small its default would have a level of two features, of which a LayerNorm leaves only the
         # sign: rounding would decide what is learned.
         "bilinear_mlr": BilinearMLRConfig(ranks=(4, 4)),
-        "brl": dataclasses.replace(brl, block_size=16),
-        "brl-layer": dataclasses.replace(brl, memory="layer", history_size=20),
+        "brl": dataclasses.replace(brl, block_size=16, history_size=16, memory="output"),
+        "brl-layer": dataclasses.replace(brl, history_size=20),
     }
     return {name: mechanism for name, mechanism in every.items() if small_config(task, mechanism) is not None}
 

@@ -106,7 +106,8 @@ def runs(tmp_path_factory):
         (folder / f"{split}.txt").write_text("a word follows another word and so on\n" * 9)
     for name, mechanism in {
         "mixed": "--mechanism local --mechanism.window 4 --late_mechanism full",
-        "brl": "--mechanism brl --mechanism.window 2 --mechanism.num_compressed 2 --mechanism.block_size 16",
+        "brl": "--mechanism brl --mechanism.window 2 --mechanism.num_compressed 2 --mechanism.memory output "
+        "--mechanism.block_size 16",
     }.items():
         argv = f"--workdir {folder}/{name} --data text:{folder}/*.txt {TINY} {mechanism}".split()
         config = parse(PRESETS, "small", argv, prog="test", about="")

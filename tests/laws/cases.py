@@ -55,7 +55,7 @@ class Case(NamedTuple):
     repeats: str | None = None
 
 
-_BRL = BRLConfig(window=5, num_compressed=3, block_size=8)
+_BRL = BRLConfig(window=5, num_compressed=3, block_size=8, history_size=None)
 
 
 def _brl(repeats: str | None = None, **changes) -> Case:
@@ -77,20 +77,27 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "bigbird": Case(LocalConfig(window=4, pattern="bigbird", num_global=4)),
     },
     "brl": {
-        "output": _brl(compress_scale="m1"),
-        "layer": _brl(memory="layer"),
+        "output": _brl(memory="output", compress_scale="m1", compress_positions="rope"),
+        "layer": _brl(compress_positions="rope"),
         "output-equations": _brl(
-            formulation="equations", history_size=13, bias="alibi", compress_scale="learned"
+            memory="output",
+            formulation="equations",
+            history_size=13,
+            bias="alibi",
+            compress_scale="learned",
         ),
-        "layer-equations": _brl(
-            "brl-layer", memory="layer", formulation="equations", history_size=5, phi="spiky"
-        ),
+        "layer-equations": _brl("brl-layer", formulation="equations", history_size=5, phi="spiky"),
         "output-relu2": _brl(
-            "brl-output", score="relu2", gamma=0.0, history_size=11, input_norm=False, compressed_dim=24
+            "brl-output",
+            memory="output",
+            score="relu2",
+            gamma=0.0,
+            history_size=11,
+            input_norm=False,
+            compressed_dim=24,
         ),
         "layer-laplace": _brl(
             "brl-layer",
-            memory="layer",
             score="laplace",
             gamma=0.5,
             bias="t5",

@@ -270,7 +270,7 @@ def brl_network(params, mechanism, d, x):
     """Algorithm 1 (or equations 4-12), block by block, with each history sliced where it is needed."""
     m = mechanism
     n = x.shape[0]
-    block = m.block_size if d.is_causal else n
+    block = m.block_size if d.is_causal else n  # the cases give it
     history = m.block_size if m.history_size is None else m.history_size
     mask = local_mask(n, d, m.local)
     table = params["carrier_0"]["tokens"]
@@ -318,6 +318,10 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
             )
         q = project(ct, c["compress_query"])
         k1, v = project(source, c["compress_key"]), project(source, c["compress_value"])
+        k2 = project(source, c["compress_contrast_key"]) if m.gamma != 0.0 else None
+        if m.compress_positions == "rope":
+            q, k1 = rotary(q, query_places), rotary(k1, key_places)
+            k2 = None if k2 is None else rotary(k2, key_places)
         scale = (
             1 / (count * math.sqrt(q.shape[-1])) if m.compress_scale == "m1" else 1 / math.sqrt(q.shape[-1])
         )
@@ -329,7 +333,6 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
             every = np.ones((count, source.shape[0]), bool)
             s = sigma(q[:, a] @ k1[:, a].T * scale + bias, every, m.score)
             if m.gamma != 0.0:
-                k2 = project(source, c["compress_contrast_key"])
                 gamma = m.gamma
                 if gamma is None:
                     g = c["gamma"][:, a]

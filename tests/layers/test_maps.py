@@ -96,7 +96,7 @@ def _sown_by_a_bidirectional_layer(name):
 
 def test_compressed_tokens_show_what_they_read_of_this_input():
     """One map of each kind, of the sequence at hand: initialising leaves none behind."""
-    config = MECHANISMS["brl"](window=4, num_compressed=3, memory="layer")
+    config = MECHANISMS["brl"](window=4, num_compressed=3)
     stack = Stack((config,), Dimensions(16, 4, 2, 4, 16, is_causal=False))
     x, variables = _inputs(stack)
     assert "maps" not in variables

@@ -82,7 +82,7 @@ def test_a_stack_reads_an_encoder_in_every_layer(remat):
 
 
 def test_a_stack_in_segments_reads_an_encoder():
-    mechanism = BRLConfig(window=3, num_compressed=2, block_size=4)
+    mechanism = BRLConfig(window=3, num_compressed=2, block_size=4, memory="output")
     stack = Stack((mechanism,) * 2, D, cross_attention=True)
     x, encoded = draw(1, 10, 16), Encoded(draw(1, 5, 16, seed=1))
     variables = nn.unbox(stack.init(jax.random.key(0), x[:, :1], encoded=encoded))

@@ -65,14 +65,14 @@ def test_schedules_that_cannot_be(options, message):
         StackConfig(**options)
 
 
-@pytest.mark.parametrize("partner", [BRLConfig(), BRLConfig(memory="layer")])
+@pytest.mark.parametrize("partner", [BRLConfig(memory="output"), BRLConfig()])
 def test_a_carry_cannot_share_a_layer(partner):
     with pytest.raises(ValueError, match="BRLConfig cannot share a layer"):
         DecoderConfig(mechanism=A, late_mechanism=partner, schedule="parallel")
 
 
 LOCAL = LocalConfig(window=3)
-BRL = BRLConfig(window=3, num_compressed=2, block_size=8)
+BRL = BRLConfig(window=3, num_compressed=2, block_size=8, memory="output")
 NETWORKS = {
     "split": {"mechanism": A, "late_mechanism": LOCAL, "ffn": "swiglu"},
     "split-brl": {"mechanism": BRL, "late_mechanism": A},

@@ -14,7 +14,9 @@ from tests.laws.cases import dimensions
 @pytest.mark.parametrize("length", [16, 20])
 def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
     """Networks with a queue of outputs go segment by segment, and make their parameters inside."""
-    stack = Stack((BRLConfig(window=5, num_compressed=3, block_size=8),) * 2, dimensions(True))
+    stack = Stack(
+        (BRLConfig(window=5, num_compressed=3, block_size=8, memory="output"),) * 2, dimensions(True)
+    )
 
     def shapes(length):
         made = jax.eval_shape(stack.init, jax.random.key(0), jnp.ones((1, length, 16)))
@@ -41,7 +43,9 @@ def test_more_tokens_than_a_cache_has_room_for(mechanism):
 
 def test_no_gradient_flows_through_brls_output_history():
     """The compressed tokens of a block are made of earlier blocks' outputs, which are constants."""
-    stack = Stack((BRLConfig(window=3, num_compressed=2, block_size=8),) * 2, dimensions(True))
+    stack = Stack(
+        (BRLConfig(window=3, num_compressed=2, block_size=8, memory="output"),) * 2, dimensions(True)
+    )
     x = jax.random.normal(jax.random.key(0), (1, 24, 16))
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(1), x[:, :1]))
     last = jax.jit(lambda x: stack.apply(variables, x)[0][0, -1])

@@ -389,8 +389,8 @@ MUTANTS = (
     Mutant(
         "layers/BRL's decoding advances a block late",
         "brl_jax/layers/compressed/brl_layer.py",
-        "first = cache.num_tokens % mechanism.block_size == 0",
-        "first = cache.num_tokens % mechanism.block_size == 1",
+        "first = cache.num_tokens % mechanism.block == 0",
+        "first = cache.num_tokens % mechanism.block == 1",
         (LAWS, "-k", "law_2_generation and brl-output"),
     ),
     Mutant(

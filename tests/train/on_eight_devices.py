@@ -48,9 +48,9 @@ REFUSED = (
     "--mesh.sequence 8 --length 64 --mechanism local --mechanism.window 100",
 )
 TOKENS = ("batch", "length", "embed")
-BRL = BRLConfig(window=8, num_compressed=4, block_size=16)
+BRL = BRLConfig(window=8, num_compressed=4, block_size=16, history_size=16, memory="output")
 # Each of eight devices has 2 of the 16 tokens: one block, whose history lies on three other devices.
-LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5, memory="layer")
+LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5)
 
 
 class FourMechanisms(DecoderConfig):

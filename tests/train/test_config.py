@@ -340,7 +340,7 @@ def test_presets_are_the_papers(name):
     assert config.optimizer.learning_rate == 5e-4
     if isinstance(mechanism, BRLConfig):
         assert (mechanism.beta, mechanism.lambda_init, mechanism.gamma) == (0.5, 0.5, None)
-        assert mechanism.block_size == config.loop.length
+        assert (mechanism.memory, mechanism.block) == ("layer", mechanism.window)
     assert ("wikitext-103" in config.data.data) == name.startswith("wikitext103")
 
 
@@ -371,7 +371,10 @@ def test_presets_build(name):
 
 
 def test_parts_that_do_not_fit_are_told_before_training():
-    config = _parse("--late_mechanism brl --late_mechanism.block_size 99")
+    config = _parse(
+        "--mechanism.memory output --late_mechanism brl --late_mechanism.memory output "
+        "--late_mechanism.block_size 99"
+    )
     with pytest.raises(UserError, match=r"the model's options do not fit: .*block_size"):
         LM.build(config)
 

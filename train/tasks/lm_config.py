@@ -71,7 +71,7 @@ def _small() -> LmConfig:
             d_model=128,
             num_heads=4,
             d_ff=256,
-            mechanism=BRLConfig(window=64, num_compressed=32, block_size=256),
+            mechanism=BRLConfig(window=64, num_compressed=32),
         ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50),
     )
@@ -106,10 +106,8 @@ def _openwebtext(mechanism: Mechanism) -> LmConfig:
     return _paper(mechanism, "hf:Skylion007/openwebtext", length=1024, batch=80, accumulation=5)
 
 
-def _brl(size: int, block: int) -> BRLConfig:
-    return BRLConfig(
-        window=size, num_compressed=size, block_size=block, history_size=block, compress_scale="m1"
-    )
+def _brl(size: int, history: int) -> BRLConfig:
+    return BRLConfig(window=size, num_compressed=size, history_size=history, compress_scale="m1")
 
 
 def _transnormer(variant: Variant) -> LmConfig:
@@ -206,7 +204,7 @@ def _pod() -> LmConfig:
             d_model=1536,
             num_heads=12,
             d_ff=3840,
-            mechanism=BRLConfig(window=512, num_compressed=128, block_size=1024, memory="layer"),
+            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024),
             norm="rms",
             dtype="bfloat16",
             remat="full",

@@ -26,6 +26,7 @@ Formulation = Literal["algorithm", "equations"]
 Phi = Literal["linear", "spiky"]
 Bias = Literal["none", "t5", "alibi"]
 CompressScale = Literal["m1", "rsqrt", "learned"]
+CompressPositions = Literal["none", "rope"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +45,15 @@ class BRLConfig(Mechanism):
     """Compressed tokens [m], 1 to 256; 0 for local attention only."""
     compressed_dim: int | None = None
     """Their width [d_ct]; None for the model's."""
-    block_size: int = 512
-    """Tokens that share one set of compressed tokens, which read what precedes the block."""
-    history_size: int | None = None
-    """How many tokens before a block its compressed tokens read [n_hist]; None for block_size."""
-    memory: Memory = "output"
-    """What they read: "output", the network's final outputs (algorithm 1), without gradient and one block after the
-    other; "layer", each layer's own inputs, all blocks at once and with gradient. In an encoder they read the network's
-    input ("output") or each layer's own ("layer")."""
+    block_size: int | None = None
+    """Tokens that share one set of compressed tokens, which read what precedes the block; None for `window`. In a
+    longer block nobody sees a token of the block that lies beyond its window."""
+    history_size: int | None = 512
+    """How many tokens before a block its compressed tokens read [n_hist]; None for the block's size."""
+    memory: Memory = "layer"
+    """What they read. "layer": each layer's own inputs, all blocks at once and with gradient; in an encoder this is
+    section 2.4 of the paper. "output": the network's final outputs (algorithm 1), without gradient and one block after
+    the other; in an encoder the network's input, which without positions of its own is a set of tokens."""
     generation: Generation = "blocks"
     """What they read when tokens are generated one at a time: completed blocks only, as in training, or all earlier
     tokens (figure 11)."""
@@ -72,18 +74,24 @@ class BRLConfig(Mechanism):
     """Weight of the second attention of compression. None: learned, by three parameters for each head. 0 switches it
     off."""
     lambda_init: float = 0.5
-    """Initial value of the learned strength of the propagation [lambda], one for each head. In "equations" it scales
-    what a head propagates. In "algorithm" the propagated values are normalised over all heads, ReLU(LN(lambda prop)),
-    which cancels a common scale: only the signs of the strengths and their ratios between heads have an effect."""
+    """Initial value of the learned strength of the propagation [lambda], one for each head. In "equations" (equations 4
+    and 9) it scales what a head propagates: this is the formulation in which figure 7a's ablation over lambda has a
+    meaning. In "algorithm" the propagated values are normalised over all heads, ReLU(LN(lambda prop)), which cancels a
+    common scale: the initial value has no effect (other than 0, which switches the propagation off), and of the learned
+    strengths only the signs and the ratios between heads act."""
     beta: float = 0.5
     """Share of the previous layer's compressed tokens in the evolved ones, 0 to 1."""
     compress_scale: CompressScale = "rsqrt"
     """Scale of compression's logits: "m1", the paper's 1 / (m sqrt(h)), with which the softmax is almost uniform at
     first; "rsqrt", 1 / sqrt(h), which reached the lower held-out loss on text; "learned", which starts at 1 / sqrt(h).
     """
+    compress_positions: CompressPositions = "none"
+    """What compression's keys know of where their tokens stand. "rope": rotary positions at the network's `rope_theta`
+    (none in a network without), relative to the block's start in a decoder and to places spread evenly over the
+    sequence in an encoder. "none": nothing, as in the paper, where the compressed tokens read a set."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "dilation", "block_size")
+        check_at_least(self, "window", "dilation")
         choices = {
             "pattern": Pattern,
             "memory": Memory,
@@ -93,12 +101,13 @@ class BRLConfig(Mechanism):
             "score": Score,
             "bias": Bias,
             "compress_scale": CompressScale,
+            "compress_positions": CompressPositions,
         }
         for name, kind in choices.items():
             check_choice(name, getattr(self, name), get_args(kind))
         if not 0 <= self.num_compressed <= 256:
             raise ValueError(f"num_compressed must be 0 to 256, got {self.num_compressed}")
-        for name in ("compressed_dim", "history_size"):
+        for name in ("block_size", "compressed_dim", "history_size"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {size}")
@@ -114,11 +123,11 @@ class BRLConfig(Mechanism):
 
     @property
     def segment(self) -> int | None:
-        return self.block_size if self.memory == "output" and self.num_compressed else None
+        return self.block if self.memory == "output" and self.num_compressed else None
 
     @property
     def packs(self) -> bool:
-        # Blocks start at multiples of block_size in a row, not where its sequences do, so that a packed sequence would
+        # Blocks start at multiples of their size in a row, not where its sequences do, so that a packed sequence would
         # have other blocks than alone, and with them other compressed tokens.
         return not self.num_compressed and self.local.packs
 
@@ -128,8 +137,14 @@ class BRLConfig(Mechanism):
         return LocalConfig(self.window, self.pattern, self.dilation)
 
     @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.window if self.block_size is None else self.block_size
+
+    @property
     def history(self) -> int:
-        return self.block_size if self.history_size is None else self.history_size
+        """Tokens that the compressed tokens of a block read."""
+        return self.block if self.history_size is None else self.history_size
 
     def width(self, dimensions: Dimensions) -> int:
         """Width of the compressed tokens."""
@@ -141,16 +156,22 @@ class BRLConfig(Mechanism):
             raise ValueError(
                 f"compressed_dim must be a multiple of num_heads={dimensions.num_heads}, got {self.width(dimensions)}"
             )
+        if self.compress_positions == "rope" and dimensions.rope_theta is not None:
+            head = self.width(dimensions) // dimensions.num_heads
+            if head % 2 and self.num_compressed:
+                raise ValueError(
+                    f"compress_positions='rope' needs an even compressed_dim / num_heads, got {head}; use 'none'"
+                )
         if dimensions.d_model % dimensions.num_heads:
             raise ValueError(
                 f"d_model must be a multiple of num_heads={dimensions.num_heads}, got {dimensions.d_model}"
             )
 
     def check_stretches(self, length: int, devices: int) -> None:
-        if self.memory == "layer" and self.num_compressed and length // devices % self.block_size:
+        if self.memory == "layer" and self.num_compressed and length // devices % self.block:
             raise ValueError(
                 f"block_size must divide the {length // devices} tokens of a row that each of {devices} devices has, "
-                f"got {self.block_size}"
+                f"got {self.block}"
             )
         if self.segment is not None and self.segment % devices:
             raise ValueError(

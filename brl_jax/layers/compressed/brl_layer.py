@@ -38,8 +38,8 @@ def _num_blocks(mechanism: BRLConfig, length: int, decoding: bool) -> int:
     if mechanism.segment is not None:
         return 1
     if decoding:
-        return (length + mechanism.block_size - 2) // mechanism.block_size + 1
-    return -(-length // mechanism.block_size)
+        return (length + mechanism.block - 2) // mechanism.block + 1
+    return -(-length // mechanism.block)
 
 
 def _empty_memory(module: CacheOwner, batch: int) -> BRLMemory:
@@ -49,7 +49,7 @@ def _empty_memory(module: CacheOwner, batch: int) -> BRLMemory:
 
 def _empty_past(module: CacheOwner, batch: int) -> BRLPast:
     m, d = module.mechanism, module.dimensions
-    return BRLPast.empty(batch, m.history, m.block_size, d.d_model, d.dtype)
+    return BRLPast.empty(batch, m.history, m.block, d.d_model, d.dtype)
 
 
 def _resume(cache: Any, memory: BRLMemory | None) -> Any:
@@ -153,7 +153,7 @@ class BRLAttention(MechanismLayer):
             tokens, key, value = self._step(stream, x, carry, cache)
         else:
             tokens, key, value = self._blocks(stream, x, carry, cache)
-        offset = cache.num_tokens % mechanism.block_size if decoding else 0
+        offset = cache.num_tokens % mechanism.block if decoding else 0
         out = out + self._propagate(x, key, value, offset, lengths)
         carry = carry._replace(tokens=tokens)
         if cache is None:
@@ -162,7 +162,7 @@ class BRLAttention(MechanismLayer):
             return out, carry, cache.append(x)
         count = call.num_new(x.shape[1])
         # The block of the last new token. If that token completes it, the entries kept here are never read.
-        last = (offset + count - 1) // mechanism.block_size
+        last = (offset + count - 1) // mechanism.block
         cache = BRLCache(
             window,
             jax.lax.dynamic_index_in_dim(key, last, axis=1, keepdims=False),
@@ -176,13 +176,13 @@ class BRLAttention(MechanismLayer):
         """Compressed tokens, keys and values of all blocks that the tokens x touch."""
         mechanism = self.mechanism
         blocks = carry.tokens.shape[1]
-        before_last = (blocks - 1) * mechanism.block_size
-        start = jnp.arange(blocks, dtype=jnp.int32) * mechanism.block_size
+        before_last = (blocks - 1) * mechanism.block
+        start = jnp.arange(blocks, dtype=jnp.int32) * mechanism.block
         source: Any
         earlier: Any
         filled: Any
         if mechanism.memory == "layer" and not isinstance(cache, BRLCache):
-            axis = sequence_axis(x.shape[1], mechanism.block_size)
+            axis = sequence_axis(x.shape[1], mechanism.block)
             if axis is not None:
                 earlier, filled = (None, 0) if cache is None else cache
                 lengths = jnp.minimum(filled + start, mechanism.history)
@@ -220,7 +220,7 @@ class BRLAttention(MechanismLayer):
 
         if mechanism.generation == "all":
             return evolve(stream, carry.tokens)
-        first = cache.num_tokens % mechanism.block_size == 0
+        first = cache.num_tokens % mechanism.block == 0
         return nn.cond(first, evolve, keep, stream, carry.tokens)
 
     def _propagate(self, x, key, value, offset, lengths):
@@ -241,7 +241,7 @@ class BRLAttention(MechanismLayer):
         strength = parameter(self, "lambda", init, (heads,), ("heads",))
         bias: Any = position_bias(self, "propagate_bias")
         aligned, moved = blocks > 1, isinstance(offset, jax.Array)
-        size = mechanism.block_size if aligned else length
+        size = mechanism.block if aligned else length
         if aligned:
             # Each token moves to its place in the grid of blocks; the tokens of a block read its compressed tokens.
             query = jnp.pad(query, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0)))

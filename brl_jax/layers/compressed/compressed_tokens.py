@@ -16,6 +16,7 @@ from brl_jax.attention.compressed import sharded
 from brl_jax.attention.compressed.compress import compress, compress_weights
 from brl_jax.attention.compressed.compress_blocks import compress_blocks
 from brl_jax.attention.core.biases import ALiBi, PositionBias, T5Bias, alibi_slopes
+from brl_jax.attention.core.rotary import rotate
 from brl_jax.layers.core.modules import (
     FeedForward,
     dense,
@@ -112,6 +113,12 @@ class CompressedStream(nn.Module):
                 self, "compress_scale", nn.initializers.ones_init(), (d.num_heads,), ("heads",)
             )
             query = query * learned.astype(d.dtype).reshape(1, 1, 1, d.num_heads, 1)
+        if mechanism.compress_positions == "rope" and d.rope_theta is not None:
+            in_blocks, whole_row = history_lengths is not None, axis_name is not None
+            turn = functools.partial(rotate, theta=d.rope_theta)
+            query, read, before = self._rotate(
+                turn, query, read, before, source_lengths, in_blocks, whole_row
+            )
         bias: Any = position_bias(self, "compress_bias")
         static = {"scale": scale, "score": mechanism.score, "implementation": d.implementation}
         if history_lengths is None:
@@ -122,6 +129,24 @@ class CompressedStream(nn.Module):
             out = self._read_histories(query, read, before, gamma, bias, history_lengths, axis_name, static)
         out = head_norm(d, name="compress_norm")(out)
         return constrain(rearrange(out, "b c m n h -> b c m (n h)"), COMPRESSED)
+
+    def _rotate(self, rotate, query, read, before, source_lengths, in_blocks, whole_row):
+        """Queries and keys rotated by their positions, which count from the first token that block 0 can read."""
+        blocks, count = query.shape[1:3]
+        length, size, block = read["key"].shape[1], self.mechanism.history, self.mechanism.block
+
+        def turn(keys, first):
+            places = first + jnp.arange(keys["key"].shape[1], dtype=jnp.int32)[None]
+            return {name: a if name == "value" else rotate(a, places) for name, a in keys.items()}
+
+        if not in_blocks:
+            places = spread(count, length, source_lengths)
+            return rotate(query[:, 0], places)[:, None], turn(read, 0), before
+        starts = size + jnp.arange(blocks, dtype=jnp.int32) * block
+        query = jax.vmap(lambda q, start: rotate(q, start[None, None]), (1, 0), 1)(query, starts)
+        # The source ends where the last block starts, or it is the whole row.
+        first = size if whole_row else size + (blocks - 1) * block - length
+        return query, turn(read, first), turn(before, 0) if before else before
 
     def _read_sequence(self, query, read, gamma, bias, lengths, static):
         """`_read` in an encoder: one block, which reads the sequence itself."""
@@ -158,7 +183,7 @@ class CompressedStream(nn.Module):
     def _read_histories(self, query, read, before, gamma, bias, lengths, axis_name, static):
         """`_read` in a decoder: each block reads the tokens before it."""
         mechanism = self.mechanism
-        block, size = mechanism.block_size, mechanism.history
+        block, size = mechanism.block, mechanism.history
         blocks, tokens = (None, None) if axis_name is None else ("blocks", "length")
         if axis_name is None:
             missing = size + (query.shape[1] - 1) * block - read["key"].shape[1]
