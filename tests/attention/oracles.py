@@ -3,40 +3,53 @@
 import numpy as np
 
 
-def softmax_attention(query, key, value, visible, bias=None, scale=None):
+def softmax_attention(query, key, value, visible, bias=None, scale=None, sinks=None, cap=None):
     """out (B, T, N, H) and the weights (B, N, T, S), from query (B, T, N, H), key and value (B, S, K, H).
 
-    visible broadcasts to (B, N, T, S), bias too. Rows that see nothing give 0.
+    visible broadcasts to (B, N, T, S), bias too; sinks (N,) are logits without a value. Rows that see nothing give 0.
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     group = query.shape[2] // key.shape[2]
     key, value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
     scale = 1 / np.sqrt(query.shape[-1]) if scale is None else scale
     scores = scale * np.einsum("btnh,bsnh->bnts", query, key)
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
     if bias is not None:
         scores = scores + np.asarray(bias, np.float64)
     visible = np.broadcast_to(visible, scores.shape)
     top = np.max(scores, axis=-1, keepdims=True, where=visible, initial=-1e300)
     weights = np.where(visible, np.exp(np.where(visible, scores - top, 0.0)), 0.0)
     total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - np.maximum(top, -600.0))
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
     return np.einsum("bnts,bsnh->btnh", weights, value), weights
 
 
-def softmax_attention_gradients(query, key, value, visible, d_out, bias=None, scale=None):
-    """Gradients of query, key, value and of the (B, N, T, S) scores after the bias."""
+def softmax_attention_gradients(
+    query, key, value, visible, d_out, bias=None, scale=None, sinks=None, cap=None
+):
+    """Gradients of query, key, value, of the (B, N, T, S) scores after the bias, and of sinks where there are any."""
     kv_heads, scale = key.shape[2], 1 / np.sqrt(query.shape[-1]) if scale is None else scale
     group = query.shape[2] // kv_heads
-    _, weights = softmax_attention(query, key, value, visible, bias, scale)
+    _, weights = softmax_attention(query, key, value, visible, bias, scale, sinks, cap)
     query, key, value, d_out = (np.asarray(x, np.float64) for x in (query, key, value, d_out))
     wide_key, wide_value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
     d_weights = np.einsum("btnh,bsnh->bnts", d_out, wide_value)
     d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
-    d_query = scale * np.einsum("bnts,bsnh->btnh", d_scores, wide_key)
-    d_key = scale * np.einsum("bnts,btnh->bsnh", d_scores, query)
+    slope = scale
+    if cap is not None:
+        slope = scale / np.cosh(scale * np.einsum("btnh,bsnh->bnts", query, wide_key) / cap) ** 2
+    d_query = np.einsum("bnts,bsnh->btnh", slope * d_scores, wide_key)
+    d_key = np.einsum("bnts,btnh->bsnh", slope * d_scores, query)
     d_value = np.einsum("bnts,btnh->bsnh", weights, d_out)
     fold = lambda x: x.reshape(*x.shape[:2], kv_heads, group, x.shape[3]).sum(3)  # noqa: E731
-    return d_query, fold(d_key), fold(d_value), d_scores
+    if sinks is None:
+        return d_query, fold(d_key), fold(d_value), d_scores
+    # What the keys' weights lack of 1 is the sink's weight; its value is 0. A row without keys has no gradient.
+    d_sinks = -((1 - weights.sum(-1)) * (weights * d_weights).sum(-1)).sum((0, 2))
+    return d_query, fold(d_key), fold(d_value), d_scores, d_sinks
 
 
 def pairs(num_queries, num_keys, sees, query_start=0, key_start=0, is_causal=False):

@@ -63,11 +63,15 @@ def _brl(repeats: str | None = None, **changes) -> Case:
 
 
 VARIANTS: dict[str, dict[str, Case]] = {
-    "full": {"": Case(FullConfig())},
+    "full": {
+        "": Case(FullConfig()),
+        "sinks": Case(FullConfig(sinks=True, logits_soft_cap=0.5), repeats="full"),
+    },
     # tests/attention/local/test_local.py has each pattern. Causal ones go through one loop over blocks; the others add
     # a part that all queries see.
     "local": {
         "sliding": Case(LocalConfig(window=5)),
+        "sinks": Case(LocalConfig(window=5, sinks=True, logits_soft_cap=0.5), repeats="local-sliding"),
         "dilated": Case(LocalConfig(window=4, pattern="dilated", dilation=3), repeats="local-sliding"),
         "block": Case(LocalConfig(window=6, pattern="block"), repeats="local-sliding"),
         "bucketed": Case(LocalConfig(window=5, pattern="bucketed"), repeats="local-sliding"),

@@ -35,10 +35,12 @@ def feed_forward(x, p):
     return (relu(x @ p["gate"]["kernel"]) * (x @ p["up"]["kernel"])) @ p["down"]["kernel"]
 
 
-def softmax(z, mask):
-    z = z - np.where(mask, np.real(z), -np.inf).max(-1, keepdims=True, initial=-1e30)
+def softmax(z, mask, sink=-np.inf):
+    """Weights over the keys; a sink is a logit without a key."""
+    top = np.maximum(np.where(mask, np.real(z), -np.inf).max(-1, keepdims=True, initial=-1e30), np.real(sink))
+    z = z - top
     e = np.where(mask, np.exp(np.where(mask, z, 0.0)), 0.0)
-    total = e.sum(-1, keepdims=True)
+    total = e.sum(-1, keepdims=True) + np.exp(sink - top)
     return e / np.where(np.real(total) == 0, 1.0, total)
 
 
@@ -70,8 +72,8 @@ def project(x, p):
     return y + p["bias"] if "bias" in p else y
 
 
-def softmax_attention(x, p, mask, d):
-    """Multi-head attention with grouped heads under a mask (n, n)."""
+def softmax_attention(x, p, mask, d, cap=None):
+    """Multi-head attention with grouped heads under a mask (n, n), with p's sinks if there are any."""
     n = x.shape[0]
     positions = np.arange(n)
     q, k, v = (project(x, p[name]) for name in ("query", "key", "value"))
@@ -79,7 +81,9 @@ def softmax_attention(x, p, mask, d):
     group = d.num_heads // d.num_kv_heads
     heads = []
     for a in range(d.num_heads):
-        w = softmax(q[:, a] @ k[:, a // group].T / math.sqrt(d.head_dim), mask)
+        z = q[:, a] @ k[:, a // group].T / math.sqrt(d.head_dim)
+        z = z if cap is None else cap * np.tanh(z / cap)
+        w = softmax(z, mask, p["sinks"][a] if "sinks" in p else -np.inf)
         heads.append(w @ v[:, a // group])
     return np.tensordot(np.stack(heads, 1), p["out"]["kernel"], axes=2)
 
@@ -130,7 +134,8 @@ def masked_network(make_mask):
         n = x.shape[0]
         mask = make_mask(n, d, mechanism)
         for p in layers(params):
-            x = x + softmax_attention(norm(x, p["mixer_norm"], d.norm), p["mixer"], mask, d)
+            u = norm(x, p["mixer_norm"], d.norm)
+            x = x + softmax_attention(u, p["mixer"], mask, d, mechanism.logits_soft_cap)
             x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
         return norm(x, params["final_norm"], d.norm)
 

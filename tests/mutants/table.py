@@ -124,9 +124,30 @@ MUTANTS = (
     Mutant(
         "local/the gradient of the queries has no scale",
         "brl_jax/attention/local/blocks.py",
-        "scaled = (d_scores * scale).astype(dtype)",
-        "scaled = d_scores.astype(dtype)",
+        "scaled = (d_logits * scale).astype(dtype)",
+        "scaled = d_logits.astype(dtype)",
         (f"{LOCAL}/test_local.py", "-k", "pattern_equals_oracle"),
+    ),
+    Mutant(
+        "local/the soft cap has no derivative",
+        "brl_jax/attention/local/blocks.py",
+        "d_scores if slope is None else d_scores * slope",
+        "d_scores",
+        (f"{LOCAL}/test_sinks.py",),
+    ),
+    Mutant(
+        "local/the backward pass forgets the sinks",
+        "brl_jax/attention/local/xla.py",
+        "share, lse = add_sinks(lse, _by_head(x.sinks, lse))",
+        "share, _ = add_sinks(lse, _by_head(x.sinks, lse))",
+        (f"{LOCAL}/test_sinks.py",),
+    ),
+    Mutant(
+        "local/the TPU's rests of a capped softmax are those of its products",
+        "pallas_kernels/tpu/block/backward.py",
+        "pair.changes(unit, capped=False)[1]",
+        "pair.changes(unit)[1]",
+        (f"{LOCAL}/test_sinks.py", "-k", "tpu"),
     ),
     Mutant(
         "local/the CPU's tiles lose the keys of the second tile",

@@ -42,6 +42,29 @@ def check_scale(scale: Any, head_dim: int) -> float:
     return float(scale)
 
 
+def check_soft_cap(cap: Any) -> float | None:
+    if cap is None:
+        return None
+    is_number = isinstance(cap, (int, float, np.integer, np.floating)) and not isinstance(cap, bool)
+    require(
+        is_number and math.isfinite(cap) and cap > 0,
+        f"logits_soft_cap must be a positive finite Python number or None, got {cap!r}",
+    )
+    return float(cap)
+
+
+def check_sinks(sinks: Any, heads: int) -> Array | None:
+    """The sinks in float32, one for each of the query's heads."""
+    if sinks is None:
+        return None
+    require(
+        hasattr(sinks, "dtype") and sinks.shape == (heads,) and jnp.issubdtype(sinks.dtype, jnp.floating),
+        f"sinks must be a floating-point array of shape ({heads},), one logit per query head, got "
+        + (f"{sinks.dtype} of shape {sinks.shape}" if hasattr(sinks, "dtype") else repr(sinks)),
+    )
+    return jnp.asarray(sinks).astype(jnp.float32)
+
+
 def check_bias(bias: Any, query: Array, key: Array) -> Any:
     """An array bias is returned with shape (B or 1, N or 1, T or 1, S or 1)."""
     if bias is None or isinstance(bias, PositionBias):

@@ -18,6 +18,16 @@ def accumulation_dtype(dtype):
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
+def soft_cap(logits, cap: float):
+    """cap tanh(logits / cap): close to the logits where they are small, never beyond +-cap (arXiv:2408.00118, 2)."""
+    return cap * jnp.tanh(logits * (1.0 / cap))
+
+
+def soft_cap_slope(capped, cap: float):
+    """The derivative of `soft_cap`, from its result; 0 for the constant of masked scores."""
+    return jnp.maximum(1.0 - jnp.square(capped * (1.0 / cap)), 0.0)
+
+
 def elementwise_weights(logits, mask, score: Score):
     """relu2 or laplace of the logits, 0 where `mask` (bool, broadcastable, or None) is False."""
     weights = scores.elementwise_weights(score, logits)

@@ -111,6 +111,27 @@ def sums_of_normalised(
     return SoftmaxSums(jnp.where(sees, log_sum_exp, MASKED), sees.astype(dtype), out.astype(dtype))
 
 
+def add_sinks(
+    log_sum_exp: Float[Array, "*rows"], sinks: Float[Array, "*rows"]
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+    """What a sink, a logit without a value, does to each row's softmax: the factor of its output, and the log-sum-exp
+    with the sink in it.
+
+    Args:
+      log_sum_exp: over the keys, as `normalise` returns it. Rows that see no key keep theirs, which is larger than any
+        sink.
+      sinks: broadcasts against it.
+    """
+    together = jnp.logaddexp(log_sum_exp, sinks)
+    return jnp.exp(log_sum_exp - together), together
+
+
+def sink_sums(sinks: Float[Array, "*rows"], value_dim: int) -> SoftmaxSums:
+    """The sums of rows that have seen a sink alone."""
+    values = jnp.zeros((*sinks.shape, value_dim), sinks.dtype)
+    return SoftmaxSums(sinks, jnp.ones(sinks.shape, sinks.dtype), values)
+
+
 def softmax_gradient(
     scores: Float[Array, "*rows S"],
     log_sum_exp: Float[Array, "*rows"],

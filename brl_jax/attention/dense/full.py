@@ -16,12 +16,15 @@ from brl_jax.attention.core.arguments import (
     check_lengths,
     check_scale,
     check_segments,
+    check_sinks,
+    check_soft_cap,
     is_int,
     zero_padding,
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.scores import soft_cap
 from brl_jax.attention.core.softmax import MASKED
 
 
@@ -38,6 +41,8 @@ def full_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int | Int[Array, ""] = 0,
+    sinks: Float[Array, " N"] | None = None,
+    logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
@@ -59,6 +64,11 @@ def full_attention(
         padding. Padded rows give 0.
       segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees the keys with its id only.
       query_offset: query i has the position of key i + query_offset; an int or a traced int scalar.
+      sinks: for each query head a logit that takes part in the softmax and has no value, so that the weights of the
+        keys add up to less than 1: p_ij = exp(score_ij) / (exp(sink) + sum_j exp(score_ij)), as in gpt-oss
+        (arXiv:2508.10925). Sinks are neither scaled nor capped, and get gradients.
+      logits_soft_cap: a positive number c. The scaled scores become c tanh(scale q . k / c) before bias and mask, as
+        in Gemma 2 (arXiv:2408.00118, section 2).
       implementation: None selects cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call,
         and XLA otherwise; "xla" works everywhere; "cudnn" raises if it does not support the call.
 
@@ -85,12 +95,14 @@ def full_attention(
         implementation in (None, "xla", "cudnn"),
         f"implementation must be None, 'xla' or 'cudnn', got {implementation!r}",
     )
-    arguments = (query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset)
-    with_xla = functools.partial(_with_xla, scale=scale, is_causal=is_causal)
+    sinks = check_sinks(sinks, query.shape[2])
+    cap = check_soft_cap(logits_soft_cap)
+    arguments = (query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, sinks)
+    with_xla = functools.partial(_with_xla, scale=scale, is_causal=is_causal, cap=cap)
     if implementation == "xla":
         return with_xla(*arguments)
 
-    missing = _missing_for_cudnn(query, value, bias, mask, segments, query_offset, is_causal)
+    missing = _missing_for_cudnn(query, value, bias, mask, segments, query_offset, is_causal, sinks, cap)
     with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
         require(
@@ -109,7 +121,15 @@ def full_attention(
 
 
 def _missing_for_cudnn(
-    query: Array, value: Array, bias: Any, mask: Any, segments: tuple, query_offset: Any, is_causal: bool
+    query: Array,
+    value: Array,
+    bias: Any,
+    mask: Any,
+    segments: tuple,
+    query_offset: Any,
+    is_causal: bool,
+    sinks: Array | None,
+    cap: float | None,
 ) -> list[str]:
     """The requirements of cuDNN that this call does not meet."""
     head_dim = query.shape[3]
@@ -122,6 +142,8 @@ def _missing_for_cudnn(
         "no segment_ids": segments[0] is None,
         f"query_offset=0 where is_causal (got {query_offset})": not is_causal
         or (is_int(query_offset) and query_offset == 0),
+        "no sinks": sinks is None,
+        "no logits_soft_cap": cap is None,
     }
     return [need for need, met in needs.items() if not met]
 
@@ -136,9 +158,21 @@ def _can_trace(with_cudnn: Any, arguments: tuple) -> bool:
 
 
 def _with_cudnn(
-    query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    query_lengths,
+    key_lengths,
+    segments,
+    query_offset,
+    sinks,
+    *,
+    scale,
+    is_causal,
 ):
-    del bias, mask, segments, query_offset  # _missing_for_cudnn refuses those that would matter
+    del bias, mask, segments, query_offset, sinks  # _missing_for_cudnn refuses those that would matter
     query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
     out = jax.nn.dot_product_attention(
         query,
@@ -155,7 +189,20 @@ def _with_cudnn(
 
 
 def _with_xla(
-    query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, *, scale, is_causal
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    query_lengths,
+    key_lengths,
+    segments,
+    query_offset,
+    sinks,
+    *,
+    scale,
+    is_causal,
+    cap,
 ):
     """Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
     promotion."""
@@ -163,6 +210,7 @@ def _with_xla(
     (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
+    scores = scores if cap is None else soft_cap(scores, cap)
     positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
     visible = _visible(positions, num_keys, mask, key_lengths, segments, is_causal)
     seen = None
@@ -181,10 +229,22 @@ def _with_xla(
         split = scores.shape[1:3] if mask.shape[1] > 1 else (1, 1)
         scores = jnp.where(mask.reshape(mask.shape[0], *split, *mask.shape[2:]), scores, MASKED)
         seen = jnp.swapaxes(mask.any(-1), 1, 2)[..., None]
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores, axis=-1) if sinks is None else _softmax_with_sinks(scores, sinks)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
     out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
     return _zero_unseen(out, seen, query_lengths)
+
+
+def _softmax_with_sinks(
+    scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"]
+) -> Float[Array, "B K G T S"]:
+    """The weights of the keys in a softmax over them and their head's sink."""
+    sinks = sinks.reshape(1, *scores.shape[1:3], 1, 1)
+    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, -1, keepdims=True), sinks))
+    exponentials = jnp.exp(scores - top)
+    return exponentials / (jnp.sum(exponentials, -1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def _without_padding(query, key, value, query_lengths, key_lengths):

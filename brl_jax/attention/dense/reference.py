@@ -22,10 +22,14 @@ def full_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
+    sinks: Float[Array, " N"] | None = None,
+    logits_soft_cap: float | None = None,
 ) -> Float[Array, "B T N V"]:
     """softmax(scale q k^T + bias) v over the visible keys (arXiv:1706.03762, eq. 1); 0 for a query without any."""
     query, key, value = _float32_heads(query, key, value)
     scores = _scores(query, key, scale)
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     visible = jnp.ones(scores.shape, bool)
     if is_causal:
         visible = jnp.tril(visible)
@@ -34,10 +38,12 @@ def full_attention(
     if bias is not None:
         scores = scores + bias
         visible = visible & ~jnp.isneginf(scores)
-    exponentials = jnp.where(
-        visible, jnp.exp(scores - scores.max(-1, keepdims=True, where=visible, initial=-1e30)), 0
-    )
-    weights = exponentials / jnp.maximum(exponentials.sum(-1, keepdims=True), 1e-30)
+    top = scores.max(-1, keepdims=True, where=visible, initial=-1e30)
+    top = top if sinks is None else jnp.maximum(top, sinks[None, :, None, None])
+    exponentials = jnp.where(visible, jnp.exp(scores - top), 0)
+    total = exponentials.sum(-1, keepdims=True)
+    total = total if sinks is None else total + jnp.exp(sinks[None, :, None, None] - top)
+    weights = exponentials / jnp.maximum(total, 1e-30)
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
 
 

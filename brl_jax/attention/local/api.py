@@ -20,6 +20,8 @@ from brl_jax.attention.core.arguments import (
     check_lengths,
     check_scale,
     check_segments,
+    check_sinks,
+    check_soft_cap,
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
@@ -51,6 +53,8 @@ def local_attention(
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int = 0,
     key_offset: int | Int[Array, ""] = 0,
+    sinks: Float[Array, " N"] | None = None,
+    logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
@@ -85,6 +89,11 @@ def local_attention(
       key_offset: the absolute position of key 0, an int or a traced int scalar. Only patterns with absolute
         boundaries and position biases depend on it. If it is traced, such a pattern visits every block within its
         reach, or all keys if its reach is unbounded.
+      sinks: for each query head a logit that takes part in the softmax and has no value, so that the weights of the
+        keys add up to less than 1: p_ij = exp(score_ij) / (exp(sink) + sum_j exp(score_ij)), as in gpt-oss
+        (arXiv:2508.10925). Sinks are neither scaled nor capped, and get gradients.
+      logits_soft_cap: a positive number c. The scaled scores become c tanh(scale q . k / c) before bias and mask, as
+        in Gemma 2 (arXiv:2408.00118, section 2).
       implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
         sliding window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every
         pattern and offset, without a bias; "pallas_interpret" interprets these kernels on any platform; "triton" is
@@ -112,15 +121,33 @@ def local_attention(
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     query_segments, key_segments = check_segments(segment_ids, query.shape, key.shape)
     static_key_offset, traced_key_offset = _split_key_offset(key_offset)
+    sinks = check_sinks(sinks, query.shape[2])
+    soft_cap = check_soft_cap(logits_soft_cap)
 
     check_implementation(
         implementation, None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret"
     )
     call = PatternCall(
-        pattern, bool(is_causal), scale, query.shape[1], key.shape[1], int(query_offset), static_key_offset
+        pattern,
+        bool(is_causal),
+        scale,
+        query.shape[1],
+        key.shape[1],
+        int(query_offset),
+        static_key_offset,
+        soft_cap,
     )
     arrays = CallArrays(
-        query, key, value, bias, query_lengths, key_lengths, query_segments, key_segments, traced_key_offset
+        query,
+        key,
+        value,
+        bias,
+        query_lengths,
+        key_lengths,
+        query_segments,
+        key_segments,
+        traced_key_offset,
+        sinks,
     )
     return cudnn.attend(call, arrays) if implementation == "cudnn" else _choose(call, implementation, arrays)
 

@@ -17,6 +17,7 @@ from jaxtyping import Array
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.products import CACHE_BYTES, Product
+from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, block_sums, softmax_gradient
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.parts import Part
@@ -48,9 +49,13 @@ def block_scores(
     bias: Any,
     block: Block,
     product: Product,
-) -> Array:
-    """Scaled, biased and masked scores (b, k, G, t, s) in float32."""
+) -> tuple[Array, Array | None]:
+    """Scaled, capped, biased and masked scores (b, k, G, t, s) in float32, and the slope of the cap if there is one."""
     scores = product("bkgtd,bksd->bkgts", block.query, block.key) * call.scale
+    slope = None
+    if call.logits_soft_cap is not None:
+        scores = soft_cap(scores, call.logits_soft_cap)
+        slope = soft_cap_slope(scores, call.logits_soft_cap)
     positions = block_positions(call, block, key_offset)
     if block.bias is not None:
         scores = scores + block.bias.astype(jnp.float32)
@@ -68,7 +73,7 @@ def block_scores(
     if block.query_segments is not None and block.key_segments is not None:
         same = block.query_segments[:, :, None] == block.key_segments[:, None, :]
         mask = mask & same[:, None, None]
-    return jnp.where(mask, scores, MASKED)
+    return jnp.where(mask, scores, MASKED), slope
 
 
 def call_bias(bias: PositionBias, positions: tuple[Array, Array], shape: tuple[int, ...]) -> Array:
@@ -88,8 +93,10 @@ def softmax_block(scores: Array, value: Array, product: Product) -> SoftmaxSums:
     )
 
 
-def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, scale: float, product: Product):
-    """Gradients of one block: of its scores (unscaled), query (b, k, G, t, H), key and value (b, k, H, s).
+def gradient_block(
+    scores, slope, block: Block, query_t, d_out, d_out_t, lse, delta, scale: float, product: Product
+):
+    """Gradients of one block: of its biased scores, query (b, k, G, t, H), key and value (b, k, H, s).
 
     query_t and d_out_t are (b, k, H, G, t): with them, each product below reads both factors in the order in which
     matrix products are fastest on a CPU (a transposed left factor takes twice the time).
@@ -97,7 +104,8 @@ def gradient_block(scores, block: Block, query_t, d_out, d_out_t, lse, delta, sc
     dtype = block.key.dtype
     d_weights = product("bkgtd,bksd->bkgts", d_out, block.value)
     weights, d_scores = softmax_gradient(scores, lse, d_weights, delta)
-    scaled = (d_scores * scale).astype(dtype)
+    d_logits = d_scores if slope is None else d_scores * slope
+    scaled = (d_logits * scale).astype(dtype)
     d_query = product("bkgts,bksd->bkgtd", scaled, block.key)
     d_key = product("bkdgt,bkgts->bkds", query_t, scaled)
     d_value = product("bkdgt,bkgts->bkds", d_out_t, weights.astype(dtype))

@@ -25,6 +25,7 @@ class PatternCall:
       num_queries, num_keys: T and S.
       query_offset: query i stands at key index i + query_offset.
       key_offset: the absolute position of key 0; None if it is known only at run time.
+      logits_soft_cap: bounds the scaled scores; None for no bound.
     """
 
     pattern: Pattern
@@ -34,6 +35,7 @@ class PatternCall:
     num_keys: int
     query_offset: int
     key_offset: int | None
+    logits_soft_cap: float | None = None
 
     @property
     def first_position(self) -> int:
@@ -49,6 +51,7 @@ class CallArrays(NamedTuple):
       bias: a `PositionBias`, or an array (B or 1, N or 1, T or 1, S or 1).
       query_segments, key_segments: both or neither.
       key_offset: given if that of the `PatternCall` is None.
+      sinks: in float32.
     """
 
     query: Float[Array, "B T N H"]
@@ -60,3 +63,4 @@ class CallArrays(NamedTuple):
     query_segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
     key_offset: Int[Array, ""] | None = None
+    sinks: Float[Array, " N"] | None = None

@@ -32,6 +32,8 @@ def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
             f"as many queries as keys (got {call.num_queries} and {call.num_keys})": call.num_queries
             != call.num_keys,
             "a bias given as an array, or none": needs_array,
+            "no sinks": x.sinks is not None,
+            "no logits_soft_cap": call.logits_soft_cap is not None,
         }.items()
         if fails
     ]

@@ -24,12 +24,16 @@ def local_attention(
     segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     query_offset: int = 0,
     key_offset: int = 0,
+    sinks: Float[Array, " N"] | None = None,
+    logits_soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """out_i = sum_j p_ij v_j, with p_i the softmax of scale q_i . k_j + bias_ij over the keys j that query i sees.
 
+    A soft cap c makes it c tanh(scale q_i . k_j / c) + bias_ij.
+
     A query that sees no key gives 0. Arguments as in `brl_jax.local_attention`.
     """
-    batch, num_keys, kv_heads, head_dim = key.shape
+    _, num_keys, kv_heads, head_dim = key.shape
     num_queries, heads = query.shape[1:3]
     key, value = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (key, value))
     key_positions = jnp.arange(num_keys) + key_offset
@@ -47,8 +51,13 @@ def local_attention(
         visible = visible & (segment_ids[0][:, :, None] == segment_ids[1][:, None, :])
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
     scores = scores * (1.0 / math.sqrt(head_dim) if scale is None else scale)
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     scores = scores if bias is None else scores + bias
-    weights = jax.nn.softmax(
-        scores, axis=-1, where=jnp.broadcast_to(visible, (batch, *visible.shape[1:]))[:, None]
-    )
+    visible = jnp.broadcast_to(visible[:, None], scores.shape)
+    if sinks is not None:  # one more key, which no value belongs to
+        extra = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, extra], axis=3)
+        visible = jnp.concatenate([visible, jnp.ones_like(extra, bool)], axis=3)
+    weights = jax.nn.softmax(scores, axis=-1, where=visible)[..., :num_keys]
     return jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)

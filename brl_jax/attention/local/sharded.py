@@ -32,6 +32,8 @@ def local_attention(
     scale: float | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """`brl_jax.local_attention` of sequences that are sharded over `axis_name`, T tokens per device.
@@ -44,7 +46,9 @@ def local_attention(
       axis_name: the mesh axis, in whose order the stretches follow each other.
       pattern: one whose lookback and (unless causal) lookahead are bounded.
       key_value_seq_lengths: (B,), of the whole sequences.
-      is_causal, scale, segment_ids, implementation: as in `brl_jax.local_attention`; segment ids are this device's.
+      sinks: (N,), of the heads of this device.
+      is_causal, scale, segment_ids, logits_soft_cap, implementation: as in `brl_jax.local_attention`; segment ids are
+        this device's.
 
     Returns:
       (B, T, N, H) in query's dtype, of this device's queries.
@@ -101,6 +105,8 @@ def local_attention(
         segment_ids=(query_ids, key_ids),
         query_offset=query_offset,
         key_offset=0 if moves else first - before,
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
         implementation=implementation,
     )
     return lax.slice_in_dim(out, before, before + size, axis=1) if padded else out

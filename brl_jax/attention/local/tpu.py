@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.softmax import merge_sums, normalise, sums_of_normalised
+from brl_jax.attention.core.softmax import merge_sums, normalise, sink_sums, sums_of_normalised
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
 from pallas_kernels import tpu
@@ -50,9 +50,13 @@ def obstacle(call: PatternCall, query: Array, key: Array) -> str | None:
 def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Float[Array, "B T N H"]:
     """`local_attention` without a bias, on the kernels."""
     results = [step.run(x, interpret) for step in _launches(call, x.query, x.key)]
-    if len(results) == 1:
+    if len(results) == 1 and x.sinks is None:
         return results[0][0]
-    out, _ = normalise(merge_sums(*(sums_of_normalised(*result) for result in results)))
+    parts = [sums_of_normalised(*result) for result in results]
+    if x.sinks is not None:
+        rows = jnp.broadcast_to(x.sinks, parts[0].maximum.shape)
+        parts.append(sink_sums(rows, x.value.shape[3]))
+    out, _ = normalise(merge_sums(*parts))
     return out.astype(x.query.dtype)
 
 
@@ -90,6 +94,7 @@ class _Launch:
             arranged.key,
             arranged.value,
             scale=self.tokens.call.scale,
+            logits_soft_cap=self.tokens.call.logits_soft_cap,
             query_segment_ids=arranged.query_segments,
             key_segment_ids=arranged.key_segments,
             query_lengths=arranged.query_lengths,

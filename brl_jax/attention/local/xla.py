@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
-from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, empty_sums, merge_sums, normalise
+from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, add_sinks, empty_sums, merge_sums, normalise
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local import xla_cpu
 from brl_jax.attention.local.blocks import (
@@ -49,20 +49,39 @@ def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
-    return _forward(call, x)[0]
+    return _attend_forward(call, x)[0]
 
 
 def _attend_forward(call: PatternCall, x: CallArrays):
     out, lse = _forward(call, x)
+    if x.sinks is not None:
+        share, lse = add_sinks(lse, _by_head(x.sinks, lse))
+        out = (out.astype(jnp.float32) * _by_row(share)).astype(out.dtype)
     return out, (x, out, lse)
 
 
 def _attend_backward(call: PatternCall, saved, d_out):
     x, out, lse = saved
-    return (_backward(call, x, out, lse, d_out),)
+    # With sinks in out and lse, the keys' gradients follow as without them.
+    gradients = _backward(call, x, out, lse, d_out)
+    if x.sinks is not None:
+        # A sink is one more key, whose value is 0.
+        d_out = zero_padding(d_out, x.query_lengths).astype(jnp.float32)
+        delta = jnp.sum(d_out * out.astype(jnp.float32), -1)
+        weights = jnp.exp(_by_head(x.sinks, lse) - lse)
+        gradients = gradients._replace(sinks=-jnp.sum(_by_row(weights)[..., 0] * delta, (0, 1)))
+    return (gradients,)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _by_head(sinks: Float[Array, " N"], lse: Float[Array, "B K G T"]) -> Float[Array, "1 K G 1"]:
+    return sinks.reshape(1, *lse.shape[1:3], 1)
+
+
+def _by_row(x: Float[Array, "B K G T"]) -> Float[Array, "B T N 1"]:
+    return x.reshape(x.shape[0], -1, x.shape[3]).swapaxes(1, 2)[..., None]
 
 
 def _query_block_loop(width: int) -> int:
@@ -103,7 +122,7 @@ def _forward(call: PatternCall, x: CallArrays) -> tuple[Array, Array]:
         multiply = merged_product if loop else product
 
         def one(block: Block) -> Any:
-            scores = block_scores(call, part, x.key_offset, own_bias, block, multiply)
+            scores, _ = block_scores(call, part, x.key_offset, own_bias, block, multiply)
             return finish(softmax_block(scores, block.value, multiply))
 
         if loop:
@@ -172,9 +191,9 @@ def _backward(call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: A
 
         def one(block: Block, q_t, do, do_t, lse, delta):
             """Gradients of one block; d_bias: of the position bias's arrays, or of the block's own bias."""
-            scores = block_scores(call, part, x.key_offset, own_bias, block, multiply)
+            scores, slope = block_scores(call, part, x.key_offset, own_bias, block, multiply)
             d_scores, dq, dk, dv = gradient_block(
-                scores, block, q_t, do, do_t, lse, delta, call.scale, multiply
+                scores, slope, block, q_t, do, do_t, lse, delta, call.scale, multiply
             )
             d_bias = None
             if block.bias is not None:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import starts
 from brl_jax.attention.core.products import CACHE_BYTES
+from brl_jax.attention.core.scores import soft_cap, soft_cap_slope
 from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, finite_maximum, normalise
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -168,7 +169,13 @@ def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d
             delta = jnp.sum(do_tile * walk.query_tile(o, step, i), -1)
             chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
             dq_tile, weights, d_scores = _softmax_gradient(
-                chain, keys[stretch], values[stretch], do_tile, delta, walk.lse_tile(lse, step, i)
+                chain,
+                keys[stretch],
+                values[stretch],
+                do_tile,
+                delta,
+                walk.lse_tile(lse, step, i),
+                walk.soft_cap,
             )
             d_query = walk.put_rows(d_query, step, i, dq_tile * call.scale)
             q_t, do_t = (x.swapaxes(1, 2) for x in (chain.query, do_tile))
@@ -208,13 +215,22 @@ def _softmax(chain: Chain, values: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def _softmax_gradient(
-    chain: Chain, keys: Sequence[Array], values: Sequence[Array], d_out: Array, delta: Array, lse: Array
+    chain: Chain,
+    keys: Sequence[Array],
+    values: Sequence[Array],
+    d_out: Array,
+    delta: Array,
+    lse: Array,
+    cap: float | None,
 ) -> tuple[Array, list[Array], list[Array]]:
     """d_query (k, G, b, H), unscaled, and for each tile of keys the weights and gradients of scores (k, G b, b)."""
     weights = _weights(chain, lse)
     d_weights = _fold(chain.low, [_split_rows(_product("ntd,nsd->nts", d_out, v), lse) for v in values])
     delta = delta.reshape(lse.shape)[..., None]
-    d_scores = _unfold(chain, [w * (d - delta) for w, d in zip(weights, d_weights)])
+    changes = [w * (d - delta) for w, d in zip(weights, d_weights)]
+    if cap is not None:
+        changes = [x * soft_cap_slope(s, cap) for x, s in zip(changes, chain.scores)]
+    d_scores = _unfold(chain, changes)
     parts = [_product("nts,nsd->ntd", d, k) for d, k in zip(d_scores, keys)]
     d_query = sum(parts[1:], start=parts[0]).reshape(*lse.shape, -1)
     return d_query, _unfold(chain, weights), d_scores
@@ -249,6 +265,7 @@ class _Walk:
 
     tiling: WindowTiling
     scale: float
+    soft_cap: float | None
     key_lengths: Array | None
     query_segments: Array | None
     key_segments: Array | None
@@ -265,7 +282,7 @@ class _Walk:
             key_segments = tiling.pad_keys(key_segments)
         batch, num_keys, kv_heads, _ = x.key.shape
         return cls(
-            tiling, call.scale, x.key_lengths, query_segments, key_segments,
+            tiling, call.scale, call.logits_soft_cap, x.key_lengths, query_segments, key_segments,
             batch, num_keys, kv_heads, x.query.shape[2] // kv_heads,
         )  # fmt: skip
 
@@ -320,6 +337,8 @@ class _Walk:
         query = query * self.scale
         shape = (t.heads, self.queries_per_key, t.tile, t.tile)
         scores = [_product("ntd,nsd->nts", query, k).reshape(shape) for k in keys]
+        if self.soft_cap is not None:
+            scores = [soft_cap(s, self.soft_cap) for s in scores]
         r = lax.broadcasted_iota(jnp.int32, (t.tile, t.tile), 0)
         c = lax.broadcasted_iota(jnp.int32, (t.tile, t.tile), 1)
         masks = [self._mask(step, i, i + j) for j in range(t.before + 1)]

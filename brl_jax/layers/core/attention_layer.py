@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from brl_jax.layers.core.caches import KeyValueCache
-from brl_jax.layers.core.modules import merge_heads, project_qkv, sow_weights
+from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
 from brl_jax.layers.core.protocol import LayerCall, MechanismLayer
 
 
@@ -29,9 +30,13 @@ class AttentionLayer(MechanismLayer):
         """The attention function.
 
         Its options in training: is_causal, key_value_seq_lengths, implementation, and segment_ids for mechanisms that
-        pack. In the default `step`: is_causal, query_offset, implementation.
+        pack. In the default `step`: is_causal, query_offset, implementation. In both: `attention_options`.
         """
         raise NotImplementedError
+
+    def attention_options(self) -> dict[str, Any]:
+        """Options of `attend` that are the mechanism's own. It runs inside a compact call, once."""
+        return {}
 
     def output(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The layer's output."""
@@ -56,6 +61,7 @@ class AttentionLayer(MechanismLayer):
             is_causal=True,
             query_offset=call.start,
             implementation=self.dimensions.implementation,
+            **self.attention_options(),
         )
         return attended, cache
 
@@ -72,9 +78,22 @@ class AttentionLayer(MechanismLayer):
         }
         if self.mechanism.packs:
             options["segment_ids"] = call.segment_ids
+        options |= self.attention_options()
 
         def attend(value: Array) -> Array:
             return self.attend(query, key, value, **options)
 
         sow_weights(self, attend, value)
         return self.output(attend(value)), None
+
+
+class SoftmaxLayer(AttentionLayer):
+    """A layer around softmax attention, whose mechanism has the fields `sinks` and `logits_soft_cap`."""
+
+    def attention_options(self) -> dict[str, Any]:
+        mechanism: Any = self.mechanism
+        sinks = None
+        if mechanism.sinks:
+            heads = self.dimensions.num_heads
+            sinks = parameter(self, "sinks", nn.initializers.zeros_init(), (heads,), ("heads",))
+        return {"sinks": sinks, "logits_soft_cap": mechanism.logits_soft_cap}

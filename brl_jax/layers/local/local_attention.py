@@ -9,10 +9,11 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array
 
+from brl_jax.attention.core.arguments import check_soft_cap
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.local import patterns, sharded
 from brl_jax.attention.local.api import local_attention
-from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.attention_layer import SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 from brl_jax.sharding import sequence_axis, shard_call
@@ -37,9 +38,15 @@ class LocalConfig(Mechanism):
     num_global: int = 64
     """Tokens at the start that see all tokens and are seen by all, in "global"; "bigbird" rounds them up to blocks."""
 
+    sinks: bool = False
+    """A learned logit without a value for each head, in the softmax beside the keys (gpt-oss, arXiv:2508.10925)."""
+    logits_soft_cap: float | None = None
+    """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None for no bound."""
+
     def __post_init__(self):
         check_at_least(self, "window", "dilation", "num_global")
         check_choice("pattern", self.pattern, get_args(LocalPattern))
+        check_soft_cap(self.logits_soft_cap)
 
     @property
     def causal(self) -> bool:
@@ -80,7 +87,7 @@ class LocalConfig(Mechanism):
         return LocalAttention(self, dimensions, **kwargs)
 
 
-class LocalAttention(AttentionLayer):
+class LocalAttention(SoftmaxLayer):
     """See `brl_jax.layers.core.protocol` for the call and `local_attention` for the mathematics."""
 
     mechanism: LocalConfig
@@ -114,6 +121,7 @@ class LocalAttention(AttentionLayer):
             query_offset=reach,
             key_offset=start - reach,
             implementation=self.dimensions.implementation,
+            **self.attention_options(),
         )
         return attended, WindowCache(last_keys, last_values, start + count)
 
@@ -128,6 +136,7 @@ def _attend(
     key_value_seq_lengths: Any = None,
     segment_ids: tuple[Any, Any],
     key_offset: Any = None,
+    sinks: Any = None,
     **static: Any,
 ) -> jax.Array:
     """`local_attention`, computed by each device of a mesh on its own rows and heads, and on its own tokens where the
@@ -137,7 +146,7 @@ def _attend(
     # Without an offset, queries and keys are the same tokens.
     axis = sequence_axis(query.shape[1]) if bounded and key_offset is None else None
 
-    def attend(query, key, value, lengths, query_segments, key_segments, key_offset):
+    def attend(query, key, value, lengths, query_segments, key_segments, key_offset, sinks):
         if axis is not None:
             return sharded.local_attention(
                 query,
@@ -146,12 +155,20 @@ def _attend(
                 axis_name=axis,
                 key_value_seq_lengths=lengths,
                 segment_ids=query_segments,
+                sinks=sinks,
                 **static,
             )
         segments = None if query_segments is None else (query_segments, key_segments)
         offset = {} if key_offset is None else {"key_offset": key_offset}
         return local_attention(
-            query, key, value, key_value_seq_lengths=lengths, segment_ids=segments, **offset, **static
+            query,
+            key,
+            value,
+            key_value_seq_lengths=lengths,
+            segment_ids=segments,
+            sinks=sinks,
+            **offset,
+            **static,
         )
 
     tokens = None if axis is None else "length"
@@ -160,7 +177,7 @@ def _attend(
         ("batch", tokens, "kv_heads", None),
         ("batch", tokens),
     )
-    names = [queries, keys, keys, ("batch",), ids, ids, ()]
+    names = [queries, keys, keys, ("batch",), ids, ids, (), ("heads",)]
     return shard_call(
-        attend, (query, key, value, key_value_seq_lengths, *segment_ids, key_offset), names, queries
+        attend, (query, key, value, key_value_seq_lengths, *segment_ids, key_offset, sinks), names, queries
     )

@@ -68,7 +68,9 @@ class _LocalCall(NamedTuple):
 
     pattern: Pattern
     scale: float
+    soft_cap: float | None
     segments: bool
+    sinks: bool
     with_log_sum: bool
 
 
@@ -84,6 +86,8 @@ def local_attention(
     *,
     pattern: Pattern,
     scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     query_lengths: Int[Array, " B"] | None = None,
@@ -100,6 +104,8 @@ def local_attention(
       key, value: (B, S, K, H) of the same dtype; K divides N, and query head g reads key head g // (N / K).
       pattern: which pairs see each other.
       scale: multiplies the scores; 1 / sqrt(H) by default.
+      logits_soft_cap: c > 0, with which the scaled scores s become c tanh(s / c).
+      sinks: (N,) logits without a value, one more in each row's softmax; they get gradients too.
       query_segment_ids, key_segment_ids: ints, both or neither; a query sees the keys of its own segment.
       query_lengths, key_lengths: (B,) ints, how many tokens exist; what lies beyond is never read into a result.
       return_log_sum_exp: also return the natural logarithm of each row's sum of exponentials.
@@ -131,13 +137,18 @@ def local_attention(
     call = _LocalCall(
         pattern,
         1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        logits_soft_cap,
         ids is not None,
+        sinks is not None,
         return_log_sum_exp,
     )
     if ids is None:
         empty = jnp.zeros((batch, 1), jnp.int32)
         ids = (empty, empty)
-    out, log_sums = _attend(query, key, value, *ids, call)
+    sinks = jnp.zeros((1,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    # One row for each sequence, so that `vmap` may map them.
+    sinks = jnp.broadcast_to(sinks, (batch, *sinks.shape))
+    out, log_sums = _attend(query, key, value, *ids, sinks, call)
     if not return_log_sum_exp:
         return _only(out, exists[0])
     return _only(out, exists[0]), jnp.moveaxis(log_sums, 1, 2)
@@ -148,32 +159,36 @@ def _only(x: Array, exists: Array | None) -> Array:
     return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query, key, value, query_ids, key_ids, call: _LocalCall):
-    return _attend_forward(query, key, value, query_ids, key_ids, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(query, key, value, query_ids, key_ids, sinks, call: _LocalCall):
+    return _attend_forward(query, key, value, query_ids, key_ids, sinks, call)[0]
 
 
-def _attend_forward(query, key, value, query_ids, key_ids, call: _LocalCall):
-    out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids)
+def _attend_forward(query, key, value, query_ids, key_ids, sinks, call: _LocalCall):
+    out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids, sinks)
     natural = (
         jnp.where(jnp.isposinf(log_sums), -jnp.inf, log_sums * math.log(2.0))
         if call.with_log_sum
         else log_sums
     )
-    return (out, natural), (query, key, value, query_ids, key_ids, out, log_sums)
+    return (out, natural), (query, key, value, query_ids, key_ids, sinks, out, log_sums)
 
 
 def _attend_backward(call: _LocalCall, saved, gradients):
-    query, key, value, query_ids, key_ids, out, log_sums = saved
+    query, key, value, query_ids, key_ids, sinks, out, log_sums = saved
     d_out, d_log_sums = gradients
     if not call.with_log_sum:
         d_log_sums = jnp.zeros((query.shape[0], 1), jnp.float32)
     else:
         d_log_sums = jnp.where(jnp.isposinf(log_sums), 0.0, d_log_sums)
-    gradients = _run_backward(call)(
+    *gradients, delta = _run_backward(call)(
         query, key, value, query_ids, key_ids, out, d_out.astype(query.dtype), log_sums, d_log_sums
     )
-    return *gradients, None, None
+    d_sinks = jnp.zeros_like(sinks)
+    if call.sinks:  # A sink is one more key, whose value is 0.
+        weights = jnp.exp2(sinks[:, :, None] * math.log2(math.e) - log_sums)
+        d_sinks = -jnp.sum(weights * delta, 2)
+    return *gradients, None, None, d_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -189,6 +204,7 @@ def _constants(call: _LocalCall, query: Array, key: Array, tile: LocalTile) -> d
         "H": head_dim,
         "HP": padded(head_dim),
         "SCALE": call.scale,
+        "CAP": call.soft_cap or 0.0,
         "SEGMENTS": call.segments,
         "PRECISION": "ieee" if query.dtype == jnp.float32 else "tf32",
         "BM": tile.block_q,
@@ -202,19 +218,19 @@ def _options(tile: LocalTile) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _LocalCall):
-    def run(query, key, value, query_ids, key_ids):
+    def run(query, key, value, query_ids, key_ids, sinks):
         batch, length, heads, _ = query.shape
         tile = choose_tiles(query.shape[3], query.dtype).forward
         lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
         return bridge.launch(
             forward.local_forward,
-            (query, key, value, *map(jnp.asarray, lists.arrays()), query_ids, key_ids),
+            (query, key, value, *map(jnp.asarray, lists.arrays()), query_ids, key_ids, sinks),
             (
                 jax.ShapeDtypeStruct(query.shape, query.dtype),
                 jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
             ),
             (-(-length // tile.block_q), heads, batch),
-            _constants(call, query, key, tile),
+            _constants(call, query, key, tile) | {"SINKS": call.sinks},
             **_options(tile),
         )
 
@@ -260,6 +276,6 @@ def _run_backward(call: _LocalCall):
             _constants(call, query, key, tile),
             **_options(tile),
         )
-        return d_query, d_key, d_value
+        return d_query, d_key, d_value, delta
 
     return bridge.fold_vmap(run)

@@ -6,17 +6,14 @@ log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
-try:
-    import triton.language as tl
-except ImportError:  # The kernels are then never launched; see `pallas_kernels.gpu.obstacle`.
-    from pallas_kernels.gpu.core import no_triton as tl  # type: ignore[no-redef]
+from pallas_kernels.gpu.core.language import tanh, tl
 
 
 def local_query_gradient(
     q, k, v, out, d_out, log_sums, d_log_sums, starts, middles, others, mask_numbers, masks, query_ids, key_ids,
     d_query, delta,
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    SCALE: tl.constexpr, SEGMENTS: tl.constexpr, LOG_SUMS: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, LOG_SUMS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """d_query (B, T, N, H), and delta (B, N, T): the row sums of out * d_out, less the log-sum-exp's gradient."""
@@ -50,7 +47,12 @@ def local_query_gradient(
             exists = (cols[:, None] < S) & (d[None, :] < H)
             key = tl.load(k + at_k, mask=exists, other=0.0)
             value = tl.load(v + at_k, mask=exists, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (SCALE * 1.4426950408889634)
+            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+            if CAP > 0:
+                t = tanh(s * (SCALE / CAP))
+                s = t * (CAP * 1.4426950408889634)
+            else:
+                s = s * (SCALE * 1.4426950408889634)
             p = tl.exp2(s - z[:, None])
             if masked == 1:
                 number = tl.load(mask_numbers + pair)
@@ -60,6 +62,8 @@ def local_query_gradient(
                 key_id = tl.load(key_ids + b * S + cols, mask=cols < S, other=0)
                 p = tl.where(query_id[:, None] == key_id[None, :], p, 0.0)
             ds = p * (tl.dot(grad, tl.trans(value), input_precision=PRECISION) - e[:, None])
+            if CAP > 0:
+                ds = ds * (1.0 - t * t)
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
     tl.store(d_query + at_q, (acc * SCALE).to(d_query.dtype.element_ty), mask=there)
 
@@ -67,7 +71,8 @@ def local_query_gradient(
 def local_key_gradient(
     q, k, v, d_out, log_sums, delta, starts, middles, others, mask_numbers, masks, query_ids, key_ids, d_key, d_value,
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    SCALE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """d_key and d_value (B, S, K, H): one program a block of keys, over all query heads that share it."""
     j, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -98,7 +103,12 @@ def local_key_gradient(
                 grad = tl.load(d_out + at_q, mask=there, other=0.0)
                 z = tl.load(log_sums + (b * N + h) * T + rows, mask=rows < T, other=float("inf"))
                 e = tl.load(delta + (b * N + h) * T + rows, mask=rows < T, other=0.0)
-                s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * (SCALE * 1.4426950408889634)
+                s = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+                if CAP > 0:
+                    t = tanh(s * (SCALE / CAP))
+                    s = t * (CAP * 1.4426950408889634)
+                else:
+                    s = s * (SCALE * 1.4426950408889634)
                 p = tl.exp2(s - z[None, :])
                 if masked == 1:
                     number = tl.load(mask_numbers + pair)
@@ -109,6 +119,8 @@ def local_key_gradient(
                     p = tl.where(key_id[:, None] == query_id[None, :], p, 0.0)
                 acc_v = tl.dot(p.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
                 ds = p * (tl.dot(value, tl.trans(grad), input_precision=PRECISION) - e[None, :])
+                if CAP > 0:
+                    ds = ds * (1.0 - t * t)
                 acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
     tl.store(d_key + at_k, (acc_k * SCALE).to(d_key.dtype.element_ty), mask=exists)
     tl.store(d_value + at_k, acc_v.to(d_value.dtype.element_ty), mask=exists)

@@ -3,16 +3,14 @@
 # ruff: noqa: E741
 from __future__ import annotations
 
-try:
-    import triton.language as tl
-except ImportError:  # The kernel is then never launched; see `pallas_kernels.gpu.obstacle`.
-    from pallas_kernels.gpu.core import no_triton as tl  # type: ignore[no-redef]
+from pallas_kernels.gpu.core.language import tanh, tl
 
 
 def local_forward(
-    q, k, v, starts, middles, others, mask_numbers, masks, query_ids, key_ids, out, log_sums,
+    q, k, v, starts, middles, others, mask_numbers, masks, query_ids, key_ids, sinks, out, log_sums,
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    SCALE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out (B, T, N, H) and the base-2 log-sum-exp (B, N, T) of scores times log2(e); a blind query gets 0 and +inf."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -24,6 +22,10 @@ def local_forward(
     query = tl.load(q + at_q, mask=there, other=0.0)
     m = tl.full([BM], -1e30, tl.float32)
     l = tl.zeros([BM], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + b * N + h) * 1.4426950408889634
+        m = tl.maximum(m, sink)
+        l = tl.exp2(sink - m)
     acc = tl.zeros([BM, HP], tl.float32)
     if SEGMENTS:
         query_id = tl.load(query_ids + b * T + rows, mask=rows < T, other=0)
@@ -39,7 +41,11 @@ def local_forward(
             exists = (cols[:, None] < S) & (d[None, :] < H)
             key = tl.load(k + at_k, mask=exists, other=0.0)
             value = tl.load(v + at_k, mask=exists, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (SCALE * 1.4426950408889634)
+            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+            if CAP > 0:
+                s = tanh(s * (SCALE / CAP)) * (CAP * 1.4426950408889634)
+            else:
+                s = s * (SCALE * 1.4426950408889634)
             if masked == 1:
                 number = tl.load(mask_numbers + pair)
                 seen = tl.load(masks + number * (BM * BN) + r[:, None] * BN + c[None, :])

@@ -91,6 +91,7 @@ def block_attention(
     key_position: int = 0,
     shift: Int[Array, ""] | None = None,
     scale: float | None = None,
+    logits_soft_cap: float | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     query_lengths: Int[Array, " B"] | None = None,
@@ -116,8 +117,8 @@ def block_attention(
       granules: visibility that can only be looked up, in addition to the mask: see `Granules`.
       query_position, key_position: positions of the first query and the first key, for the mask and the granules.
       shift: an int32 scalar that is added to both, where they are known only at run time; not with granules.
-      scale, query_segment_ids, key_segment_ids, query_lengths, key_lengths, return_log_sum_exp, chip, interpret: as in
-        `window_attention`.
+      scale, logits_soft_cap, query_segment_ids, key_segment_ids, query_lengths, key_lengths, return_log_sum_exp, chip,
+        interpret: as in `window_attention`.
 
     Returns:
       As `window_attention`.
@@ -154,6 +155,7 @@ def block_attention(
         shifted=tokens.shift is not None,
         segments=tokens.segments is not None,
         scale=scale,
+        logits_soft_cap=logits_soft_cap,
         interpret=interpret,
     )
     result = _packed(

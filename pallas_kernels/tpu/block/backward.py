@@ -25,13 +25,18 @@ class GradientPair(BlockPair):
         self.query, key, value, self.grad, self.row_statistics = operands
         super().__init__(lists, by_key, key, value, segment_refs)
 
-    def changes(self, unit: int):
-        """Weights and the gradients of their scores, both transposed, with the queries and their output gradients."""
+    def changes(self, unit: int, capped: bool = True):
+        """Weights and the gradients of their products, both transposed, with the queries and their output gradients.
+
+        Without `capped` the gradients are those of the scores after a cap, which add up to 0 in each row.
+        """
         q, g = self.rows(self.query, unit), self.rows(self.grad, unit)
         top, log_total, mean, rest = self.statistics(self.row_statistics, unit, 4)
         products = self.masked(arithmetic.dot(self.key, q, NT), unit)
         weights = jnp.exp2((products - top) * (self.call.scale * LOG2E) - log_total)
         changes = weights * ((arithmetic.dot(self.value, g, NT) - mean) - rest)
+        if capped and self.call.cap is not None:
+            changes = changes * arithmetic.soft_cap_slope(products, self.call.cap)
         return weights, changes, q, g
 
 
@@ -47,7 +52,7 @@ def _rest_kernel(*refs, call: BlockCall, scalars: int):
         pair = GradientPair(lists, False, operands, segment_refs)
 
         def score(unit):
-            return (pair.changes(unit)[1],)
+            return (pair.changes(unit, capped=False)[1],)
 
         def add(unit, changes):
             head, lanes = pair.split(unit)

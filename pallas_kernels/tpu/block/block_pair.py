@@ -121,8 +121,10 @@ class BlockPair:
         return (found & 1) == 1
 
     def masked(self, scores: Float[Array, "block_k tile"], unit: int) -> Float[Array, "block_k tile"]:
-        """The scores, MASKED where a query of the tile does not see a key."""
+        """The scores, capped where the call has a cap, and MASKED where a query of the tile does not see a key."""
         call = self.call
+        if call.cap is not None:
+            scores = arithmetic.soft_cap(scores, call.cap)
         _, rows = self.split(unit)
         keys = self.first_key + jax.lax.broadcasted_iota(jnp.int32, (call.block_k, 1), 0)
         queries = self.first_query + rows.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)

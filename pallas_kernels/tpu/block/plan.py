@@ -74,6 +74,7 @@ class BlockCall:
       shifted: whether a number known only at run time is added to both positions.
       segments: whether queries and keys have segment ids.
       scale: multiplies the scores; positive.
+      logits_soft_cap: bounds the scaled scores; None for no bound.
       interpret: as `pl.pallas_call` takes it.
     """
 
@@ -91,7 +92,13 @@ class BlockCall:
     shifted: bool = False
     segments: bool = False
     scale: float = 1.0
+    logits_soft_cap: float | None = None
     interpret: bool | pltpu.InterpretParams = False
+
+    @property
+    def cap(self) -> float | None:
+        """Bounds the scores before they are scaled, as the kernels have them."""
+        return None if self.logits_soft_cap is None else self.logits_soft_cap / self.scale
 
     @property
     def units(self) -> int:

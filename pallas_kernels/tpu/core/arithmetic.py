@@ -57,6 +57,17 @@ def rows_below(x: Float[Array, "rows width"], limit) -> Float[Array, "rows width
     return jnp.where(row < limit, x, jnp.zeros_like(x))
 
 
+def soft_cap(products: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """cap tanh(products / cap)."""
+    return cap * jnp.tanh(products * (1.0 / cap))
+
+
+def soft_cap_slope(capped: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """The derivative of `soft_cap`, from its result; 0 where that was masked."""
+    slope = capped * (1.0 / cap)
+    return jnp.maximum(1.0 - slope * slope, 0.0)
+
+
 def log_sum_exp(
     statistics: Float[Array, "B tiles statistics T"], scale: float
 ) -> Float[Array, "B tiles packed T"]:

@@ -72,6 +72,7 @@ def window_attention(
     left: int,
     right: int,
     scale: float | None = None,
+    logits_soft_cap: float | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B T"] | None = None,
     query_lengths: Int[Array, " B"] | None = None,
@@ -93,6 +94,7 @@ def window_attention(
       key, value: (B, T, K, H), the same dtype, N a multiple of K; query head g reads key head g // (N / K).
       left, right: how many keys a query sees before and after its own. Causal attention over w keys is (w - 1, 0).
       scale: multiplies the scores; 1 / sqrt(H) by default.
+      logits_soft_cap: c > 0, with which the scaled scores s become c tanh(s / c).
       query_segment_ids, key_segment_ids: (B, T) ints of any value, both or neither; a query sees the keys of its own
         segment.
       query_lengths, key_lengths: (B,) ints, how many tokens exist; absent tokens never influence a result.
@@ -117,7 +119,13 @@ def window_attention(
     heads, head_dim = query.shape[2:]
     tokens = mark_tokens(query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths)
     query, scale = positive_scale(tokens.query, scale)
-    call = dataclasses.replace(call, scale=scale, with_log_sum=return_log_sum_exp, interpret=interpret)
+    call = dataclasses.replace(
+        call,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        with_log_sum=return_log_sum_exp,
+        interpret=interpret,
+    )
     packed_query, packed_key, packed_value, layout = pack(query, tokens.key, tokens.value)
     result = _packed(packed_query, packed_key, packed_value, tokens.segments, call)
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)

@@ -39,7 +39,7 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
     key_sums.open()
 
     def meet():
-        tiles = WindowTiles(plan, plan.backward_block(key_sums.step), segment_refs)
+        tiles = WindowTiles(plan, plan.backward_block(key_sums.step), segment_refs, call.cap)
         parts: dict[int, list[Array]] = {}
         meets: dict[int, list[tuple[Array, Array, Array, Array]]] = {}
 
@@ -71,6 +71,8 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
                 offset = None if offset is None else jnp.where(exists, offset, 0.0)
             weights = [jnp.exp2((s - top) * (scale * LOG2E) - log_total) for s in scores]
             changes = arithmetic.softmax_changes(weights, grads, offset, query.dtype == jnp.float32)
+            if call.cap is not None:
+                changes = [c * arithmetic.soft_cap_slope(s, call.cap) for c, s in zip(changes, scores)]
             return tiles.unfold(weights, query.dtype), tiles.unfold(changes, query.dtype), q, g
 
         def read_out(unit, weights, changes, q, g):

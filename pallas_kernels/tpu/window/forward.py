@@ -29,7 +29,7 @@ def _forward_kernel(*refs, call: WindowCall, segments: bool):
     segment_refs = (next(named), {side: next(named) for side in plan.sides}) if segments else None
     output, statistics = named
     size = plan.tile
-    tiles = WindowTiles(plan, pl.program_id(2), segment_refs)
+    tiles = WindowTiles(plan, pl.program_id(2), segment_refs, call.cap)
     parts: dict[int, list[Array]] = {}
 
     def score(unit):

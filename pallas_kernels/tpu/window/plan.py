@@ -169,6 +169,7 @@ class WindowCall:
       forward_limit, backward_limit: VMEM limits in bytes to request from the compiler; None requests none.
       layout: how heads lie in lanes.
       scale: multiplies the scores; positive.
+      logits_soft_cap: bounds the scaled scores; None for no bound.
       with_log_sum: whether the log-sum-exp is a result too.
       interpret: as `pl.pallas_call` takes it.
     """
@@ -179,5 +180,11 @@ class WindowCall:
     backward_limit: int | None
     layout: HeadLayout
     scale: float = 1.0
+    logits_soft_cap: float | None = None
     with_log_sum: bool = False
     interpret: bool | pltpu.InterpretParams = False
+
+    @property
+    def cap(self) -> float | None:
+        """Bounds the scores before they are scaled, as the kernels have them."""
+        return None if self.logits_soft_cap is None else self.logits_soft_cap / self.scale

@@ -19,9 +19,12 @@ from pallas_kernels.tpu.window.plan import WindowPlan, tile_offsets
 class WindowTiles:
     """The tiles of keys around one block of queries, inside a kernel: where they lie, their edges, their segments."""
 
-    def __init__(self, plan: WindowPlan, block_index: Int[Array, ""], segments: Any = None):
-        """`segments`: references to the ids of the queries and, by side, of the keys; None without ids."""
-        self.plan, self.block_index, self.segments = plan, block_index, segments
+    def __init__(self, plan: WindowPlan, block_index: Int[Array, ""], segments: Any, cap: float | None):
+        """`segments`: references to the ids of the queries and, by side, of the keys; None without ids.
+
+        `cap`: bounds the scores before they are scaled; None for no bound.
+        """
+        self.plan, self.block_index, self.segments, self.cap = plan, block_index, segments, cap
         offsets = tile_offsets(plan.tile)
         self.masks: dict[int, Any] = {d: plan.visible(d, offsets) for d in plan.distances()}
         self._columns: dict[int, Array] = {}
@@ -55,7 +58,10 @@ class WindowTiles:
         exist or belongs to another segment. `fold` masks what lies outside the window."""
         size = self.plan.tile
         other = tile + distance
-        scores = self._guard(arithmetic.dot(self.load(keys, other), query, NT), other)
+        scores = arithmetic.dot(self.load(keys, other), query, NT)
+        if self.cap is not None:
+            scores = arithmetic.soft_cap(scores, self.cap)
+        scores = self._guard(scores, other)
         if self.segments is None:
             return scores
         query_segments, key_segments = self.segments

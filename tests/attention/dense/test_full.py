@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
+from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
 from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, expect, random_qkv
@@ -174,6 +175,37 @@ def test_rows_whose_bias_is_minus_infinity_give_zero():
     assert oracles.relative_error(gradients[3], expected[4]) < 1e-4
     assert not np.asarray(out[:, 3]).any()
     assert not np.asarray(gradients[3])[~visible].any()
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_sinks_and_soft_cap(implementation):
+    """With a bias after the cap, and rows that see nothing but the sink."""
+    query, key, value, d_out = random_qkv(12, 15)
+    sinks, bias = jnp.asarray([0.5, -2.0, 3.0, 0.0]), np.random.default_rng(4).standard_normal((4, 12, 15))
+    mask = np.random.default_rng(5).random((2, 1, 12, 15)) < 0.5
+    mask[..., 0, :] = False
+    options = {"logits_soft_cap": 0.8, "implementation": implementation}
+    run = lambda q, k, v, s: full_attention(  # noqa: E731
+        q, k, v, jnp.asarray(bias, jnp.float32), jnp.asarray(mask), sinks=s, **options
+    )
+    out, pull = jax.vjp(jax.jit(run), query, key, value, sinks)
+    expected = expect((query, key, value, d_out), mask, bias=bias[None], sinks=sinks, cap=0.8)
+    for got, want in zip((out, *pull(d_out)), (*expected[:4], expected[5])):
+        assert oracles.relative_error(got, want) < 1e-4
+    plain = dense_reference.full_attention(
+        query,
+        key,
+        value,
+        jnp.asarray(bias, jnp.float32)[None],
+        jnp.asarray(mask),
+        sinks=sinks,
+        logits_soft_cap=0.8,
+    )
+    assert oracles.relative_error(plain, expected[0]) < 1e-4
+    with pytest.raises(
+        ValueError, match=r"cudnn' serves full attention only with .*no sinks; with no logits_soft_cap"
+    ):
+        full_attention(query, key, value, sinks=sinks, logits_soft_cap=0.8, implementation="cudnn")
 
 
 @pytest.mark.parametrize("shape", [(12, 15), (4, 1, 15), (2, 1, 12, 15), (2, 4, 12, 15)])

@@ -82,20 +82,20 @@ def qkv():
     return query, normal(1, BATCH, LENGTH, KV_HEADS, SIZE), normal(2, BATCH, LENGTH, KV_HEADS, SIZE)
 
 
-def local(pattern, is_causal, lengths=None, segments=None):
+def local(pattern, is_causal, lengths=None, segments=None, sinks=None):
     query, key, value = qkv()
-    options = {"pattern": pattern, "is_causal": is_causal}
+    options = {"pattern": pattern, "is_causal": is_causal, "logits_soft_cap": sinks and 0.8}
     if lengths is not None:
         lengths = np.asarray(lengths, np.int32)
         for row, stop in enumerate(lengths):
             key[row, stop:] = value[row, stop:] = np.nan
 
-    def whole(query, key, value, segments, lengths):
+    def whole(query, key, value, sinks, segments, lengths):
         return brl_jax.local_attention(
-            query, key, value, segment_ids=segments, key_value_seq_lengths=lengths, **options
+            query, key, value, segment_ids=segments, key_value_seq_lengths=lengths, sinks=sinks, **options
         )
 
-    def stretches(query, key, value, segments, lengths):
+    def stretches(query, key, value, sinks, segments, lengths):
         return sharded.local_attention(
             query,
             key,
@@ -103,13 +103,16 @@ def local(pattern, is_causal, lengths=None, segments=None):
             axis_name="sequence",
             segment_ids=segments,
             key_value_seq_lengths=lengths,
+            sinks=sinks,
             **options,
         )
 
-    others = (segments, lengths)
-    return both(
-        whole, stretches, (query, key, value), (CUT,) * 3, others, (WHOLE if segments is None else CUT, WHOLE)
-    )
+    others, other_specs = (segments, lengths), (WHOLE if segments is None else CUT, WHOLE)
+    if sinks is None:
+        others, other_specs = (None, *others), (WHOLE, *other_specs)
+        return both(whole, stretches, (query, key, value), (CUT,) * 3, others, other_specs)
+    arrays = (query, key, value, np.asarray(sinks, np.float32))
+    return both(whole, stretches, arrays, (*[CUT] * 3, WHOLE), others, other_specs)
 
 
 ENDS = np.iinfo(np.int32)
@@ -196,6 +199,9 @@ CASES = {
         SlidingWindow(16, 0), True, segments=packed([-1, -2, -1], [-2, -1])
     ),
     "window over everything": lambda: local(SlidingWindow(100, 100), False, segments=packed()),
+    "sinks and a soft cap": lambda: local(
+        SlidingWindow(16, 0), True, segments=packed(), sinks=[0.5, -1.0, 2.0, 0.0]
+    ),
     "dilated": lambda: local(Dilated(2, 0, 3), True, segments=packed()),
     "blocks that no stretch holds": lambda: local(BlockDiagonal(5), True),
     "compress": compressed,

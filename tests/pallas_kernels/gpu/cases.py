@@ -36,7 +36,7 @@ def close(names, got, want, dtype):
 
 def local(
     pattern, *, length=100, keys=None, offset=0, heads=(2, 1), head_dim=16, batch=1, is_causal=False,
-    dtype="float32", segments=None, lengths=None,
+    dtype="float32", segments=None, lengths=None, sinks=None, cap=None,
 ):  # fmt: skip
     """One call over a pattern of the library, against the dense form."""
     keys = length if keys is None else keys
@@ -69,18 +69,25 @@ def local(
         # What padding holds must reach nothing.
         key, value = (jnp.where(inside[:, :, None, None], x, jnp.nan) for x in (key, value))
         options["key_lengths"] = jnp.asarray(lengths)
-    run = functools.partial(gpu.local_attention, pattern=rule, return_log_sum_exp=True, **options)
-    (out, log_sums), pull = jax.vjp(run, query, key, value)
+    run = functools.partial(
+        gpu.local_attention, pattern=rule, return_log_sum_exp=True, logits_soft_cap=cap, **options
+    )
+    given, names = (query, key, value), ("out", "log_sums", "d_query", "d_key", "d_value")
+    if sinks is None:
+        (out, log_sums), pull = jax.vjp(run, *given)
+    else:
+        sinks, names = jnp.asarray(sinks), (*names, "d_sinks")
+        (out, log_sums), pull = jax.vjp(lambda *x: run(*x[:3], sinks=x[3]), *given, sinks)
     d_out = random(5, *out.shape, dtype=dtype)
     d_log_sums = random(6, *log_sums.shape, dtype="float32")
     want = oracle.softmax_attention(
-        query, np.nan_to_num(key), np.nan_to_num(value), seen, head_dim**-0.5, d_out, d_log_sums
+        query, np.nan_to_num(key), np.nan_to_num(value), seen, head_dim**-0.5, d_out, d_log_sums, sinks, cap
     )
-    blind = ~seen.any(-1)
+    blind = ~seen.any(-1) & (sinks is None)
     np.testing.assert_array_equal(np.isneginf(log_sums), np.broadcast_to(blind[..., None], log_sums.shape))
     log_sums, expected = (np.where(blind[..., None], 0.0, x) for x in (log_sums, want[1]))
     close(
-        ("out", "log_sums", "d_query", "d_key", "d_value"),
+        names,
         (out, log_sums, *pull((d_out, d_log_sums))),
         (want[0], expected, *want[2:]),
         dtype,
@@ -213,6 +220,13 @@ CASES = {
     "window-segments-of-padding": lambda: local(SLIDING(30, 30), segments=[-1, -2], lengths=[70]),
     "window-segments-at-the-ends": lambda: local(SLIDING(30, 0), segments=[ENDS.min, ENDS.max], lengths=[61]),
     "window-lengths": lambda: local(SLIDING(31, 31), batch=2, lengths=[33, 0]),
+    "window-sinks": lambda: local(
+        SLIDING(30, 3), batch=2, lengths=[61, 0], segments=[1, 2], sinks=[0.7, -1.0]
+    ),
+    "window-soft-cap": lambda: local(SLIDING(20, 0), is_causal=True, cap=0.8),
+    "window-sinks-and-soft-cap": lambda: local(
+        SLIDING(20, 0), heads=(4, 2), sinks=[2.0, 0.0, -9.0, 1.0], cap=0.8
+    ),
     "dilated": lambda: local(patterns.Dilated(4, 4, 4), length=130),
     "block-diagonal": lambda: local(patterns.BlockDiagonal(24), is_causal=True),
     "bucketed": lambda: local(patterns.Bucketed(16)),
@@ -242,6 +256,7 @@ CASES = {
     "public-bucketed-at-an-offset": lambda: public(patterns.Bucketed(16), is_causal=True, key_offset=5),
     "public-compress": public_compress,
     "public-propagate": public_propagate,
+    "public-sinks": lambda: public(SLIDING(20, 0), sinks=jnp.asarray([0.5, -0.5]), logits_soft_cap=0.8),
     "public-dilated": lambda: public(patterns.Dilated(4, 4, 3)),
 }
 

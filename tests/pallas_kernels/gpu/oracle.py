@@ -6,28 +6,42 @@ import numpy as np
 from scipy import special
 
 
-def softmax_attention(query, key, value, seen, scale, d_out, d_log_sums=None):
-    """out, log-sum-exp and the gradients of query, key and value; seen is (B, T, S), heads are grouped."""
+def softmax_attention(query, key, value, seen, scale, d_out, d_log_sums=None, sinks=None, cap=None):
+    """out, log-sum-exp and the gradients of query, key, value (and sinks, where there are any).
+
+    seen is (B, T, S), heads are grouped, sinks are logits (N,) without a value, a cap bounds the scaled scores.
+    """
     groups = query.shape[2] // key.shape[2]
     q, k, v, g = (np.asarray(x, np.float64) for x in (query, key, value, d_out))
     wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
-    logits = np.where(seen[:, None], np.einsum("btnh,bsnh->bnts", q, wide_k) * scale, -np.inf)
-    top = np.max(logits, -1, keepdims=True)
-    weights = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
-    total = weights.sum(-1, keepdims=True)
+    scores = np.einsum("btnh,bsnh->bnts", q, wide_k) * scale
+    slope = np.ones_like(scores) if cap is None else np.cosh(scores / cap) ** -2
+    scores = scores if cap is None else cap * np.tanh(scores / cap)
+    logits = np.where(seen[:, None], scores, -np.inf)
+    extra = np.full(len(wide_k[0, 0]), -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+    extra = extra[:, None, None]
+    top = np.maximum(np.max(logits, -1, keepdims=True), extra)
+    top = np.where(np.isfinite(top), top, 0.0)
+    weights = np.exp(logits - top)
+    total = weights.sum(-1, keepdims=True) + np.exp(extra - top)
     with np.errstate(divide="ignore"):
-        log_sums = (np.where(np.isfinite(top), top, 0.0) + np.log(total))[..., 0]
-    weights = weights / np.where(total > 0, total, 1.0)
+        log_sums = (top + np.log(total))[..., 0]
+    total = np.where(total > 0, total, 1.0)
+    weights, sink_weight = weights / total, (np.exp(extra - top) / total)[..., 0]
     out = np.einsum("bnts,bsnh->btnh", weights, wide_v)
     d_weights = np.einsum("btnh,bsnh->bnts", g, wide_v)
-    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+    mean = (weights * d_weights).sum(-1)
     if d_log_sums is not None:
-        d_logits = d_logits + weights * np.asarray(d_log_sums, np.float64).transpose(0, 2, 1)[..., None]
+        mean = mean - np.asarray(d_log_sums, np.float64).transpose(0, 2, 1)
+    d_logits = slope * weights * (d_weights - mean[..., None])
     d_query = np.einsum("bnts,bsnh->btnh", d_logits, wide_k) * scale
     d_key = np.einsum("bnts,btnh->bsnh", d_logits, q) * scale
     d_value = np.einsum("bnts,btnh->bsnh", weights, g)
     d_key, d_value = (x.reshape(*x.shape[:2], key.shape[2], groups, -1).sum(3) for x in (d_key, d_value))
-    return out, log_sums.transpose(0, 2, 1), d_query, d_key, d_value
+    gradients = (d_query, d_key, d_value)
+    if sinks is not None:
+        gradients += (-(sink_weight * mean).sum((0, 2)),)
+    return out, log_sums.transpose(0, 2, 1), *gradients
 
 
 def sigma(logits, seen, score):

@@ -1,0 +1,136 @@
+"""Sinks and the soft cap of local attention, on XLA's forms and on the TPU kernels, against the float64 oracle."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.core.biases import ALiBi, alibi_slopes
+from brl_jax.attention.local import reference
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import SlidingWindow
+from tests.attention import oracles
+from tests.attention.local.test_local import BOTH, PATTERNS, random_qkv, schedule
+
+__all__ = ["schedule"]  # the fixture
+NAMES = ("out", "d_query", "d_key", "d_value", "d_sinks")
+SINKS = jnp.asarray([0.7, -1.3, 2.0, 0.1])
+
+
+def run(arrays, sinks, implementation="xla", **options):
+    """Output and gradients of query, key, value and sinks."""
+
+    @jax.jit
+    def both(query, key, value, sinks, d_out):
+        def attend(q, k, v, s):
+            return local_attention(q, k, v, sinks=s, implementation=implementation, **options)
+
+        out, pull = jax.vjp(attend, query, key, value, sinks)
+        return out, *pull(d_out)
+
+    return both(*arrays[:3], sinks, arrays[3])
+
+
+def expect(arrays, visible, sinks, cap, **options):
+    query, key, value, d_out = (np.asarray(x, np.float64) for x in arrays)
+    options |= {"sinks": sinks, "cap": cap}
+    out, _ = oracles.softmax_attention(query, key, value, visible, **options)
+    d_query, d_key, d_value, _, d_sinks = oracles.softmax_attention_gradients(
+        query, key, value, visible, d_out, **options
+    )
+    return out, d_query, d_key, d_value, d_sinks
+
+
+def assert_close(got, expected, tolerance=1e-4):
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert oracles.relative_error(x.astype(jnp.float32), y) < tolerance, name
+
+
+def large(*sizes, **options):
+    """Arrays whose scores reach far into the bend of a cap of 2."""
+    query, *rest = random_qkv(*sizes, **options)
+    return 3 * query, *rest
+
+
+@pytest.mark.parametrize("name", ["sliding", "strided", "block_mask"])
+@BOTH
+def test_equals_oracle(schedule, name):
+    """Windows in tiles and in blocks, several parts, rows that see nothing; bias, padding and segments beside."""
+    pattern, sees = PATTERNS[name]
+    arrays = large(130)
+    visible = oracles.pairs(130, 130, sees, is_causal=True)
+    got = run(arrays, SINKS, pattern=pattern, is_causal=True, logits_soft_cap=2.0)
+    assert_close(got, expect(arrays, visible, SINKS, 2.0))
+
+
+@BOTH
+def test_bias_lengths_and_segments(schedule):
+    """The cap comes before the bias; padding and other segments are out of the softmax, the sink is not."""
+    arrays = large(90)
+    bias = ALiBi(alibi_slopes(4))
+    lengths, ids = jnp.asarray([61, 0]), jnp.asarray(np.arange(90)[None] // 40 + np.zeros((2, 1)), jnp.int32)
+    inside = np.arange(90)[None] < np.asarray(lengths)[:, None]
+    visible = oracles.pairs(90, 90, oracles.sliding(7, 3))[None] & inside[:, None] & inside[:, :, None]
+    visible = (visible & (np.asarray(ids)[:, None] == np.asarray(ids)[:, :, None]))[:, None]
+    at = jnp.arange(90)
+    want = expect(arrays, visible, SINKS, 2.0, bias=np.asarray(bias(at, at))[None])
+    poisoned = [jnp.where(jnp.asarray(inside)[:, :, None, None], x, jnp.nan) for x in arrays]
+    options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "segment_ids": ids}
+    got = run(poisoned, SINKS, pattern=SlidingWindow(7, 3), bias=bias, logits_soft_cap=2.0, **options)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["sliding", "strided", "block_mask"])
+def test_tpu_kernels_equal_oracle(name):
+    """The kernel for windows, two launches that are merged, and the one for lists with bits."""
+    pattern, sees = PATTERNS[name]
+    arrays = large(130, batch=1)
+    visible = oracles.pairs(130, 130, sees, is_causal=True)
+    got = run(arrays, SINKS, "pallas_interpret", pattern=pattern, is_causal=True, logits_soft_cap=2.0)
+    assert_close(got, expect(arrays, visible, SINKS, 2.0), 1e-5)
+
+
+def test_bfloat16():
+    arrays = large(130, dtype=jnp.bfloat16)
+    visible = oracles.pairs(130, 130, oracles.sliding(7, 0))
+    got = run(arrays, SINKS.astype(jnp.bfloat16), local_window_size=(7, 0), logits_soft_cap=2.0)
+    assert got[4].dtype == jnp.bfloat16
+    assert_close(got, expect(arrays, visible, SINKS.astype(jnp.bfloat16), 2.0), 2e-2)
+
+
+def test_extreme_sinks_and_the_plain_form():
+    """A sink of -inf is none; one far above all scores takes everything; the reference agrees."""
+    query, key, value, _ = random_qkv(40)
+    attend = functools.partial(local_attention, query, key, value, local_window_size=(5, 0), is_causal=True)
+    plain = attend(logits_soft_cap=2.0)
+    np.testing.assert_allclose(attend(logits_soft_cap=2.0, sinks=jnp.full(4, -jnp.inf)), plain, atol=1e-6)
+    assert not np.asarray(attend(sinks=jnp.full(4, 1e4))).any()
+    window = {"pattern": SlidingWindow(5, 0), "is_causal": True, "logits_soft_cap": 2.0, "sinks": SINKS}
+    want = reference.local_attention(query, key, value, **window)
+    np.testing.assert_allclose(attend(logits_soft_cap=2.0, sinks=SINKS), want, rtol=1e-4, atol=1e-6)
+    d_sinks = jax.grad(lambda s: attend(sinks=s).sum())(jnp.full(4, -jnp.inf))
+    assert not np.asarray(d_sinks).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"sinks": jnp.zeros(3)},
+            r"sinks must be a floating-point array of shape \(4,\), .* got float32 of shape",
+        ),
+        ({"sinks": jnp.zeros(4, jnp.int32)}, "sinks must be a floating-point array .* got int32"),
+        ({"sinks": [0.0] * 4}, "sinks must be a floating-point array"),
+        (
+            {"logits_soft_cap": 0.0},
+            "logits_soft_cap must be a positive finite Python number or None, got 0.0",
+        ),
+        ({"logits_soft_cap": jnp.float32(3)}, "logits_soft_cap must be a positive finite"),
+    ],
+)
+def test_bad_input(options, message):
+    query, key, value, _ = random_qkv(10)
+    with pytest.raises(ValueError, match=message):
+        local_attention(query, key, value, local_window_size=3, **options)
