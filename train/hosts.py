@@ -10,19 +10,31 @@ import contextlib
 import dataclasses
 import glob
 import importlib.util
+import json
 import os
+import secrets
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
+import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 
 from brl_jax.attention.core.checks import check_at_least
+from train.config_file import differences
 from train.errors import UserError, one_line
+from train.watchdog import WATCHDOG
 
 # A process that is silent for this long counts as lost. Gloo and the TPU's runtime mostly notice sooner.
 _HEARTBEAT_SECONDS = 30
 _MEETING_SECONDS = 300
+# How long a file that one process has written may take to be seen by the others, over a network file system.
+_SHARING_SECONDS = 15
+# Dotted names of a configuration's fields that may differ between processes: the paths of one folder, and their places.
+_OWN = ("loop.workdir", "hosts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +85,60 @@ def join(config: HostsConfig) -> None:
         if isinstance(error, ValueError) and config.coordinator is None and "SLURM_PROCID" not in os.environ:
             return  # TPUs that are not part of a cluster: there are no other processes
         raise UserError(f"--hosts: the processes did not meet: {one_line(error)}") from error
+    if jax.process_count() > 1:
+        WATCHDOG.start()
+
+
+def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
+    """Makes sure that all processes see one folder and were given the same options, without which they would wait for
+    each other for ever; with one process it does nothing.
+
+    The first process writes its options under a new name in the folder, and the others must read them there.
+
+    Args:
+      workdir: the folder as this process names it.
+      config: the configuration as JSON.
+
+    Raises:
+      UserError: some process does not find the file or has other options; raised by all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    folder = epath.Path(workdir)
+    token = np.frombuffer(secrets.token_bytes(8), np.uint8)
+    is_new, problem = not folder.exists(), ""
+    if is_lead():
+        with contextlib.suppress(OSError):  # the others do not find it, then
+            folder.mkdir(parents=True, exist_ok=True)
+            _shared_file(folder, token).write_text(json.dumps(config))
+    token = multihost_utils.broadcast_one_to_all(token)
+    path = _shared_file(folder, token)
+    given_up = time.monotonic() + _SHARING_SECONDS
+    while not path.exists() and time.monotonic() < given_up and not is_lead():
+        time.sleep(0.1)
+    try:
+        others = differences(json.loads(path.read_text()), json.loads(json.dumps(config)), _OWN)
+        problem = f"has other options than the first process: {', '.join(others)}" if others else ""
+    except (OSError, ValueError):
+        problem = f"does not find in {workdir} what the first process wrote there"
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem)))
+    if is_lead():
+        path.unlink(missing_ok=True)
+        if is_new and len(failed):
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+    if len(failed):
+        count = jax.process_count()
+        problem = problem or f"does not see the same folder {workdir} or has other options (see its own line)"
+        who = jax.process_index() if jax.process_index() in failed else failed[0]
+        raise UserError(
+            f"--workdir: process {who} of {count} {problem}; expected one folder that all processes see, and the "
+            "same options"
+        )
+
+
+def _shared_file(folder: epath.Path, token: np.ndarray) -> epath.Path:
+    return folder / f".shared-by-all-processes-{bytes(token).hex()}"
 
 
 def _in_a_cluster() -> bool:

@@ -41,6 +41,7 @@ from train.step import (
     num_rows,
     num_tokens,
 )
+from train.watchdog import WATCHDOG
 
 
 class Stream(Protocol):
@@ -231,9 +232,19 @@ def _train(
             f"--workdir: cannot write under {loop.workdir}: {error.strerror or one_line(error)}"
         ) from error
 
-    with contextlib.closing(checkpoints), contextlib.closing(metrics_log), Signals() as signals:
+    with (
+        WATCHDOG.watching(loop.workdir),
+        contextlib.closing(checkpoints),
+        contextlib.closing(metrics_log),
+        Signals() as signals,
+    ):
         # Innermost, because a process that leaves the other contexts waits for the other processes.
         with Reporter(loop.steps, step) as reporter, ending_together(loop.workdir):
+
+            def interrupted() -> bool:
+                WATCHDOG.alive()
+                return bool(signals.received)
+
             reader = _MetricsReader(checkpoints)
             while line is not None or step < loop.steps:
                 if line is None and loop.patience and best.misses >= loop.patience:
@@ -243,6 +254,7 @@ def _train(
                     batch = place_batch(mesh, next(stream), loop.batch)
                     state, metrics = programs.step(state, batch)
                     step += 1
+                    WATCHDOG.alive()
                     if preempted(step):
                         signals.received = signal.SIGTERM
                     finished = reader.exchange(step, metrics, num_tokens(batch))
@@ -259,9 +271,7 @@ def _train(
                     reporter.busy("evaluating")
                     data = full_held_out if step == loop.steps else held_out
                     place = functools.partial(place_batch, mesh, rows=data.batch)
-                    sums = evaluate(
-                        eval_step, objective, state.params, data, lambda: bool(signals.received), place
-                    )
+                    sums = evaluate(eval_step, objective, state.params, data, interrupted, place)
                     whole = sums is not None
                     line |= held_out_metrics(sums, data.num_bytes) if sums is not None else {}
                 score = _score(objective, line)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from train.config import parse
-from train.hosts import join, lead_first
+from train.hosts import check_shared, join, lead_first
 from train.loop import train
 from train.mesh import open_mesh
 from train.metrics import log
@@ -30,6 +30,7 @@ def train_main(
     config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
     task = next(task for task in tasks if task.config_class is type(config))
     join(config.hosts)
+    check_shared(config.loop.workdir, task.to_json(config))
     mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
     if task.is_sized_by_data:
         data = _load(task, config)

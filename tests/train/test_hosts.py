@@ -38,12 +38,16 @@ def _start(workdir, text, devices, steps, *more):
     )
 
 
-def _start_two(workdir, text):
+def _start_two(workdir, text, *, others=None, more=()):
+    """Two processes of one run; the second one may be given another folder, and more options."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     hosts = f"--hosts.coordinator 127.0.0.1:{port} --hosts.processes 2 --hosts.process"
-    return [_start(workdir, text, 2, 1_000_000, *hosts.split(), str(process)) for process in range(2)]
+    return [
+        _start(workdir, text, 2, 1_000_000, *hosts.split(), "0"),
+        _start(others or workdir, text, 2, 1_000_000, *hosts.split(), "1", *more),
+    ]
 
 
 def _losses(workdir):
@@ -100,6 +104,66 @@ def test_two_processes_stop_together_die_together_and_one_goes_on(tmp_path):
     after = _losses(workdir)
     assert list(after) == list(range(1, stopped + 6))
     np.testing.assert_allclose(list(after.values()), [before[step] for step in after], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "same_folder", "message"),
+    [
+        ([], False, "process 1 of 2 does not find in {}/there what the first process wrote there"),
+        (["--seed", "3"], True, "process 1 of 2 has other options than the first process: seed 0 -> 3"),
+    ],
+)
+def test_processes_that_do_not_belong_together_end(more, same_folder, message, tmp_path):
+    """They would wait for each other for ever: with other folders at the first checkpoint."""
+    (tmp_path / "train.txt").write_text("alpha beta " * 300)
+    (tmp_path / "valid.txt").write_text("alpha beta " * 30)
+    others = tmp_path / ("here" if same_folder else "there")
+    processes = _start_two(tmp_path / "here", f"{tmp_path}/*.txt", others=others, more=more)
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], errors
+    assert message.format(tmp_path) in errors[1]
+    assert "train.lm: --workdir: process 1 of 2 " in errors[0]
+    assert {path.name for path in tmp_path.iterdir()} <= {"train.txt", "valid.txt", "compiled"}
+
+
+# The main thread waits in C, as in a collective operation, where no Python handler of signals runs.
+_STUCK = """
+import ctypes, os, signal, threading
+from train import watchdog
+watchdog.{limit} = 0.3
+watchdog.WATCHDOG.start()
+with watchdog.WATCHDOG.watching("runs/x"):
+    if {signal}:
+        threading.Timer(0.1, os.kill, (os.getpid(), {signal})).start()
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+    lock(mutex), lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "signum", "status", "line"),
+    [
+        ("STOP_SECONDS", signal.SIGTERM, 143, "got SIGTERM 0 seconds ago and still waits for the others"),
+        pytest.param(
+            "INTERRUPT_SECONDS", signal.SIGINT, 130, "got SIGINT 0 seconds ago", marks=pytest.mark.slow
+        ),
+        pytest.param("IDLE_SECONDS", 0, 1, "has made no step for 0 seconds", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stuck_process_ends_with_a_line(limit, signum, status, line):
+    code = _STUCK.format(limit=limit, signal=int(signum))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert f"process 0 of 1 {line}" in done.stderr
+    assert done.stderr.endswith("all resume from the last checkpoint in runs/x\n")
 
 
 @pytest.mark.parametrize(
