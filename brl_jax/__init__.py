@@ -21,6 +21,7 @@ from brl_jax.attention.core.biases import ALiBi, PositionBias, RotaryBias, T5Bia
 from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
+from brl_jax.attention.dense.kernelized import kernelized_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import (
     BigBird,
@@ -36,6 +37,7 @@ from brl_jax.attention.local.patterns import (
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention
 from brl_jax.attention.low_rank.nystromformer import nystrom_attention
+from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import delta_rule, init_delta_state
@@ -67,6 +69,7 @@ from brl_jax.layers import (
     GauConfig,
     GlobalWindowConfig,
     HopfieldConfig,
+    KernelizedConfig,
     LinearConfig,
     LinformerConfig,
     LocalConfig,
@@ -75,6 +78,7 @@ from brl_jax.layers import (
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
+    SkyformerConfig,
     TLinFormerConfig,
 )
 from brl_jax.layers.core.protocol import Dimensions
@@ -122,6 +126,7 @@ __all__ = [
     "GlobalWindow",
     "GlobalWindowConfig",
     "HopfieldConfig",
+    "KernelizedConfig",
     "LinearConfig",
     "LinformerConfig",
     "LocalConfig",
@@ -136,6 +141,7 @@ __all__ = [
     "Regressor",
     "RegressorConfig",
     "RotaryBias",
+    "SkyformerConfig",
     "SlidingWindow",
     "Stack",
     "StackConfig",
@@ -168,6 +174,7 @@ __all__ = [
     "init_mixed_chunk_state",
     "init_mlr_state",
     "init_performer_state",
+    "kernelized_attention",
     "linear_attention",
     "linformer_attention",
     "local_attention",
@@ -179,6 +186,8 @@ __all__ = [
     "performer_attention",
     "performer_projection",
     "propagate",
+    "skyformer_attention",
+    "skyformer_samples",
     "stream",
     "transnormer",
 ]

@@ -23,11 +23,17 @@ from train.optimizer import Schedule
 Batch = Mapping[str, Any]
 
 
+def random_streams(key: Array | None) -> dict[str, Array]:
+    """The random streams of a network's call in training: "dropout", and "sample" for mechanisms that sample tokens.
+    None in evaluation, where key is None."""
+    return {} if key is None else {"dropout": key, "sample": jax.random.fold_in(key, 1)}
+
+
 class Loss(Protocol):
     """(params, memory, batch, key) -> loss summed over the batch's targets, their weight, the new memory; and,
     where the objective has `averages`, a mapping from their names to sums over the targets.
 
-    key is None in evaluation: no dropout.
+    key is None in evaluation: no dropout, and samples that are always the same.
     """
 
     def __call__(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[Any, ...]: ...

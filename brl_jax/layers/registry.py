@@ -11,9 +11,11 @@ from brl_jax.layers.core.protocol import Mechanism
 from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.dense.full import FullConfig
 from brl_jax.layers.dense.hopfield import HopfieldConfig
+from brl_jax.layers.dense.kernelized import KernelizedConfig
 from brl_jax.layers.local.local_attention import LocalConfig
 from brl_jax.layers.low_rank.linformer import LinformerConfig
 from brl_jax.layers.low_rank.nystromformer import NystromformerConfig
+from brl_jax.layers.low_rank.skyformer import SkyformerConfig
 from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
@@ -33,6 +35,8 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "diag": DiagConfig,
         "linformer": LinformerConfig,
         "nystromformer": NystromformerConfig,
+        "kernelized": KernelizedConfig,
+        "skyformer": SkyformerConfig,
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
         "deltanet": DeltaNetConfig,

@@ -182,7 +182,7 @@ class Stack(nn.Module):
         return nn.scan(
             module,
             variable_axes={"params": 0, "maps": 0, "intermediates": 0},
-            split_rngs={"params": True, "dropout": True, "projection": True},
+            split_rngs={"params": True, "dropout": True, "projection": True, "sample": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=repeats,
             metadata_params={nn.PARTITION_NAME: "layers"},
@@ -343,7 +343,7 @@ class Stack(nn.Module):
         return nn.scan(
             step,
             variable_broadcast="params",
-            split_rngs={"params": False, "dropout": True},
+            split_rngs={"params": False, "dropout": True, "sample": True},
             length=length,
             # The check traces the network once more, and is needed where the parameters are made.
             check_constancy_invariants=self.is_initializing(),

@@ -53,6 +53,8 @@ SOFTMAX = {
     "linformer": lambda q=Q, k=K, v=V, **o: brl.linformer_attention(
         q, k, v, key_projection=PROJECTION, value_projection=PROJECTION, **o
     ),
+    "kernelized": lambda q=Q, k=K, v=V, **o: brl.kernelized_attention(q, k, v, **o),
+    "skyformer": lambda q=Q, k=K, v=V, **o: brl.skyformer_attention(q, k, v, rng=jax.random.key(0), **o),
     "nystrom": lambda q=Q, k=K, v=V, **o: brl.nystrom_attention(q, k, v, **o),
     "global_window": lambda q=Q, k=K, v=V, **o: brl.global_window_attention(
         q, k, v, ranks=(4, 4), window=3, **o
@@ -88,7 +90,7 @@ def test_query_key_value(name, case):
         SOFTMAX[name](**options)
 
 
-SCALES = ("full", "local", "diag", "hopfield", "bsbr", "linformer", "nystrom")
+SCALES = ("full", "local", "diag", "hopfield", "bsbr", "linformer", "nystrom", "kernelized", "skyformer")
 
 
 @pytest.mark.parametrize("name", SCALES)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import numpy as np
 
+from brl_jax.attention.low_rank.skyformer import skyformer_samples
 from tests.laws.oracles import softmax
 from tests.laws.state_oracles import head_inputs, merge, residual_network
 
@@ -49,6 +51,30 @@ def nystromformer_mix(u, p, m, d):
     return merge(heads, p)
 
 
+def gaussian(x, y, d):
+    return np.exp(-((x[:, None] - y) ** 2).sum(-1) / (2 * np.sqrt(d.head_dim)))
+
+
+def kernelized_mix(u, p, m, d):
+    return merge([gaussian(q, k, d) @ v for q, k, v in head_inputs(u, p, d)], p)
+
+
+def skyformer_mix(u, p, m, d):
+    # The random places come from the library; half of them choose queries, half keys.
+    places = np.asarray(skyformer_samples(jax.random.key(m.seed), m.num_samples), np.float64)
+    places, half = np.floor(places * len(u)).astype(int), m.num_samples // 2
+    heads = []
+    for q, k, v in head_inputs(u, p, d):
+        x = np.concatenate([q[places[:half]], k[places[half:]]])
+        between = gaussian(x, x, d) + m.ridge * np.eye(len(x))
+        root = np.diag(1 / np.sqrt(between.sum(1)))
+        inverse = root @ pseudo_inverse(root @ between @ root, m.iterations) @ root
+        heads.append(gaussian(q, x, d) @ inverse @ (gaussian(x, k, d) @ v))
+    return merge(heads, p)
+
+
 NETWORKS = {
+    "kernelized": residual_network(kernelized_mix),
+    "skyformer": residual_network(skyformer_mix),
     "nystromformer": residual_network(nystromformer_mix),
 }

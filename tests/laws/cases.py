@@ -29,6 +29,7 @@ from brl_jax.layers import (
     GauConfig,
     GlobalWindowConfig,
     HopfieldConfig,
+    KernelizedConfig,
     LinearConfig,
     LinformerConfig,
     LocalConfig,
@@ -37,6 +38,7 @@ from brl_jax.layers import (
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
+    SkyformerConfig,
     TLinFormerConfig,
 )
 
@@ -115,7 +117,9 @@ VARIANTS: dict[str, dict[str, Case]] = {
     },
     "linformer": {"": Case(LinformerConfig(num_projected=5, max_length=32))},
     "nystromformer": {"": Case(NystromformerConfig(num_landmarks=5, conv_size=3))},
+    "skyformer": {"": Case(SkyformerConfig(num_samples=6), repeats="nystromformer")},
     "hopfield": {"": Case(HopfieldConfig(steps=2, beta=1.0))},
+    "kernelized": {"": Case(KernelizedConfig(), repeats="hopfield")},
     "linear": {
         "": Case(LinearConfig(chunk_size=8)),
     },

@@ -18,6 +18,8 @@ PLAIN = {
     "diag": {"block_size": 4},
     "linformer": {"num_projected": 3, "max_length": 16},
     "nystromformer": {"num_landmarks": 3},
+    "kernelized": {},
+    "skyformer": {"num_samples": 4},
     "hopfield": {},
     "linear": {"chunk_size": 4},
     "cosformer": {"chunk_size": 4},

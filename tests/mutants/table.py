@@ -328,6 +328,20 @@ MUTANTS = (
         "matrix / bound",
         ("tests/attention/low_rank/test_reference.py", "-k", "nystrom"),
     ),
+    Mutant(
+        "low_rank/Skyformer samples the padding",
+        "brl_jax/attention/low_rank/skyformer.py",
+        "samples[None] * counts[:, None].astype(jnp.float32)",
+        "samples[None] * jnp.full_like(counts, length)[:, None].astype(jnp.float32)",
+        (LAWS, "-k", "law_4_padding and skyformer"),
+    ),
+    Mutant(
+        "dense/kernelized attention lacks the keys' half of the distance",
+        "brl_jax/attention/dense/kernelized.py",
+        "_half_squares(key).transpose(0, 2, 1)[:, :, None, None]",
+        "0.0",
+        (LAWS, "-k", "law_3 and kernelized"),
+    ),
     # Kernels.
     Mutant(
         "kernels/window: one key too many on the left",

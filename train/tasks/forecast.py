@@ -33,7 +33,7 @@ from train.fields import Decided, Flat
 from train.mesh import host_rows
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective
+from train.step import Batch, Objective, random_streams
 from train.task import Task
 from train.tasks.lm import lm_objective
 
@@ -133,7 +133,7 @@ def forecast(
         {"params": params},
         tokens,
         deterministic=key is None,
-        rngs={} if key is None else {"dropout": key},
+        rngs=random_streams(key),
     )
     return out[:, config.data.lookback :] + level
 

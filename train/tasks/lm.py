@@ -22,7 +22,7 @@ from train.hosts import is_lead
 from train.loop import HeldOut, held_out_metrics
 from train.mesh import host_rows
 from train.mup import make_rates
-from train.step import Batch, Objective
+from train.step import Batch, Objective, random_streams
 from train.task import Streams, Task
 from train.tasks.lm_config import PRESETS, LmConfig
 
@@ -53,7 +53,7 @@ def lm_objective(model: DecoderLM) -> Objective:
             batch.get("weights"),
             memory=memory,
             deterministic=key is None,
-            rngs={} if key is None else {"dropout": key},
+            rngs=random_streams(key),
             method="loss",
         )
 

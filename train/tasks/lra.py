@@ -20,7 +20,7 @@ from train.loop import HeldOut
 from train.mesh import host_rows
 from train.metrics import log
 from train.mup import make_rates
-from train.step import Batch, Objective, means
+from train.step import Batch, Objective, means, random_streams
 from train.task import Task
 from train.tasks.lra_config import PRESETS, LraConfig
 
@@ -45,7 +45,7 @@ def lra_objective(model: Classifier | PairClassifier) -> Objective:
             batch["tokens"],
             lengths=batch["lengths"],
             deterministic=key is None,
-            rngs={} if key is None else {"dropout": key},
+            rngs=random_streams(key),
         )
         weights, targets = batch["weights"], batch["targets"]
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)

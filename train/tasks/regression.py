@@ -20,7 +20,7 @@ from train.fields import Decided, Flat
 from train.mesh import host_rows
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective
+from train.step import Batch, Objective, random_streams
 from train.task import Task
 
 
@@ -81,7 +81,7 @@ def squared_errors(
         {"params": params},
         make_prompt(batch["x"], batch["y"], kind),
         deterministic=key is None,
-        rngs={} if key is None else {"dropout": key},
+        rngs=random_streams(key),
     )
     return jnp.square(predicted[:, ::2, 0] - batch["y"])
 

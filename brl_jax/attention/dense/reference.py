@@ -47,6 +47,20 @@ def full_attention(
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
 
 
+def kernelized_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B T N V"]:
+    """sum_j exp(-scale |q_i - k_j|^2 / 2) v_j (arXiv:2111.00035, section 4.1)."""
+    query, key, value = _float32_heads(query, key, value)
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    distances = jnp.square(query[:, :, None] - key[:, None]).sum(-1)
+    return jnp.einsum("btsn,bsnv->btnv", jnp.exp(-scale * distances / 2), value)
+
+
 def diag_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

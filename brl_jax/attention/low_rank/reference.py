@@ -66,3 +66,27 @@ def nystrom_attention(
         for offset in range(value_kernel.shape[1]):
             out = out + room[:, offset : offset + length] * value_kernel[None, None, :, offset, None]
     return out
+
+
+def skyformer_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    samples: Float[Array, " R"],
+    ridge: float = 0.1,
+    scale: float | None = None,
+) -> Float[Array, "B T N V"]:
+    """C(Q, X_S) (C(X_S, X_S) + ridge I)^-1 C(X_S, K) V with the exact inverse (arXiv:2111.00035, section 4)."""
+    length, heads, head_dim = query.shape[1:]
+    key, value = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (key, value))
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    places, half = jnp.floor(samples * length).astype(int), samples.shape[0] // 2
+    chosen = jnp.concatenate([query[:, places[:half]], key[:, places[half:]]], axis=1)
+
+    def kernel(x: Array, y: Array) -> Float[Array, "B N x y"]:
+        return jnp.exp(-scale * jnp.square(x[:, :, None] - y[:, None]).sum(-1) / 2).transpose(0, 3, 1, 2)
+
+    between = kernel(chosen, chosen) + ridge * jnp.eye(samples.shape[0])[None, None]
+    mixed = kernel(query, chosen) @ jnp.linalg.inv(between) @ kernel(chosen, key)
+    return jnp.einsum("bnts,bsnv->btnv", mixed, value)

@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.implied_weights import implied_weights
 from brl_jax.attention.core.rotary import rotate
@@ -189,6 +189,26 @@ def rotary_options(dimensions: Dimensions, positions: Int[Array, "#B T"]) -> dic
 def scale_scores(query: Array, factor: float) -> Array:
     """Queries whose scores are `factor` times as large; the queries themselves for 1."""
     return query if factor == 1.0 else query * jnp.asarray(factor, query.dtype)
+
+
+def distance_scale(
+    dimensions: Dimensions, query: Float[Array, "B T N H"]
+) -> tuple[Float[Array, "B T N H"], float]:
+    """The queries of `project_qkv` without muP's factor, which would change their distances from the keys, and the
+    scale of the distances with it."""
+    factor = dimensions.head_score_factor
+    return scale_scores(query, 1 / factor), query.shape[-1] ** -0.5 * factor
+
+
+def sampled(
+    module: nn.Module, draw: Callable[[PRNGKeyArray], Array], seed: int, deterministic: bool
+) -> Array:
+    """draw(key): with the key "sample" of the call unless it is deterministic, else with the seed's."""
+    if not deterministic and module.has_rng("sample"):
+        return draw(module.make_rng("sample"))
+    # Drawn while tracing: a constant of the program, not work of each of its runs.
+    with jax.ensure_compile_time_eval():
+        return draw(jax.random.key(seed))
 
 
 def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

@@ -21,6 +21,7 @@ CASES = [
     *((dense, "diag_attention", {"block_size": 7, "is_causal": causal}) for causal in (True, False)),
     (dense, "diag_attention", {"block_size": 7, "score": "relu", "scale": 0.3, "is_causal": True}),
     *((dense, "hopfield_attention", {"steps": 3, "is_causal": causal}) for causal in (True, False)),
+    (dense, "kernelized_attention", {"scale": 0.3}),
     (
         low_rank,
         "linformer_attention",

@@ -14,16 +14,25 @@ def normal(*shape):
     return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32)
 
 
+SAMPLES = jnp.asarray(np.random.default_rng(0).random(20), jnp.float32)
+# The name of the function, its options, and further ones that its plain form lacks.
 CASES = [
-    ("nystrom_attention", {"num_landmarks": 7}),
-    ("nystrom_attention", {"num_landmarks": 64, "iterations": 3, "scale": 0.2, "value_kernel": normal(4, 5)}),
+    ("nystrom_attention", {"num_landmarks": 7}, {}),
+    (
+        "nystrom_attention",
+        {"num_landmarks": 64, "iterations": 3, "scale": 0.2, "value_kernel": normal(4, 5)},
+        {},
+    ),
+    # Twelve steps, because the plain form has the exact inverse.
+    ("skyformer_attention", {"samples": SAMPLES}, {"iterations": 12}),
+    ("skyformer_attention", {"samples": SAMPLES[:5], "ridge": 0.5, "scale": 0.2}, {"iterations": 12}),
 ]
 
 
 @pytest.mark.parametrize("length", [1, 67])
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_equals_its_plain_form(name, options, length):
+@pytest.mark.parametrize(("name", "options", "own"), CASES)
+def test_equals_its_plain_form(name, options, own, length):
     arrays = random_qkv(length, heads=4)[:3]
     function, plain = (getattr(module, name) for module in (brl_jax, reference))
-    got, expected = jax.jit(lambda *a: (function(*a, **options), plain(*a, **options)))(*arrays)
+    got, expected = jax.jit(lambda *a: (function(*a, **options, **own), plain(*a, **options)))(*arrays)
     assert_close([got], [expected], 1e-4)

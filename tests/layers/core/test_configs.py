@@ -45,9 +45,7 @@ def test_a_number_that_is_not_finite_is_refused(name, field, number):
         MECHANISMS[name](**{field: number})
 
 
-@pytest.mark.parametrize(
-    ("name", "field"), [pair for pair in fields_of(int) if pair != ("performer", "seed")]
-)
+@pytest.mark.parametrize(("name", "field"), [pair for pair in fields_of(int) if pair[1] != "seed"])
 def test_a_negative_size_is_refused(name, field):
     with pytest.raises(ValueError, match=f"^{field} must be .*, got -1$"):
         MECHANISMS[name](**{field: -1})

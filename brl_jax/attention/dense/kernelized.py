@@ -1,0 +1,85 @@
+"""Kernelized attention: a Gaussian kernel of queries and keys without a denominator (Chen et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation, check_implementation
+from brl_jax.attention.core.query_blocks import by_query_blocks
+
+# The number of queries at a time: their weights for all keys are the largest array in memory.
+_QUERY_BLOCK = 256
+
+
+def kernelized_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"]:
+    """out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j, in O(T S) time and O(T + S) memory.
+
+    With the queries and keys of the paper, which are multiplied by H^(-1/4), the weight is
+    exp(q . k - |q|^2 / 2 - |k|^2 / 2): Skyformer (Chen et al. 2021, arXiv:2111.00035), section 4.1. The weights are
+    not normalised, so that outputs grow with the number of keys that are near. The paper defines no causal form.
+    `reference.kernelized_attention` is the plain form.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key, value: (B, S, K, H) and (B, S, K, V) of the same dtype; K divides N.
+      scale: multiplies the squared distances; 1 / sqrt(H) by default.
+      is_causal: must be False.
+      query_seq_lengths, key_value_seq_lengths: (B,) ints; rows and keys at and after the length are padding, which
+        may contain anything. Padded rows give 0.
+      implementation: None or "xla".
+
+    Returns:
+      (B, T, N, V) in the dtype of the query, computed in float32.
+
+    Raises:
+      ValueError: is_causal=True; shapes, dtypes or an implementation that do not fit, naming the argument.
+    """
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    check_implementation(implementation, None, "xla")
+    require(not is_causal, "is_causal must be False with kernelized attention, got True")
+    scale = check_scale(scale, query.shape[3])
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
+    # Padding has finite weights and values of 0, and needs no mask.
+    key, value = (zero_padding(x, key_lengths).astype(jnp.float32) for x in (key, value))
+
+    def attend(query: Array, *_: Any) -> Float[Array, "B T N V"]:
+        batch, length, heads = query.shape[:3]
+        weights = gaussian_kernel(query.astype(jnp.float32), key, scale)
+        grouped = weights.reshape(batch, key.shape[2], -1, length, key.shape[1])
+        return jnp.einsum("bkgts,bskv->btkgv", grouped, value).reshape(batch, length, heads, -1)
+
+    out = by_query_blocks(attend, _QUERY_BLOCK, zero_padding(query, query_lengths))
+    return zero_padding(out, query_lengths).astype(query.dtype)
+
+
+def gaussian_kernel(
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], scale: float
+) -> Float[Array, "B N T S"]:
+    """exp(-scale |q_i - k_j|^2 / 2) of float32 queries and keys."""
+    batch, length, heads, head_dim = query.shape
+    rows = query.reshape(batch, length, key.shape[2], -1, head_dim)
+    exponents = jnp.einsum("btkgh,bskh->bkgts", rows, key)
+    exponents = exponents - _half_squares(rows).transpose(0, 2, 3, 1)[..., None]
+    exponents = exponents - _half_squares(key).transpose(0, 2, 1)[:, :, None, None]
+    return jnp.exp(scale * exponents).reshape(batch, heads, length, -1)
+
+
+def _half_squares(x: Float[Array, "*rows H"]) -> Float[Array, "*rows"]:
+    return jnp.square(x).sum(-1) / 2

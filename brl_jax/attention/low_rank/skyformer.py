@@ -1,0 +1,129 @@
+"""Skyformer: kernelized attention through sampled queries and keys (Chen et al. 2021, arXiv:2111.00035)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.dense.kernelized import gaussian_kernel, kernelized_attention
+from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
+from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
+
+
+def skyformer_samples(rng: PRNGKeyArray, num_samples: int) -> Float[Array, " R"]:
+    """Random places for `skyformer_attention`, uniform in [0, 1).
+
+    Args:
+      rng: a random key; another key gives other places.
+      num_samples: R.
+
+    Raises:
+      ValueError: a number below 1.
+    """
+    check_sizes(num_samples=num_samples)
+    return jax.random.uniform(rng, (num_samples,))
+
+
+def skyformer_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    rng: PRNGKeyArray | None = None,
+    samples: Float[Array, " R"] | None = None,
+    num_samples: int | None = None,
+    iterations: int = 6,
+    ridge: float = 0.1,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"]:
+    """`kernelized_attention` approximated by R rows X_S of [Q; K], in O(T R) time and memory.
+
+      out = C(Q, X_S) (C(X_S, X_S) + ridge I)^-1 C(X_S, K) V
+
+    C is the Gaussian kernel: Skyformer, arXiv:2111.00035, section 4. The matrix A + ridge I between the samples is
+    scaled to D^(-1/2) (A + ridge I) D^(-1/2), with D its row sums, before `iterative_pseudo_inverse` inverts it. Half
+    of the samples are queries and half are keys, drawn with replacement as in the authors' code, which also gives
+    the ridge its 0.1; there each row of a batch has samples of its own, here all rows and heads have samples at the
+    same fraction of their length, so that a row does not depend on its place in a batch. A query reads samples from
+    the whole sequence: there is no causal form. `reference.skyformer_attention` is the plain form.
+
+    Args:
+      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16;
+        K divides N.
+      rng: the random key from which the places are drawn.
+      samples: the places, (R,) floats in [0, 1), from `skyformer_samples`, in place of rng: place p of a row of L
+        tokens is token floor(p L). The first R // 2 choose queries, the others keys.
+      num_samples: the number R of places to draw; 128 by default.
+      iterations: the steps of the inverse.
+      ridge: added to the diagonal, at least 0.
+      scale: multiplies the squared distances; 1 / sqrt(H) by default.
+      is_causal: must be False.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything and is
+        never sampled. Padded rows give 0.
+      implementation: None or "xla".
+
+    Returns:
+      (B, T, N, V) in the dtype of the query, computed in float32.
+
+    Raises:
+      ValueError: neither rng nor samples, or both; is_causal=True; shapes, dtypes or sizes that do not fit.
+    """
+    query, key, value, lengths, dtype = prepare_same_tokens(
+        query, key, value, key_value_seq_lengths, implementation, is_causal,
+        why_not_causal="with Skyformer: every query reads samples of the whole sequence",
+    )  # fmt: skip
+    check_sizes(iterations=iterations)
+    require(
+        isinstance(ridge, (int, float)) and 0 <= ridge < float("inf"),
+        f"ridge must be a finite number of at least 0, got {ridge!r}",
+    )
+    scale = check_scale(scale, query.shape[3])
+    samples = _choose_samples(rng, samples, num_samples)
+    length, group = query.shape[1], query.shape[2] // key.shape[2]
+    counts = jnp.full((query.shape[0],), length, jnp.int32) if lengths is None else lengths
+    places = jnp.floor(samples[None] * counts[:, None].astype(jnp.float32)).astype(jnp.int32)
+    # A place next to 1 may be rounded up to the length.
+    places = jnp.clip(places, 0, jnp.maximum(counts[:, None] - 1, 0))[..., None, None]
+    half = samples.shape[0] // 2
+    queries = jnp.take_along_axis(query, places[:, :half], axis=1)
+    keys = jnp.take_along_axis(key, places[:, half:], axis=1)
+    chosen = jnp.concatenate([queries, jnp.repeat(keys, group, axis=2)], axis=1)
+
+    read = kernelized_attention(chosen, key, value, scale=scale)
+    between = gaussian_kernel(chosen, chosen, scale) + ridge * jnp.eye(samples.shape[0])[None, None]
+    root = lax.rsqrt(between.sum(-1))
+    inverse = iterative_pseudo_inverse(between * root[..., None] * root[..., None, :], iterations)
+    inverse = inverse * root[..., None] * root[..., None, :]
+    read = jnp.einsum("bnrs,bsnv->brnv", inverse, read, precision=lax.Precision.HIGHEST)
+    out = kernelized_attention(query, chosen, read, scale=scale)
+    return zero_padding(out, lengths).astype(dtype)
+
+
+def _choose_samples(rng: Any, samples: Any, num_samples: Any) -> Float[Array, " R"]:
+    """The given places or new ones, in float32."""
+    require(
+        (rng is None) != (samples is None),
+        "rng (a random key to draw the samples from) or samples must be given, and not both, got "
+        + ("neither" if rng is None else "both"),
+    )
+    if samples is None:
+        return skyformer_samples(rng, 128 if num_samples is None else num_samples)
+    require(
+        samples.ndim == 1 and samples.shape[0] >= 1,
+        f"samples must have shape (samples,), got {samples.shape}",
+    )
+    require(
+        num_samples in (None, samples.shape[0]),
+        f"num_samples must be None or the {samples.shape[0]} samples, got {num_samples!r}",
+    )
+    return samples.astype(jnp.float32)

@@ -1,0 +1,36 @@
+"""Kernelized attention as a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+from jaxtyping import Array
+
+from brl_jax.attention.dense.kernelized import kernelized_attention
+from brl_jax.layers.core.attention_layer import AttentionLayer
+from brl_jax.layers.core.modules import distance_scale
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelizedConfig(Mechanism):
+    """Attention by a Gaussian kernel without a denominator (Skyformer, arXiv:2111.00035, section 4.1), quadratic in
+    the length; for encoders."""
+
+    causal: ClassVar[bool] = False
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return KernelizedAttention(self, dimensions, **kwargs)
+
+
+class KernelizedAttention(AttentionLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `kernelized_attention` for the mathematics."""
+
+    mechanism: KernelizedConfig
+
+    def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        query, scale = distance_scale(self.dimensions, query)
+        lengths = options["key_value_seq_lengths"]
+        return kernelized_attention(query, key, value, scale=scale, query_seq_lengths=lengths, **options)
