@@ -16,6 +16,8 @@ import jax
 import jaxtyping
 import pytest
 
+from tests.devices import Devices
+
 # Shapes and dtypes in signatures are checked at every call where tests/attention/test_shapes.py asks for it; errors of
 # bad calls would otherwise come from the checker.
 if os.environ.get("BRL_JAX_CHECK_SHAPES"):
@@ -41,9 +43,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# Groups whose first test waits for a process of many devices, by name. They begin first: at the end of the suite all
-# other workers would wait for the last of them.
-_PROCESSES = ("eight devices", "four devices", "train.lm")
+# Groups whose tests wait for a process of many devices or for a run, by name. They begin first: at the end of the suite
+# all other workers would wait for the last of them.
+_PROCESSES = ("devices", "train.lm")
 
 
 @pytest.hookimpl(trylast=True)
@@ -54,6 +56,14 @@ def pytest_collection_modifyitems(items):
         return _PROCESSES.index(name) if name in _PROCESSES else len(_PROCESSES)
 
     items.sort(key=late)
+
+
+@pytest.fixture(scope="session")
+def devices():
+    """A process of eight devices; its tests are of the group "devices"."""
+    process = Devices()
+    yield process
+    process.close()
 
 
 @pytest.fixture

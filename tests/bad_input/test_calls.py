@@ -116,7 +116,8 @@ IDS = jnp.zeros((1, 4), jnp.int32)
 
 
 def run(model, *arguments, **options):
-    variables = nn.unbox(model.init(jax.random.key(0), IDS))
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), IDS))
+    variables = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return model.apply(variables, *arguments, **options)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from brl_jax.layers import MECHANISMS, Dimensions
 from brl_jax.models import Stack
+from tests.marks import slow_unless
 
 # Between the matrix and the output projection these have nothing.
 PLAIN = {
@@ -49,7 +50,7 @@ def _apply(layer, variables, x, **options):
     return jax.jit(functools.partial(layer.apply, **options))(variables, x)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", slow_unless(PLAIN, ("full", "local", "linear", "bilinear_mlr")))
 def test_weights_times_values_are_the_output(name):
     layer = _layer(name, PLAIN[name])
     x, variables = _inputs(layer)

@@ -9,15 +9,16 @@ from flax import nnx
 
 from brl_jax import DecoderConfig, DecoderLM, Dimensions, LocalConfig, generate
 from tests.laws.cases import CASES
+from tests.marks import slow_unless
 
 TOKENS = jnp.arange(20, dtype=jnp.int32).reshape(2, 10) % 11
 
 
-@pytest.mark.parametrize("mechanism", [CASES["local-sliding"], CASES["brl-layer"]], ids=["local", "brl"])
-def test_to_nnx(mechanism):
+@pytest.mark.parametrize("name", slow_unless(("local-sliding", "brl-layer"), ("local-sliding",)))
+def test_to_nnx(name):
     """The bridged model computes what the Linen model computes with the same parameters, and has their gradients."""
     model = DecoderLM(
-        DecoderConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=4, mechanism=mechanism)
+        DecoderConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=4, mechanism=CASES[name])
     )
     # Without a mesh there is nothing to shard parameters over as they are made.
     with nnx.use_eager_sharding(False):

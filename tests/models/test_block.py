@@ -13,6 +13,7 @@ from brl_jax.models.block import Block, CrossAttention, Encoded
 from brl_jax.models.networks import make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import as_float64, relative_error
+from tests.marks import slow_unless
 
 D = dimensions(True)
 CALL = {"positions": None, "lengths": None, "segment_ids": None, "count": None}
@@ -55,7 +56,7 @@ def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
     assert relative_error(layer.apply(variables, x, Encoded(outputs)), whole) < 1e-5
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", slow_unless(["none", "full"], ("none",)))
 def test_a_stack_reads_an_encoder_in_every_layer(remat):
     stack = Stack((LocalConfig(window=2),) * 2, D, remat, cross_attention=True)
     x, encoded = draw(2, 7, 16), Encoded(draw(2, 5, 16, seed=1), jnp.array([3, 5]))
@@ -81,6 +82,7 @@ def test_a_stack_reads_an_encoder_in_every_layer(remat):
     assert relative_error(jnp.concatenate(outputs, axis=1), y) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_stack_in_segments_reads_an_encoder():
     mechanism = BRLConfig(window=3, num_compressed=2, block_size=4, memory="output")
     stack = Stack((mechanism,) * 2, D, cross_attention=True)
@@ -101,7 +103,7 @@ def test_what_cross_attention_refuses():
         make_stack((TLinFormerConfig(hidden=0),) * 2, D, cross_attention=True)
 
 
-@pytest.mark.parametrize("sublayer", ["mixer", "cross_mixer", "feed_forward"])
+@pytest.mark.parametrize("sublayer", slow_unless(["mixer", "cross_mixer", "feed_forward"], ("cross_mixer",)))
 def test_dropout_reaches_each_sublayer(sublayer):
     """What one sublayer adds, with the others silent: half of it is 0, the other half doubled."""
     block = Block(FullConfig(), dataclasses.replace(D, dropout=0.5), cross_attention=True)

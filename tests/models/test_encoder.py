@@ -66,7 +66,7 @@ def test_padding_never_changes_an_answer_of_transnormer():
     "changes",
     [
         {"pooling": "max", "inputs": "scale", "positions": "learned"},
-        {"pooling": "cls", "positions": "sinusoidal"},
+        pytest.param({"pooling": "cls", "positions": "sinusoidal"}, marks=pytest.mark.slow),
         {"pooling": "cls", "positions": "learned", "dtype": "bfloat16"},
     ],
     ids=lambda changes: "-".join(changes.values()),

@@ -13,6 +13,7 @@ from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.models import DecoderConfig, DecoderLM, StackConfig
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
+from tests.marks import slow_unless
 
 A, B = DiagConfig(block_size=4), FullConfig()
 BOTH = {"mechanism": A, "late_mechanism": B}
@@ -84,7 +85,7 @@ NETWORKS = {
 SIZES = {"split-brl": (7, 7, 7)}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", slow_unless(NETWORKS, ("alternate", "parallel")))
 def test_generation_is_training(name):
     """Prefill and steps through caches of several kinds give the logits of the whole text at once."""
     config = DecoderConfig(num_layers=3, d_model=16, num_heads=2, d_ff=24, vocab_size=11, **NETWORKS[name])

@@ -9,9 +9,10 @@ import pytest
 from brl_jax.layers import BRLConfig, FullConfig, LinearConfig, LocalConfig
 from brl_jax.models import Stack
 from tests.laws.cases import dimensions
+from tests.marks import slow_unless
 
 
-@pytest.mark.parametrize("length", [16, 20])
+@pytest.mark.parametrize("length", slow_unless([16, 20], (20,)))
 def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
     """Networks with a queue of outputs go segment by segment, and make their parameters inside."""
     stack = Stack(
@@ -26,7 +27,10 @@ def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
     assert shapes(length) == shapes(1)
 
 
-@pytest.mark.parametrize("mechanism", [FullConfig(), LocalConfig(window=2), LinearConfig()])
+@pytest.mark.parametrize(
+    "mechanism",
+    slow_unless([FullConfig(), LocalConfig(window=2), LinearConfig()], (LocalConfig(window=2),)),
+)
 def test_more_tokens_than_a_cache_has_room_for(mechanism):
     stack = Stack((mechanism,), dimensions(True))
     x = jnp.ones((1, 5, 16))
@@ -41,6 +45,7 @@ def test_more_tokens_than_a_cache_has_room_for(mechanism):
         stack.apply(variables, x[:, :1], cache=cache)
 
 
+@pytest.mark.slow  # law 3 compares the gradients with those of the oracle, which stops them too
 def test_no_gradient_flows_through_brls_output_history():
     """The compressed tokens of a block are made of earlier blocks' outputs, which are constants."""
     stack = Stack(

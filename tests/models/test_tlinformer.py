@@ -13,6 +13,7 @@ from brl_jax.layers import FullConfig, LocalConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
+from tests.marks import slow_unless
 from train.tasks.lm_config import PRESETS
 
 SMALL = TLinFormerConfig(window=4, context=3, hidden=1)
@@ -69,6 +70,7 @@ def test_every_output_depends_on_every_earlier_token_and_on_no_later_one():
     np.testing.assert_array_equal(influence[~lower], 0)
 
 
+@pytest.mark.slow  # the cache in pieces, below, and law 2 say the same of single steps
 def test_generation_takes_the_parallel_forwards_likeliest(variables):
     model, prompt = decoder(dataclasses.replace(SMALL, context="auto")), 13  # several windows are absorbed
     out = generate(model, variables, tokens(prompt), max_new_tokens=6, temperature=0)
@@ -195,7 +197,7 @@ def test_auto_context_grows_with_the_history():
     assert TLinFormerConfig(window=8, context="auto").context_sizes(2)[1] == 8  # never more than there is
 
 
-@pytest.mark.parametrize("room", [3, 4])
+@pytest.mark.parametrize("room", slow_unless([3, 4], (4,)))
 def test_generation_within_one_window_needs_no_history(room):
     """Prompt and new tokens fit into one window, whose history is empty for ever."""
     model = decoder()

@@ -9,6 +9,7 @@ import pytest
 from brl_jax.layers import DiagConfig, NormConfig
 from brl_jax.models import TRANSNORMER_SIZES, DecoderConfig, DecoderLM, Stack, StackConfig, transnormer
 from tests.laws.networks import relative_error
+from tests.marks import slow_unless
 
 
 def kinds(**options):
@@ -71,11 +72,11 @@ def test_lra_size_is_an_encoder():
         moved = run(variables, x.at[:, later].multiply(-1.0), jnp.array([14]))
         assert relative_error(moved[:, 0], whole[:, 0]) > 1e-4
     padded = run(variables, x.at[:, 9:].set(50.0), jnp.array([9]))
-    alone = stack.apply(variables, x[:, :9])[0]
+    alone = run(variables, x[:, :9], jnp.array([9]))
     assert relative_error(padded[:, :9], alone) < 1e-5
 
 
-@pytest.mark.parametrize("variant", ["t1", "t2"])
+@pytest.mark.parametrize("variant", slow_unless(["t1", "t2"], ("t1",)))
 def test_generation_is_training(variant):
     config = transnormer(variant, DecoderConfig, block_size=4, num_layers=2, d_model=16, num_heads=2, d_ff=21)
     model = DecoderLM(config)

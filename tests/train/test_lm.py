@@ -166,12 +166,13 @@ def test_eval_against_the_models_own_logits(text, run, capsys):
     rows, targets = 2, len(tokens) - 1
     row = -(-targets // rows)
     total, memory = 0.0, model.init_memory(rows)
+    forward = jax.jit(lambda tokens, memory: model.apply({"params": params}, tokens, memory=memory))
     for start in range(0, row, config.loop.length):
         at = np.arange(rows)[:, None] * row + start + np.arange(config.loop.length)
         real = (start + np.arange(config.loop.length) < row)[None] & (at < targets)
         at = np.where(real, at, 0)
         inputs = np.where(real, tokens[at], 0)
-        logits, memory = model.apply({"params": params}, jnp.asarray(inputs), memory=memory)
+        logits, memory = forward(jnp.asarray(inputs), memory)
         logits = np.asarray(logits, np.float64)
         chosen = np.take_along_axis(logits, tokens[np.minimum(at + 1, targets)][..., None], -1)[..., 0]
         total += ((np.log(np.exp(logits).sum(-1)) - chosen) * real).sum()
@@ -198,6 +199,7 @@ def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
     assert config.model.vocab_size == 4
 
 
+@pytest.mark.slow
 def test_the_loop_does_not_know_the_mechanism(text, tmp_path, capsys):
     # Flax's norms mix bfloat16 and float32.
     with jax.numpy_dtype_promotion("standard"):
@@ -210,6 +212,7 @@ def test_the_loop_does_not_know_the_mechanism(text, tmp_path, capsys):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_a_schedule_is_read_back(text, tmp_path, capsys):
     """The commands that read a run build the network that was trained, from its config.json alone."""
     schedule = (
@@ -328,6 +331,7 @@ def test_another_configuration_is_refused(monkeypatch, capsys, text, run):
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "config.json").read_bytes())
 
 
+@pytest.mark.slow  # tests/train/test_checkpoint.py damages checkpoints, and the loop restarts in test_loop.py
 def test_a_damaged_last_checkpoint(capsys, text, run, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)

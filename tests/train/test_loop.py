@@ -1,3 +1,4 @@
+import itertools
 import math
 import signal
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import slow_unless
 from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
 from train.errors import RunError, Stopped, UserError
@@ -56,7 +58,7 @@ def test_a_whole_run(never_stopped):
     assert int(state.step) == 12
 
 
-@pytest.mark.parametrize("stop", [1, 4, 7])
+@pytest.mark.parametrize("stop", slow_unless([1, 4, 7], (4,)))
 def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, stop):
     expected, final = never_stopped
     with pytest.raises(
@@ -71,6 +73,7 @@ def test_a_run_stopped_at_any_step_goes_on_bit_for_bit(tmp_path, never_stopped, 
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_at_every_step(tmp_path, never_stopped):
     expected, _ = never_stopped
     for step in range(1, 13):
@@ -80,6 +83,7 @@ def test_a_run_stopped_at_every_step(tmp_path, never_stopped):
     assert _lines(tmp_path) == expected
 
 
+@pytest.mark.slow
 def test_moments_of_the_gradients_go_on_too(tmp_path):
     """Logged, checkpointed and resumed bit for bit; they change nothing else; the flag stays what it was."""
 
@@ -107,7 +111,7 @@ def test_moments_of_the_gradients_go_on_too(tmp_path):
         _train(tmp_path / "whole", config={"loop": {"log_gradient_std": False}}, steps=7)
 
 
-@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("batch", slow_unless([0, 2], (2,)))
 def test_a_run_stopped_in_an_evaluation_makes_up_for_it(tmp_path, never_stopped, batch):
     expected, _ = never_stopped
     fired = []
@@ -172,8 +176,13 @@ def test_another_configuration_is_refused_and_nothing_changes(tmp_path):
     _train(tmp_path, config=old | {"loop": {"steps": 50, "seed": 0}}, steps=4)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize(
+    ("where", "bad"),
+    slow_unless(
+        itertools.product(("loss", "gradient"), (math.nan, math.inf)),
+        (("loss", math.nan), ("gradient", math.inf)),
+    ),
+)
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
     def loss(params, memory, batch, key):
         total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
@@ -227,7 +236,7 @@ def test_evaluation_carries_the_memory(tmp_path):
     assert metrics["val_bits_per_byte"] == pytest.approx(expected / math.log(2) / 9)
 
 
-@pytest.mark.parametrize(("patience", "last"), [(1, 4), (2, 6), (3, 8)])
+@pytest.mark.parametrize(("patience", "last"), slow_unless([(1, 4), (2, 6), (3, 8)], (2,)))
 def test_patience_counts_the_evaluations_that_are_no_better(tmp_path, patience, last):
     """The first evaluation is the best, and as good as all later ones."""
 

@@ -236,6 +236,7 @@ def _toy(workdir, stream=None, **changes):
     return metrics_lines(workdir)
 
 
+@pytest.mark.slow  # patience: tests/train/test_loop.py
 def test_a_run_ends_when_it_gets_no_better(tmp_path):
     """The first evaluation stays the best."""
     whole = _toy(tmp_path / "whole")

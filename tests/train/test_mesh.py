@@ -1,70 +1,51 @@
 """One network on several meshes of eight devices: the same numbers, nothing on more devices than need it."""
 
-import os
-import pickle
+import functools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-# Rows and tokens of a microbatch: an array with an entry for each token has at least ROWS * LENGTH numbers.
-ROWS, LENGTH = 16, 16
-# The mesh that has a tensor axis too, and runs that move between meshes, are compiled before a release only: rows and
-# sequence cut everything that a mesh can cut, and tests/test_sharding.py says what each axis cuts.
-MIXED = pytest.param("mixed", marks=pytest.mark.slow)
-MESHES = ("rows", MIXED, "sequence")
+from tests.marks import slow_unless
+from tests.train.meshes import LENGTH, ROWS
 
-pytestmark = pytest.mark.xdist_group("eight devices")
+# A microbatch has ROWS rows of LENGTH tokens: an array with an entry for each token has at least ROWS * LENGTH numbers.
+# Each mesh takes ten seconds to compile, so that one is fast: rows of data on some devices and weights cut over others.
+# Sequences over several devices are in tests/attention/local/test_sharded.py too, and tests/test_sharding.py says what
+# each axis cuts.
+MESHES = slow_unless(("rows", "mixed", "sequence"), ("rows",))
+
+pytestmark = pytest.mark.xdist_group("devices")
 named_gathers = pytest.mark.skipif(
     jax.__version_info__ >= (0, 12), reason="JAX 0.12's compiler leaves out or changes the names of gathers"
 )
 
 
-class Results(dict):
-    """What `on_eight_devices` wrote, a part of it when it is first asked for."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-
-    def __missing__(self, name):
-        part = "runs" if name in ("mixed", "straight", "moved") else "steps"
-        line = [sys.executable, "-m", "tests.train.on_eight_devices", str(self.folder), part]
-        done = subprocess.run(line, cwd=ROOT, env=os.environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        self.update(pickle.loads((self.folder / f"{part}.pickle").read_bytes()))
-        return self[name]
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return Results(tmp_path_factory.mktemp("eight"))
+@pytest.fixture
+def result(devices):
+    return functools.partial(devices.ask, "tests.train.meshes")
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_losses_are_those_of_one_device(results, mesh):
-    np.testing.assert_allclose(results[mesh]["losses"], results["one"]["losses"], rtol=1e-4)
+def test_losses_are_those_of_one_device(result, mesh):
+    np.testing.assert_allclose(result(mesh)["losses"], result("one")["losses"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_each_gradient_is_that_of_one_device(results, mesh):
+def test_each_gradient_is_that_of_one_device(result, mesh):
     """A few wrong gradients hardly change the losses, so the first step's gradients are compared themselves."""
-    for name, expected in results["one"]["first"].items():
-        error = np.abs(results[mesh]["first"][name] - expected).max()
+    for name, expected in result("one")["first"].items():
+        error = np.abs(result(mesh)["first"][name] - expected).max()
         assert error <= 1e-4 * np.abs(expected).max(), name
 
 
 @pytest.mark.parametrize(
     ("mesh", "parts"), [("rows", (4,)), pytest.param("mixed", (2, 4), marks=pytest.mark.slow)]
 )
-def test_every_matrix_its_moments_and_the_memory_are_cut(results, mesh, parts):
+def test_every_matrix_its_moments_and_the_memory_are_cut(result, mesh, parts):
     matrices = 0
-    for name, (size, share) in results[mesh]["shares"].items():
+    for name, (size, share) in result(mesh)["shares"].items():
         vector = name.rsplit("/", 1)[-1] in ("scale", "lambda", "gamma", "filled")
         if not vector:
             expected = {"rows": (8,), "mixed": (4,)}[mesh] if "memory" in name else parts
@@ -74,13 +55,13 @@ def test_every_matrix_its_moments_and_the_memory_are_cut(results, mesh, parts):
 
 
 @named_gathers
-def test_only_one_layers_weights_are_gathered_at_a_time(results):
+def test_only_one_layers_weights_are_gathered_at_a_time(result):
     """Only the weights of the layer at hand are gathered: no activation, no moment, no stack of layers."""
     weights = {
         tuple(sorted(leaf.shape[1:] if "layers_" in name else leaf.shape))
-        for name, leaf in results["one"]["first"].items()
+        for name, leaf in result("one")["first"].items()
     }
-    gathered = results["rows"]["gathers"]
+    gathered = result("rows")["gathers"]
     assert len(gathered) > 20
     for shape, where in gathered:
         assert "DecoderLM." in where, f"{shape} gathered outside of the network: {where}"
@@ -90,14 +71,15 @@ def test_only_one_layers_weights_are_gathered_at_a_time(results):
 
 
 @named_gathers
-def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
+@pytest.mark.slow
+def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(result):
     """Where tokens are sharded, a whole row is gathered only by full attention, by recurrent states, and for BRL's
     history of outputs (those of the last norm)."""
     # Of both layers with a memory of their own, the five tokens that they carry on, and three to make it eight shares.
     carried = [2, ROWS, 8, 32]
     whole = [
         (shape, where)
-        for shape, where in results["sequence"]["gathers"]
+        for shape, where in result("sequence")["gathers"]
         if np.prod(shape) >= ROWS * LENGTH and shape != carried
     ]
     elsewhere = [
@@ -109,20 +91,20 @@ def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(results):
     assert not elsewhere
 
 
-def test_the_look_at_gathers_sees_them(results):
-    [(shape, where)] = results["careless"]
+def test_the_look_at_gathers_sees_them(result):
+    [(shape, where)] = result("careless")
     assert sorted(shape) == [2, 32, 64]
     assert "DecoderLM." not in where
 
 
-def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(results):
-    for expected, got in zip(*results["pieces"]):
+def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(result):
+    for expected, got in zip(*result("pieces")):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_devices_cannot_share_is_refused(results):
+def test_what_devices_cannot_share_is_refused(result):
     """A window may be longer than the part of a row on each device, and is not among the refused options."""
-    length, block, shared, rows = results["refused"].values()
+    length, block, shared, rows = result("refused").values()
     assert length == "--length: expected a multiple of --mesh.sequence 8, got 100"
     each = "--mechanism.block_size must divide the 64 tokens of a row that each of 8 devices has, got 48"
     assert block == f"--mesh.sequence 8: {each}"
@@ -131,6 +113,6 @@ def test_what_devices_cannot_share_is_refused(results):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_meshes(results):
+def test_a_run_goes_on_on_other_meshes(result):
     """From eight devices to one, and back to eight on another mesh."""
-    np.testing.assert_allclose(results["moved"], results["straight"], rtol=1e-5)
+    np.testing.assert_allclose(result("moved"), result("straight"), rtol=1e-5)

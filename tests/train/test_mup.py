@@ -12,6 +12,7 @@ import pytest
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, FullConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
 from brl_jax.sharding import MeshConfig, make_mesh
+from tests.marks import slow_unless
 from tests.train.toy import OBJECTIVE, batch_of
 from train.config import LoopConfig
 from train.mesh import place_batch, training_programs
@@ -76,7 +77,9 @@ def test_at_the_base_width_muP_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "mechanism", [FullConfig(), HopfieldConfig(steps=3), MLRConfig(ranks=(4, 4), context=4)], ids=str
+    "mechanism",
+    slow_unless([FullConfig(), HopfieldConfig(steps=3), MLRConfig(ranks=(4, 4), context=4)], (FullConfig(),)),
+    ids=str,
 )
 def test_scores_are_over_the_size_of_a_head(mechanism):
     """Queries whose weights carry muP's factor, in a standard layer, give muP's output; Hopfield's later steps have

@@ -9,8 +9,15 @@ import pytest
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import Dilated, Fixed, GlobalWindow, SlidingWindow, Strided
 from tests.attention import oracles
-from tests.attention.local.test_local import expect, random_qkv, run, schedule  # noqa: F401 (a fixture)
+from tests.attention.local.test_local import (  # noqa: F401 (a fixture)
+    BOTH,
+    expect,
+    random_qkv,
+    run,
+    schedule,
+)
 from tests.attention.local.test_tpu import run as run_kernels
+from tests.marks import slow_unless
 
 ENDS = np.iinfo(np.int32)
 # The ids of each row of a batch, and how many of its keys exist.
@@ -44,20 +51,14 @@ def check(function, name):
         assert oracles.relative_error(got, expected) < 1e-5
 
 
-# Fast: the window kernel, the same on rearranged tokens, and the kernel for any pattern.
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n in ("sliding", "dilated", "global_window") else pytest.param(n, marks=pytest.mark.slow)
-        for n in PATTERNS
-    ],
-)
+# Fast: the window kernel and the kernel for any pattern. Dilated windows are the first, on rearranged tokens.
+@pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "global_window")))
 def test_interpreted_kernels(name):
     check(run_kernels, name)
 
 
-@pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
-@pytest.mark.parametrize("name", PATTERNS)
+@BOTH
+@pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "global_window")))
 def test_xla(schedule, name):  # noqa: F811
     check(lambda arrays, **options: run(*arrays, **options), name)
 

@@ -18,6 +18,7 @@ from brl_jax.attention.local.patterns import (
 )
 from tests.attention import oracles
 from tests.attention.local.test_local import PATTERNS
+from tests.marks import slow_unless
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -52,7 +53,7 @@ def covered(call, block):
     return times
 
 
-@pytest.mark.parametrize("block", [4, 16, 128])
+@pytest.mark.parametrize("block", slow_unless([4, 16, 128], (16,)))
 @pytest.mark.parametrize("name", PATTERNS)
 def test_parts_cover_each_pair_once(name, block):
     """For any size of query block, at any offsets: no pair is missing, none is counted twice."""

@@ -9,6 +9,7 @@ import brl_jax
 from brl_jax import RotaryBias
 from brl_jax.attention.recurrent import reference
 from tests.attention.recurrent.test_state_functions import close, inputs
+from tests.marks import slow_unless
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -57,7 +58,7 @@ def arguments(kind, length):
     return query, key, value
 
 
-@pytest.mark.parametrize("length", [1, 67, 130])
+@pytest.mark.parametrize("length", slow_unless([1, 67, 130], (67,)))
 @pytest.mark.parametrize(("name", "kind", "options"), CASES)
 def test_equals_its_plain_form(name, kind, options, length):
     arrays = arguments(kind, length)
@@ -70,7 +71,8 @@ def test_equals_its_plain_form(name, kind, options, length):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
-    ("name", "options"), [("linear_attention", {}), ("norm_attention", {"feature_map": "elu"})]
+    ("name", "options"),
+    slow_unless([("linear_attention", {}), ("norm_attention", {"feature_map": "elu"})], ("norm_attention",)),
 )
 def test_rotated_features_equal_their_plain_form(name, options, is_causal):
     """Each row has positions of its own."""

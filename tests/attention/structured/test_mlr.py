@@ -14,6 +14,7 @@ from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
 from brl_jax.attention.structured.mlr_rectangles import rectangles
 from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, largest_array, random_qkv, schedule  # noqa: F401
+from tests.marks import slow_unless
 
 # name: (ranks, block sizes) with heads of 8
 LEVELS = {
@@ -78,12 +79,20 @@ def causal_pairs(length):
     return np.tri(length, dtype=bool)
 
 
-# Without causality the slow tests compare the same tiles, none of which is cut.
-CASES = [(name, "loop", True) for name in LEVELS]
-CASES += [(name, "at_once", True) for name in ("thirds", "small_blocks")]
-CASES += [("thirds", "loop", False)]
-CASES += [pytest.param(name, "loop", False, marks=pytest.mark.slow) for name in LEVELS if name != "thirds"]
-CASES += [pytest.param(name, "at_once", False, marks=pytest.mark.slow) for name in ("thirds", "small_blocks")]
+# Fast: levels of many blocks that divide each other, and blocks without a common one; all rectangles at once; and
+# without causality, where no tile is cut.
+CASES = slow_unless(
+    [
+        *((name, "loop", is_causal) for name in LEVELS for is_causal in (True, False)),
+        *((name, "at_once", is_causal) for name in ("thirds", "small_blocks") for is_causal in (True, False)),
+    ],
+    (
+        ("small_blocks", "loop", True),
+        ("odd", "loop", True),
+        ("small_blocks", "at_once", True),
+        ("thirds", "loop", False),
+    ),
+)
 
 
 @pytest.mark.parametrize(("name", "schedule", "is_causal"), CASES, indirect=["schedule"])
@@ -100,7 +109,7 @@ def test_equals_oracle(schedule, name, is_causal):  # noqa: F811
     assert name == "one" or oracles.relative_error(got[0], one[0]) > 1e-2
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 65, 128, 200])
+@pytest.mark.parametrize("length", slow_unless([1, 2, 7, 64, 65, 128, 200], (1, 65)))
 def test_ragged_lengths(length):
     arrays = random_qkv(length, batch=1, heads=2, kv_heads=1)
     ranks, sizes = (4, 2, 2), (None, 64, 16)
@@ -145,7 +154,7 @@ def test_bfloat16():
     assert_close(got, expected, 2e-2)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", slow_unless([True, False], (True,)))
 def test_one_level_is_full_attention(is_causal):
     arrays = random_qkv(200)
 
@@ -232,6 +241,7 @@ def test_composes_with_vmap_scan_checkpoint():
 # --- Cost ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
 def test_memory_grows_linearly(schedule):  # noqa: F811
     """Temporary memory, forward and backward, is proportional to n, and no array has n x n entries."""

@@ -9,6 +9,7 @@ import brl_jax
 from brl_jax.attention.structured import reference
 from tests.attention import oracles
 from tests.attention.local.test_local import random_qkv
+from tests.marks import slow_unless
 
 WIDTH, HEADS = 12, 4
 
@@ -31,7 +32,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("length", [1, 67, 101])
+@pytest.mark.parametrize("length", slow_unless([1, 67, 101], (67,)))
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_equals_its_plain_form(name, options, length, is_causal):
     arrays = (normal(2, length, WIDTH), normal(2, length, 2, 5))

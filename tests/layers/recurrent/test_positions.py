@@ -8,9 +8,12 @@ import pytest
 
 from brl_jax.layers import LinearConfig, NormConfig
 from tests.laws.cases import dimensions
+from tests.marks import slow_unless
 
 
-@pytest.mark.parametrize("config", [LinearConfig(), LinearConfig(normalize=False), NormConfig()])
+@pytest.mark.parametrize(
+    "config", slow_unless([LinearConfig(), LinearConfig(normalize=False), NormConfig()], (LinearConfig(),))
+)
 def test_scores_depend_on_the_distance_only(config):
     """The attention matrix of two tokens at positions (3, 5), (103, 105) and (1003, 1005); another distance differs."""
     layer = config.layer(dimensions(True))

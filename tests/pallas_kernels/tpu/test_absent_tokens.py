@@ -41,9 +41,17 @@ def compiled(kernel):
     return run
 
 
-@pytest.mark.parametrize("lengths", [(140, 90), (75, 140), (75, 90)])
+@pytest.mark.parametrize("lengths", [(140, 90), pytest.param((75, 140), marks=pytest.mark.slow), (75, 90)])
 @pytest.mark.parametrize(
-    "ids", [(-1,), (-2,), (-1, -2), (0, 1, 2), (ENDS.min, ENDS.max), (ENDS.min, ENDS.min + 1, -1, ENDS.max)]
+    "ids",
+    [
+        *(
+            (pytest.param(ids, marks=pytest.mark.slow))
+            for ids in ((-1,), (-1, -2), (0, 1, 2), (ENDS.min, ENDS.max))
+        ),
+        (-2,),
+        (ENDS.min, ENDS.min + 1, -1, ENDS.max),
+    ],
 )
 @pytest.mark.parametrize("kernel", ["window", "blocks"])
 def test_callers_ids_never_match_absent_tokens(kernel, ids, lengths):

@@ -62,16 +62,17 @@ def check(case, dtype, *, seed=0, spread=1.0, scale=None, mask=None, with_log_su
     assert all(x.dtype == dtype for x in grads)
 
 
+SLOW = pytest.mark.slow
 CASES = [
     # batch, length, heads, key heads, head_dim, left, right
     pytest.param((1, 600, 1, 1, 128, 127, 0), id="causal, folded, ragged"),
-    pytest.param((2, 270, 2, 2, 64, 150, 0), id="two heads in a tile, window of no round size"),
+    pytest.param((2, 270, 2, 2, 64, 150, 0), id="two heads in a tile, window of no round size", marks=SLOW),
     pytest.param((1, 261, 4, 2, 64, 60, 70), id="grouped heads in a tile, both sides, ragged"),
-    pytest.param((1, 384, 2, 1, 128, 255, 0), id="grouped heads, folded"),
+    pytest.param((1, 384, 2, 1, 128, 255, 0), id="grouped heads, folded", marks=SLOW),
     pytest.param((1, 140, 3, 3, 48, 33, 5), id="odd head count and head dim"),
-    pytest.param((1, 100, 6, 2, 32, 33, 0), id="a group that does not fill a tile"),
-    pytest.param((1, 300, 1, 1, 256, 256, 1), id="widest head"),
-    pytest.param((1, 7, 1, 1, 128, 3, 3), id="shorter than a tile"),
+    pytest.param((1, 100, 6, 2, 32, 33, 0), id="a group that does not fill a tile", marks=SLOW),
+    pytest.param((1, 300, 1, 1, 256, 256, 1), id="widest head", marks=SLOW),
+    pytest.param((1, 7, 1, 1, 128, 3, 3), id="shorter than a tile", marks=SLOW),
     pytest.param((1, 1, 2, 1, 64, 0, 0), id="one token"),
 ]
 
@@ -81,7 +82,7 @@ def test_matches_reference_in_float32(case):
     check(case, jnp.float32)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]])
+@pytest.mark.parametrize("case", [CASES[0], pytest.param(*CASES[2].values, id=CASES[2].id, marks=SLOW)])
 def test_matches_reference_in_bfloat16(case):
     check(case, jnp.bfloat16)
 

@@ -1,38 +1,29 @@
-"""What `test_mesh.py` looks at, made in a process of its own, because a process keeps the devices it began with:
-python -m tests.train.on_eight_devices FOLDER PART, where PART is "steps" or "runs".
+"""What `test_mesh.py` looks at, computed by the process of tests/devices.py.
 
 A network of four mechanisms takes the same steps on several meshes; a run goes on from checkpoints on other meshes.
 """
 
-import gc
-import pickle
+import functools
 import re
-import sys
+import tempfile
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-gc.set_threshold(100_000, 20, 10)  # as in tests/conftest.py
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-
-from brl_jax.layers import MECHANISMS, BRLConfig  # noqa: E402
-from brl_jax.models import DecoderConfig, DecoderLM, losses  # noqa: E402
-from brl_jax.sharding import MeshConfig, constrain, make_mesh  # noqa: E402
-from tests.train.logs import metrics_lines  # noqa: E402
-from train.config import LoopConfig, parse  # noqa: E402
-from train.errors import UserError  # noqa: E402
-from train.loop import train  # noqa: E402
-from train.mesh import host_rows, open_mesh, place_batch, training_programs  # noqa: E402
-from train.optimizer import OptimizerConfig  # noqa: E402
-from train.tasks.lm import lm_objective  # noqa: E402
-from train.tasks.lm_config import PRESETS  # noqa: E402
+from brl_jax.layers import MECHANISMS, BRLConfig
+from brl_jax.models import DecoderConfig, DecoderLM, losses
+from brl_jax.sharding import MeshConfig, constrain, make_mesh
+from tests.train.logs import metrics_lines
+from train.config import LoopConfig, parse
+from train.errors import UserError
+from train.loop import train
+from train.mesh import host_rows, open_mesh, place_batch, training_programs
+from train.optimizer import OptimizerConfig
+from train.tasks.lm import lm_objective
+from train.tasks.lm_config import PRESETS
 
 ROWS, LENGTH, STEPS = 16, 16, 4
 MESHES = {
@@ -208,26 +199,41 @@ def refused():
     return messages
 
 
+def one_device():
+    return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
 def looked_at(mesh):
     """The losses, first gradients, shard sizes and gathers of training on a mesh."""
     lost, first, state, hlo = take_steps(mesh)
     return {"losses": lost, "first": first, "shares": shares(state), "gathers": gathers(hlo)}
 
 
-def main(folder, part):
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # two runs are on one device
-    one = make_mesh(MeshConfig(), jax.devices()[:1])
-    rows, mixed, sequence = (make_mesh(config) for config in MESHES.values())
-    if part == "steps":
-        results = {"one": looked_at(one), "rows": looked_at(rows), "sequence": looked_at(sequence)}
-        results |= {"refused": refused(), "careless": gathers(careless(rows))}
-        results["pieces"] = [loss_in_pieces(mesh) for mesh in (one, sequence)]
-    else:
-        results = {"mixed": looked_at(mixed), "straight": run(folder / "straight", one, 6)}
-        for steps, mesh in zip((2, 4, 6), (rows, one, mixed)):
-            results["moved"] = run(folder / "moved", mesh, steps)
-    (folder / f"{part}.pickle").write_bytes(pickle.dumps(results))
+def straight():
+    """The losses of a run on one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), one_device(), 6)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+def moved():
+    """The losses of the same run, which goes on from eight devices to one, and back to eight on another mesh."""
+    with tempfile.TemporaryDirectory() as folder:
+        for steps, mesh in zip(
+            (2, 4, 6), (make_mesh(MESHES["rows"]), one_device(), make_mesh(MESHES["mixed"]))
+        ):
+            lost = run(Path(folder), mesh, steps)
+    return lost
+
+
+PARTS = {
+    "one": lambda: looked_at(one_device()),
+    **{
+        name: functools.partial(lambda config: looked_at(make_mesh(config)), config)
+        for name, config in MESHES.items()
+    },
+    "refused": refused,
+    "careless": lambda: gathers(careless(make_mesh(MESHES["rows"]))),
+    "pieces": lambda: [loss_in_pieces(mesh) for mesh in (one_device(), make_mesh(MESHES["sequence"]))],
+    "straight": straight,
+    "moved": moved,
+}

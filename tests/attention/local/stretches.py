@@ -1,36 +1,30 @@
-"""What `test_sharded.py` looks at, made in a process of its own, because a process keeps the devices it began
-with: python -m tests.attention.local.on_four_devices FILE.
+"""What `test_sharded.py` looks at, computed by the process of tests/devices.py.
 
 Each case is computed twice, on whole sequences by one device and on stretches of them by four: results and gradients of
 a random weighting of them.
 """
 
 import functools
-import pickle
 import re
-import sys
-from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import AxisType  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import brl_jax  # noqa: E402
-from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, alibi_slopes  # noqa: E402
-from brl_jax.attention.compressed import sharded as compressed_sharded  # noqa: E402
-from brl_jax.attention.local import sharded  # noqa: E402
+import brl_jax
+from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, alibi_slopes
+from brl_jax.attention.compressed import sharded as compressed_sharded
+from brl_jax.attention.local import sharded
 
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 28, 4, 2, 8
-MESH = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Auto,))
 CUT, WHOLE = P(None, "sequence"), P()
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
 
 def normal(seed, *shape):
@@ -61,7 +55,7 @@ def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted
     if interpreted:
         mapped = in_lanes(stretches, in_specs)
     else:
-        mapped = jax.shard_map(stretches, mesh=MESH, in_specs=in_specs, out_specs=out_spec)
+        mapped = jax.shard_map(stretches, mesh=mesh(), in_specs=in_specs, out_specs=out_spec)
     return run(whole), run(mapped)
 
 
@@ -217,10 +211,10 @@ CASES = {
 
 def gradients(dtype=jnp.float32, **options):
     """The gradients of local attention with 1024 tokens on each of four devices, traced and ready to be lowered."""
-    cut = jax.sharding.NamedSharding(MESH, CUT)
+    cut = jax.sharding.NamedSharding(mesh(), CUT)
     shapes = [jax.ShapeDtypeStruct((1, 4096, heads, SIZE), dtype, sharding=cut) for heads in (HEADS, 2, 2)]
     attend = functools.partial(sharded.local_attention, axis_name="sequence", **options)
-    mapped = jax.shard_map(attend, mesh=MESH, in_specs=(CUT,) * 3, out_specs=CUT)
+    mapped = jax.shard_map(attend, mesh=mesh(), in_specs=(CUT,) * 3, out_specs=CUT)
     return jax.jit(jax.grad(lambda *x: mapped(*x).sum(), (0, 1, 2))).trace(*shapes)
 
 
@@ -244,13 +238,4 @@ def kernels():
     return [sorted(set(re.findall(r'kernel_name = "(\w+)"', text))) for text in lowered]
 
 
-def main(path):
-    results = {}
-    for name, case in CASES.items():
-        results[name] = case()
-    results |= {"travelled": travelled(), "kernels": kernels()}
-    path.write_bytes(pickle.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+PARTS = {**CASES, "travelled": travelled, "kernels": kernels}
