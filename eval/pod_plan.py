@@ -11,14 +11,12 @@ the step does not fit. `--json` prints one object instead.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
-import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +27,8 @@ from rich.table import Table
 
 from brl_jax.sharding import row_shards
 from eval.program_costs import collective_bytes, matrix_flops
-from eval.tpu_chips import CHIPS, Chip, known_topologies
+from eval.stages import stages
+from eval.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
 from train.config import RunConfig, parse
 from train.errors import RunError, UserError, command, one_line
 from train.mesh import open_mesh, rows_sharding, training_programs
@@ -124,11 +123,12 @@ class Plan:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
 
-def make_plan(task: Task[Any, Any], config: Any) -> tuple[Plan, Mesh]:
+def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -> tuple[Plan, Mesh]:
     """Compiles a step and adds up what it takes; returns the mesh that it is compiled for too.
 
     Args:
       task: the run's. config: of a `plan_class`, from `task.sized`.
+      begin: called with the name of each stage of the work when it begins.
 
     Raises:
       UserError: a mesh that doesn't divide what is sharded over it.
@@ -137,6 +137,7 @@ def make_plan(task: Task[Any, Any], config: Any) -> tuple[Plan, Mesh]:
     from jax.experimental import topologies
 
     started = time.monotonic()
+    begin(f"describing {config.topology}")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=config.topology).devices
     length = task.row_length(config)
     mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=length)
@@ -150,15 +151,20 @@ def make_plan(task: Task[Any, Any], config: Any) -> tuple[Plan, Mesh]:
     }
     tokens = num_tokens(batch)
     batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
+    begin(f"tracing the step for {len(devices)} devices")
     kept = _kept_bytes(objective, state, task.batch_shapes(config, loop.microbatch), mesh)
     with jax.set_mesh(mesh):
         traced = programs.step.trace(state, batch)
+        begin("lowering the step")
+        lowered = traced.lower()
+        begin("compiling the step, which may take minutes")
         try:
-            compiled = traced.lower().compile()
+            compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             raise RunError(
                 f"{config.topology}: {_why(error)}; {advice(config, mesh, kept, _share(state.params))}"
             ) from None
+    begin("reading the compiled program")
     memory = compiled.memory_analysis()
     assert memory is not None
     parameters, gradients = _share(state.params), _share(state.params)
@@ -321,10 +327,9 @@ def main(argv: Sequence[str]) -> None:
     )
     task = tasks[type(config)]
     config = task.sized(config)
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    plan, mesh = make_plan(task, config)
+    prepare_compiler()
+    with stages("pod_plan") as begin:
+        plan, mesh = make_plan(task, config, begin)
     if config.json:
         print(json.dumps(plan.to_json()))
     else:

@@ -2,10 +2,14 @@
 
 import importlib.util
 import json
+import os
+import re
+import time
+from pathlib import Path
 
 import pytest
 
-from eval import pod_plan
+from eval import pod_plan, stages
 from train.errors import RunError, UserError
 
 needs_libtpu = pytest.mark.skipif(
@@ -46,10 +50,38 @@ def test_what_does_not_divide_is_said_before_anything_is_compiled(options, messa
         pod_plan.main([*SMALL.split(), "--topology", "v5e:2x4", *options.split()])
 
 
+def test_progress_is_shown_and_the_librarys_lines_go_to_a_file(monkeypatch, capfd):
+    """Planning is silent for minutes otherwise, but for what libtpu prints."""
+    monkeypatch.setattr(pod_plan, "prepare_compiler", lambda: None)
+    monkeypatch.setattr(stages, "SECONDS_BETWEEN_LINES", 0.02)
+
+    def fail(task, config, begin):
+        begin("compiling")
+        os.write(2, b"E0000 noise\n")
+        time.sleep(0.2)
+        raise RunError("v5e:2x2: does not compile")
+
+    monkeypatch.setattr(pod_plan, "make_plan", fail)
+    with pytest.raises(RunError, match="does not compile"):
+        pod_plan.main(["small", "--topology", "v5e:2x2"])
+    os.write(2, b"after\n")
+    first, second, *more = capfd.readouterr().err.splitlines()
+    log = Path(re.fullmatch("messages of the compiler go to (.*)", first)[1])
+    assert second == "compiling"
+    assert more[-1] == "after"
+    assert len(more) > 1
+    assert set(more[:-1]) == {"compiling: 0 s"}
+    assert log.read_text() == "E0000 noise\n"
+    log.unlink()
+
+
 @needs_libtpu
-def test_a_small_plan(capsys):
+def test_a_small_plan(capfd):
     pod_plan.main([*SMALL.split(), "--topology", "v5e:2x4", "--json"])
-    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capfd.readouterr()
+    assert [line for line in err.splitlines() if re.match(r"[EWI]\d{4}|WARNING", line)] == []
+    assert "\ncompiling the step, which may take minutes\n" in err
+    plan = json.loads(out.splitlines()[-1])
     assert plan["fits"]
     assert plan["mesh"] == {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
     # One copy on eight devices, but for the vectors; two moments.
@@ -72,7 +104,7 @@ def test_what_does_not_fit_is_told(monkeypatch, capsys):
         1.0, {}, 1.0, 2.0, 0.5, 8, 1.0,
     )  # fmt: skip
     mesh = type("Mesh", (), {"shape": plan.mesh})()
-    monkeypatch.setattr(pod_plan, "make_plan", lambda task, config: (plan, mesh))
+    monkeypatch.setattr(pod_plan, "make_plan", lambda task, config, begin: (plan, mesh))
     with pytest.raises(RunError, match=r"v5e:2x2: does not fit; to change: .*--remat full"):
         pod_plan.main(["small", "--topology", "v5e:2x2"])
     out = capsys.readouterr().out
