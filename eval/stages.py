@@ -35,19 +35,20 @@ def stages(name: str) -> Iterator[Callable[[str], None]]:
     sys.stderr.flush()
     shown = os.dup(2)
     ended, changed = threading.Event(), threading.Lock()
-    current = ["", time.monotonic()]
+    current = ("", time.monotonic())
     with os.fdopen(os.dup(shown), "w") as file:
         console = Console(file=file, highlight=False, soft_wrap=True, markup=False)
         status = console.status("") if console.is_terminal else None
 
         def line() -> str:
-            return f"{current[0]}: {time.monotonic() - float(current[1]):.0f} s"
+            return f"{current[0]}: {time.monotonic() - current[1]:.0f} s"
 
         def begin(stage: str) -> None:
+            nonlocal current
             with changed:
                 if status is not None and current[0]:
                     console.print(line())
-                current[:] = stage, time.monotonic()
+                current = stage, time.monotonic()
                 if status is None:
                     console.print(stage)
 
