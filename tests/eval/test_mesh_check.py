@@ -6,6 +6,7 @@ import re
 import pytest
 
 from eval import mesh_check
+from tests.marks import slow_unless
 from train.errors import RunError, UserError
 from train.tasks import TASKS
 
@@ -73,7 +74,7 @@ def test_two_processes_take_the_steps_of_one_device(capsys):
     assert far < 1e-5
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", slow_unless(TASKS, ("lm", "lra")))
 def test_every_task_is_a_candidate(name):
     """Its random batches are those that its objective takes, and have no token or class that the model has not."""
     task = TASKS[name]

@@ -46,6 +46,7 @@ def test_functions_table_and_json(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_without_torch(capsys):
     main([*FUNCTIONS, "--torch", "False", "--mechanisms", "local"])
     assert "torch" not in capsys.readouterr().out
@@ -252,6 +253,7 @@ def test_bad_input(argv, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_bfloat16_results_are_checked_too(tmp_path):
     path = tmp_path / "speed.json"
     argv = ["--lengths", "64", "--dtype", "bfloat16", "--mechanisms", "full", "--repeats", "1"]

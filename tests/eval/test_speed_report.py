@@ -91,6 +91,7 @@ def test_target_lines():
     assert report.target_lines(rows, SpeedOptions(window=128)) == []
 
 
+@pytest.mark.slow
 def test_pictures_of_many_mechanisms(tmp_path):
     """More mechanisms than a plain palette has colours, gaps, and one that cannot decode."""
     for path in draw(_rows(), 1024, tmp_path):

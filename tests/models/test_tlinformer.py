@@ -47,6 +47,7 @@ def test_parameters_are_a_plain_decoders(variables):
     assert jax.tree.map(lambda a: a.shape, nn.unbox(shapes)) == jax.tree.map(lambda a: a.shape, variables)
 
 
+@pytest.mark.slow
 def test_one_window_over_everything_is_the_plain_decoder(variables):
     plain, whole = decoder(FullConfig()), decoder(dataclasses.replace(SMALL, window=LENGTH))
     expected = jax.jit(plain.apply)(variables, tokens())[0]

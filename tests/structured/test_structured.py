@@ -21,6 +21,7 @@ from brl_jax.structured import (
     rms_limit,
 )
 from brl_jax.structured.mlbtc import ContractionSizes
+from tests.marks import slow_unless
 
 KEY = jax.random.key(3)
 # Rectangular wherever a matrix can be. name: (matrix, shape, parameters, rank)
@@ -131,7 +132,7 @@ def test_equals_its_definition(name):
     assert np.linalg.matrix_rank(dense, tol=1e-6) == matrix.rank == rank
 
 
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("name", slow_unless(MATRICES, ("mlr", "btt")))
 def test_flops_are_those_of_the_products(name):
     """As the compiler counts them, additions of levels aside; fewer than the dense product's at a width of use."""
     matrix = MATRICES[name][0]

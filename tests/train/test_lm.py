@@ -186,6 +186,7 @@ def test_eval_reads_another_text(text, run, tmp_path, capsys):
     assert result["loss"] != pytest.approx(_json(capsys, "--workdir", str(run))["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
     result = _json(capsys, "--workdir", str(words_run))
     content = (text / "valid.txt").read_text()
@@ -242,6 +243,7 @@ def test_generation(run, capsys, tmp_path):
     assert capsys.readouterr().out != out
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_the_models(run, capsys):
     """Greedy text against the argmax of the model's logits over the whole text, anew for each token."""
     eval.generate.main(

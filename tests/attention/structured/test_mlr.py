@@ -217,6 +217,7 @@ def test_values_of_another_size():
         full_attention(query, key, value, implementation="cudnn")
 
 
+@pytest.mark.slow
 def test_composes_with_vmap_scan_checkpoint():
     arrays = random_qkv(40, batch=3)
     options = {"ranks": (4, 2, 2), "block_sizes": (None, 16, 8), "is_causal": True}

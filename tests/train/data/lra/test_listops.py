@@ -159,6 +159,7 @@ def test_the_release_keeps_its_brackets():
     assert all(re.fullmatch(r"(\( )+\[\w+ (\d \) )+\] \)", text) for text in texts)
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_gives_the_same(monkeypatch):
     monkeypatch.setattr(listops, "_CHUNK", 20)
     one, two = (
