@@ -15,7 +15,8 @@ from brl_jax.models.config import StackConfig
 from brl_jax.models.inputs import Inputs
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
-from brl_jax.models.stack import Recall, Stack
+from brl_jax.models.stack import Stack
+from brl_jax.models.stack_call import Recall
 from brl_jax.sharding import constrain
 
 

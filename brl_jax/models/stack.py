@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import concrete_values
 from brl_jax.layers.core.modules import norm
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.block import Block, Encoded
+from brl_jax.models.stack_call import Recall, StackCache, StackCall, StackMemory, check_room
 from brl_jax.sharding import constrain
 
 Remat = Literal["none", "full", "dots"]
@@ -35,78 +35,6 @@ def group_layers(mechanisms: Sequence[Mechanism]) -> list[tuple[tuple[Mechanism,
         else:
             groups.append(((mechanism,), 1))
     return groups
-
-
-class StackCall(NamedTuple):
-    """The arguments of one call of a stack, besides its input; see `Stack.__call__`.
-
-    Attributes:
-      count: how many of the new tokens exist, the first ones (traced); None for all of them.
-    """
-
-    positions: Any = None
-    lengths: Any = None
-    segment_ids: Any = None
-    encoded: Encoded | None = None
-    recall: Recall | None = None
-    count: Any = None
-
-    @property
-    def of_layers(self) -> dict[str, Any]:
-        """The keyword arguments of each layer."""
-        return {
-            "positions": self.positions,
-            "lengths": self.lengths,
-            "segment_ids": self.segment_ids,
-            "count": self.count,
-        }
-
-
-class Recall(NamedTuple):
-    """The new tokens and how to embed them, for a stack whose decoding cache goes back to earlier tokens.
-
-    Attributes:
-      tokens: (B, T) ints, those that x is the embedding of. embed: (B, T) ints -> (B, T, D).
-    """
-
-    tokens: Any
-    embed: Callable[[Array], Array]
-
-
-class StackCache(NamedTuple):
-    """A decoding cache.
-
-    Attributes:
-      num_tokens: () int32, the tokens so far.
-      room: () int32, how many tokens the cache was made for.
-      carriers: the caches of the carriers, by name.
-      layers: for each group of equal periods (`group_layers`), the caches of its layers, stacked over the repeats.
-    """
-
-    num_tokens: Any
-    room: Any
-    carriers: dict[str, Any]
-    layers: tuple[tuple[Any, ...], ...]
-
-
-def check_room(new: int, num_tokens: Any, room: Any) -> None:
-    """Raises ValueError if new tokens do not fit into a cache of `room` tokens, so far as the numbers are known."""
-    known, most = concrete_values(num_tokens), concrete_values(room)
-    if most is None:
-        return
-    there = 0 if known is None else int(known)
-    if there + new > most:
-        raise ValueError(
-            f"cache: has room for {most} tokens, got {new} after {there}; "
-            "init_cache(batch, length) with a larger length makes more"
-        )
-
-
-class StackMemory(NamedTuple):
-    """What training on streams carries from batch to batch; the parts as in `StackCache`, None where there is none."""
-
-    carriers: dict[str, Any]
-    layers: tuple[tuple[Any, ...], ...]
 
 
 class Period(nn.Module):

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+# The number of queries at a time: their scores for all keys are the largest array in memory.
+QUERY_BLOCK = 256
+
 
 def by_query_blocks(
     function: Callable[[Array, Any, Any], Array],

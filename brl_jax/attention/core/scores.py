@@ -6,9 +6,9 @@ not: every weight stands alone, so keys can be added in any order and masked key
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
+from brl_jax.attention.core.softmax import softmax_weights
 from pallas_kernels import scores
 from pallas_kernels.scores import Score, check_score
 
@@ -40,11 +40,6 @@ def hide_infinite_bias(bias, mask):
         return mask
     finite = ~jnp.isneginf(bias)
     return finite if mask is None else mask & finite
-
-
-def softmax_weights(logits, mask):
-    """Softmax over the last axis; rows in which `mask` (bool, broadcastable, or None) leaves no key give 0."""
-    return jax.nn.softmax(logits, axis=-1, where=mask)
 
 
 def attention_weights(logits, mask, score: Score):

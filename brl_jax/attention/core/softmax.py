@@ -13,13 +13,21 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 #: The score of a key that a query does not see. It is finite, so that the difference of two of them is not NaN.
 MASKED = -0.7 * float(np.finfo(np.float32).max)
+
+
+def softmax_weights(
+    scores: Float[Array, "*rows S"], mask: Bool[Array, "..."] | None
+) -> Float[Array, "*rows S"]:
+    """The softmax over all keys at once; rows in which `mask` (broadcastable) leaves no key give 0."""
+    return jax.nn.softmax(scores, axis=-1, where=mask)
 
 
 class SoftmaxSums(NamedTuple):

@@ -22,7 +22,7 @@ from brl_jax.attention.core.arguments import (
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
-from brl_jax.attention.core.scores import softmax_weights
+from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.varying import vary_like
 
 DiagScore = Literal["softmax", "relu"]

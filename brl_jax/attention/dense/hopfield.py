@@ -9,11 +9,8 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention
-
-# The number of queries at a time: their scores for all keys are the largest array in memory.
-_QUERY_BLOCK = 256
 
 
 def hopfield_attention(
@@ -78,6 +75,6 @@ def hopfield_attention(
         return attend(state, value)
 
     query = zero_padding(query, query_lengths)
-    block = query.shape[1] if implementation == "cudnn" else _QUERY_BLOCK
+    block = query.shape[1] if implementation == "cudnn" else QUERY_BLOCK
     out = by_query_blocks(retrieve, block, query, segments[0], query_offset)
     return zero_padding(out, query_lengths)

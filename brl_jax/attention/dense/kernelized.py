@@ -10,10 +10,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
-from brl_jax.attention.core.query_blocks import by_query_blocks
-
-# The number of queries at a time: their weights for all keys are the largest array in memory.
-_QUERY_BLOCK = 256
+from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 
 
 def kernelized_attention(
@@ -65,7 +62,7 @@ def kernelized_attention(
         grouped = weights.reshape(batch, key.shape[2], -1, length, key.shape[1])
         return jnp.einsum("bkgts,bskv->btkgv", grouped, value).reshape(batch, length, heads, -1)
 
-    out = by_query_blocks(attend, _QUERY_BLOCK, zero_padding(query, query_lengths))
+    out = by_query_blocks(attend, QUERY_BLOCK, zero_padding(query, query_lengths))
     return zero_padding(out, query_lengths).astype(query.dtype)
 
 

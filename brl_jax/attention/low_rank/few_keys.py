@@ -8,11 +8,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention
 
-# The number of queries at a time on a CPU.
-_QUERY_BLOCK = 512
+# The number of queries at a time on a CPU: with few keys their scores are small.
+_BLOCK = 2 * QUERY_BLOCK
 
 
 def attend_to_few(
@@ -31,7 +31,7 @@ def attend_to_few(
         return attend(query, key, value, key_value_seq_lengths=lengths)
 
     def in_blocks(query: Array, key: Array, value: Array, lengths: Array | None) -> Array:
-        return by_query_blocks(lambda query, *_: at_once(query, key, value, lengths), _QUERY_BLOCK, query)
+        return by_query_blocks(lambda query, *_: at_once(query, key, value, lengths), _BLOCK, query)
 
     # On a CPU the scores of a few queries stay in the cache; elsewhere one large product is faster.
     return lax.platform_dependent(query, key, value, key_value_seq_lengths, cpu=in_blocks, default=at_once)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.scores import softmax_weights
+from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.low_rank.few_keys import attend_to_few
 from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse

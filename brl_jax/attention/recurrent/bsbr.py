@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.scores import softmax_weights
+from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs

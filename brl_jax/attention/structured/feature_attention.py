@@ -10,12 +10,9 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
-from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.structured.mlr import mlr_attention
-
-# The number of queries at a time: their scores for all keys are the largest array in memory.
-_QUERY_BLOCK = 256
 
 
 def feature_attention(
@@ -67,6 +64,4 @@ def feature_attention(
         )  # fmt: skip
 
     query = zero_padding(query, query_lengths)
-    return zero_padding(
-        by_query_blocks(attend, _QUERY_BLOCK, query, segments[0], query_offset), query_lengths
-    )
+    return zero_padding(by_query_blocks(attend, QUERY_BLOCK, query, segments[0], query_offset), query_lengths)

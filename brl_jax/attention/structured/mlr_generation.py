@@ -12,11 +12,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_sizes
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.structured.mlr import BlockSizes, check_block_sizes, check_ranks, feature_scales
-
-# The number of queries at a time: their scores for all keys are the largest array in memory.
-_QUERY_BLOCK = 256
 
 
 class MlrState(NamedTuple):
@@ -115,7 +112,7 @@ def mlr_attention_step(
         return rows.single(query, new.keys, state.tokens), new
     keys = _keys_at_positions(state, key, sizes, slices)
     out = by_query_blocks(
-        lambda query, _, offset: rows.several(query, keys, offset), _QUERY_BLOCK, query, offset=state.tokens
+        lambda query, _, offset: rows.several(query, keys, offset), QUERY_BLOCK, query, offset=state.tokens
     )
     return out, new
 

@@ -29,7 +29,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
-from brl_jax.models.stack import Recall, Stack, StackCall, check_room
+from brl_jax.models.stack import Stack
+from brl_jax.models.stack_call import Recall, StackCall, check_room
 from brl_jax.models.tlinformer.layers import Layers, train_window
 
 # History rows that a miss restores at a time.

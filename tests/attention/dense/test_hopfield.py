@@ -104,7 +104,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
     visible = visible & (np.asarray(segments[0])[:, :, None] == np.asarray(segments[1])[:, None, :])
     visible = visible & inside[0][:, :, None] & inside[1][:, None, :]
     assert_close(whole[:1], [retrieved(query, key, value, visible[:, None], 3, 0.7)])
-    monkeypatch.setattr(hopfield, "_QUERY_BLOCK", 8)
+    monkeypatch.setattr(hopfield, "QUERY_BLOCK", 8)
     assert_close(call(), whole, 1e-5)
 
 
