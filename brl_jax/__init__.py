@@ -34,8 +34,11 @@ from brl_jax.attention.local.patterns import (
     Pattern,
     SlidingWindow,
     Strided,
+    SurroundedBlocks,
 )
 from brl_jax.attention.low_rank.linformer import linformer_attention
+from brl_jax.attention.low_rank.long_short import long_short_attention
+from brl_jax.attention.low_rank.long_short_generation import init_long_short_state, long_short_step
 from brl_jax.attention.low_rank.nystromformer import nystrom_attention
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
@@ -73,6 +76,7 @@ from brl_jax.layers import (
     LinearConfig,
     LinformerConfig,
     LocalConfig,
+    LongShortConfig,
     Mechanism,
     MLRConfig,
     NormConfig,
@@ -130,6 +134,7 @@ __all__ = [
     "LinearConfig",
     "LinformerConfig",
     "LocalConfig",
+    "LongShortConfig",
     "MLRConfig",
     "Mechanism",
     "NormConfig",
@@ -146,6 +151,7 @@ __all__ = [
     "Stack",
     "StackConfig",
     "Strided",
+    "SurroundedBlocks",
     "T5Bias",
     "TLinFormerConfig",
     "alibi_slopes",
@@ -171,6 +177,7 @@ __all__ = [
     "init_diag_state",
     "init_gau_state",
     "init_linear_state",
+    "init_long_short_state",
     "init_mixed_chunk_state",
     "init_mlr_state",
     "init_performer_state",
@@ -178,6 +185,8 @@ __all__ = [
     "linear_attention",
     "linformer_attention",
     "local_attention",
+    "long_short_attention",
+    "long_short_step",
     "mixed_chunk_attention",
     "mlr_attention",
     "mlr_attention_step",

@@ -14,6 +14,7 @@ from brl_jax.layers.dense.hopfield import HopfieldConfig
 from brl_jax.layers.dense.kernelized import KernelizedConfig
 from brl_jax.layers.local.local_attention import LocalConfig
 from brl_jax.layers.low_rank.linformer import LinformerConfig
+from brl_jax.layers.low_rank.long_short import LongShortConfig
 from brl_jax.layers.low_rank.nystromformer import NystromformerConfig
 from brl_jax.layers.low_rank.skyformer import SkyformerConfig
 from brl_jax.layers.recurrent.bsbr import BSBRConfig
@@ -37,6 +38,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "nystromformer": NystromformerConfig,
         "kernelized": KernelizedConfig,
         "skyformer": SkyformerConfig,
+        "long_short": LongShortConfig,
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
         "deltanet": DeltaNetConfig,

@@ -78,6 +78,10 @@ def bucketed(size, before, after):
     return lambda i, j: j in range(i - i % size - before * size, i - i % size + (after + 1) * size)
 
 
+def surrounded(size, reach):
+    return lambda i, j: j in range(i - i % size - reach, i - i % size + size + reach)
+
+
 def strided(stride):
     return lambda i, j: abs(i - j) <= stride or (i - j) % stride == 0
 

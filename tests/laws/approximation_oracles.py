@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from brl_jax.attention.low_rank.skyformer import skyformer_samples
-from tests.laws.oracles import softmax
+from tests.laws.oracles import norm, project, rotary, softmax
 from tests.laws.state_oracles import head_inputs, merge, residual_network
 
 
@@ -73,7 +73,46 @@ def skyformer_mix(u, p, m, d):
     return merge(heads, p)
 
 
+def long_short_mix(u, p, m, d):
+    """Token by token: its window's keys and the projected ones, in one softmax."""
+    n, group = len(u), d.num_heads // d.num_kv_heads
+    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    logits = project(u, p["projection"])
+
+    def normed(x, name):
+        flat = norm(x.reshape(len(x), -1), {"scale": p[name].reshape(-1)}, "layer")
+        return flat.reshape(x.shape)
+
+    def projected(x, s, e):
+        """(r, K, h)"""
+        weights = [
+            softmax(logits[s:e, a].T, np.ones((logits.shape[2], e - s), bool)) for a in range(x.shape[1])
+        ]
+        out = np.stack([w @ x[s:e, a] for a, w in enumerate(weights)], 1)
+        return normed(out, "projected_norm_scale")
+
+    near_k, near_v = (normed(x, "local_norm_scale") for x in (k, v))
+    near_k, near_q = rotary(near_k, np.arange(n)), rotary(q, np.arange(n))
+    w, c = m.window, m.chunk_size
+    spans = [(s, s + c) for s in range(0, n - c + 1, c)] if d.is_causal else [(0, n)]
+    every_far = [(projected(k, *span), projected(v, *span)) for span in spans]
+    out = []
+    for i in range(n):
+        if d.is_causal:
+            start, end, far = max(0, i - w + 1), i + 1, every_far[: i // c]
+        else:
+            start, end, far = max(0, i // w * w - w // 2), min(n, i // w * w + w + w // 2), every_far
+        for a in range(d.num_heads):
+            b = a // group
+            scores = [near_k[start:end, b] @ near_q[i, a], *(x[:, b] @ q[i, a] for x, _ in far)]
+            values = [near_v[start:end, b], *(x[:, b] for _, x in far)]
+            scores = np.concatenate(scores)[None] / np.sqrt(d.head_dim)
+            out.append((softmax(scores, np.ones(scores.shape, bool)) @ np.concatenate(values))[0])
+    return np.tensordot(np.reshape(out, q.shape), p["out"]["kernel"], axes=2)
+
+
 NETWORKS = {
+    "long_short": residual_network(long_short_mix),
     "kernelized": residual_network(kernelized_mix),
     "skyformer": residual_network(skyformer_mix),
     "nystromformer": residual_network(nystromformer_mix),

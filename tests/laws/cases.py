@@ -33,6 +33,7 @@ from brl_jax.layers import (
     LinearConfig,
     LinformerConfig,
     LocalConfig,
+    LongShortConfig,
     Mechanism,
     MLRConfig,
     NormConfig,
@@ -119,6 +120,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "linformer": {"": Case(LinformerConfig(num_projected=5, max_length=32))},
     "nystromformer": {"": Case(NystromformerConfig(num_landmarks=5, conv_size=3))},
     "skyformer": {"": Case(SkyformerConfig(num_samples=6), repeats="nystromformer")},
+    # Ranks are equal because both directions are tested with one set of parameters.
+    "long_short": {"": Case(LongShortConfig(window=5, num_projected=2, chunk_size=6, chunk_rank=2))},
     "hopfield": {"": Case(HopfieldConfig(steps=2, beta=1.0))},
     "kernelized": {"": Case(KernelizedConfig(), repeats="hopfield")},
     "linear": {

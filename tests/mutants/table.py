@@ -329,6 +329,28 @@ MUTANTS = (
         ("tests/attention/low_rank/test_reference.py", "-k", "nystrom"),
     ),
     Mutant(
+        "low_rank/the Long-Short Transformer sees the projection of its own chunk",
+        "brl_jax/attention/low_rank/long_short.py",
+        "// chunk[0] < own[:, None]",
+        "// chunk[0] <= own[:, None]",
+        (LAWS, "-k", "law_1 and long_short"),
+    ),
+    Mutant(
+        "low_rank/the Long-Short Transformer keeps a chunk that is not complete",
+        "brl_jax/attention/low_rank/long_short_generation.py",
+        "(number[:, None] + 1) * size <= start + count",
+        "number[:, None] * size <= start + count",
+        (LAWS, "-k", "law_2 and long_short"),
+        equivalent="a chunk that is not complete is written again when it is, before any query sees it",
+    ),
+    Mutant(
+        "local/other keys of the joint softmax take no part in its gradient",
+        "brl_jax/attention/local/xla.py",
+        "return gradients, share * d_out,",
+        "return gradients, 0 * d_out,",
+        (LAWS, "-k", "law_3 and long_short"),
+    ),
+    Mutant(
         "low_rank/Skyformer samples the padding",
         "brl_jax/attention/low_rank/skyformer.py",
         "samples[None] * counts[:, None].astype(jnp.float32)",

@@ -15,21 +15,24 @@ QUERY_BLOCK = 256
 
 
 def by_query_blocks(
-    function: Callable[[Array, Any, Any], Array],
+    function: Callable[[Array, Any, Any], Any],
     block: int,
     query: Float[Array, "B T N H"],
     segments: Int[Array, "B T"] | None = None,
     offset: Any = 0,
-) -> Float[Array, "B T N V"]:
+) -> Any:
     """function(query, segments, offset), computed on `block` queries at a time.
 
     The backward pass computes the scores of each block anew.
 
     Args:
-      function: maps queries (B, t, N, H), their segments (B, t) or None, and the offset of the first of them to outputs
-        (B, t, N, V); the output of a query must not depend on the other queries.
+      function: maps queries (B, t, N, H), their segments (B, t) or None, and the offset of the first of them to
+        outputs, a pytree of (B, t, ...) arrays; the output of a query must not depend on the other queries.
       block: queries in a block.
       query, segments, offset: those of all queries.
+
+    Returns:
+      The outputs of all queries.
     """
     batch, length = query.shape[:2]
     if length <= block:
@@ -43,4 +46,4 @@ def by_query_blocks(
     offsets = offset + jnp.arange(blocks, dtype=jnp.int32) * block
     pieces = (cut(query), None if segments is None else cut(segments), offsets)
     out = lax.map(lambda piece: jax.checkpoint(function)(*piece), pieces)
-    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, *out.shape[3:])[:, :length]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :length], out)

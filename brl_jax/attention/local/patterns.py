@@ -226,6 +226,37 @@ class Bucketed(Pattern):
 
 
 @dataclasses.dataclass(frozen=True)
+class SurroundedBlocks(Pattern):
+    """Position i sees its block i // size, and `reach` positions before and after that block.
+
+    The windows of the Long-Short Transformer (Zhu et al. 2021, arXiv:2107.02192, section 3.1), whose reach is size / 2.
+    """
+
+    size: int
+    reach: int
+
+    def __post_init__(self):
+        _at_least(self, 1, "size")
+        _at_least(self, 0, "reach")
+
+    @property
+    def lookback(self) -> int:
+        return self.size - 1 + self.reach
+
+    @property
+    def lookahead(self) -> int:
+        return self.size - 1 + self.reach
+
+    def visible(self, query_positions, key_positions, num_positions=None):
+        ahead = key_positions - floor_divide(query_positions, self.size) * self.size
+        return (ahead >= -self.reach) & (ahead < self.size + self.reach)
+
+    def _static_parts(self, call, query_block):
+        beside = -(-self.reach // self.size)
+        return [aligned_bands(call, query_block, self.size, beside, beside, self.visible)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Strided(Pattern):
     """Position i sees `stride` positions on each side and all positions a multiple of `stride` away.
 

@@ -20,7 +20,15 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
-from brl_jax.attention.core.softmax import MASKED, SoftmaxSums, add_sinks, empty_sums, merge_sums, normalise
+from brl_jax.attention.core.softmax import (
+    MASKED,
+    SoftmaxSums,
+    add_sinks,
+    empty_sums,
+    merge_sums,
+    normalise,
+    sums_of_normalised,
+)
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local import xla_cpu
 from brl_jax.attention.local.blocks import (
@@ -74,6 +82,37 @@ def _attend_backward(call: PatternCall, saved, d_out):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_beside(
+    call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
+) -> Float[Array, "B T N H"]:
+    """One softmax over the keys of a local pattern and over other keys, for calls without sinks; in float32.
+
+    Args:
+      other, other_lse: the output and the log-sum-exp of a softmax over the other keys, as `normalise` returns them.
+    """
+    return _beside_forward(call, x, other, other_lse)[0]
+
+
+def _beside_forward(call: PatternCall, x: CallArrays, other: Array, other_lse: Array):
+    near, near_lse = _forward(call, x)
+    parts = sums_of_normalised(near, _by_row(near_lse)[..., 0]), sums_of_normalised(other, other_lse)
+    out, lse = normalise(merge_sums(*parts))
+    return out, (x, other, other_lse, out, lse)
+
+
+def _beside_backward(call: PatternCall, saved, d_out):
+    x, other, other_lse, out, lse = saved
+    by_head = lse.swapaxes(1, 2).reshape(lse.shape[0], x.key.shape[2], -1, lse.shape[1])
+    # With the joint out and lse, the gradients of the pattern's keys follow as without the other keys.
+    gradients = _backward(call, x, out.astype(x.query.dtype), by_head, d_out.astype(x.query.dtype))
+    share = jnp.exp(jnp.where(other_lse < -MASKED, other_lse, MASKED) - lse)[..., None]
+    return gradients, share * d_out, (share * d_out * (other - out)).sum(-1)
+
+
+attend_beside.defvjp(_beside_forward, _beside_backward)
 
 
 def _by_head(sinks: Float[Array, " N"], lse: Float[Array, "B K G T"]) -> Float[Array, "1 K G 1"]:

@@ -7,8 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense import reference as dense
 
 
@@ -90,3 +91,56 @@ def skyformer_attention(
     between = kernel(chosen, chosen) + ridge * jnp.eye(samples.shape[0])[None, None]
     mixed = kernel(query, chosen) @ jnp.linalg.inv(between) @ kernel(chosen, key)
     return jnp.einsum("bnts,bsnv->btnv", mixed, value)
+
+
+def long_short_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    projection: Float[Array, "B T K R"],
+    *,
+    window: int = 128,
+    chunk_size: int = 16,
+    norms: tuple[Float[Array, "K H"] | None, Float[Array, "K H"] | None] = (None, None),
+    positions: Int[Array, "#B T"] | None = None,
+    is_causal: bool = False,
+) -> Float[Array, "B T N H"]:
+    """One softmax over the window's keys and over projected ones (arXiv:2107.02192, eqs. 4 to 7).
+
+    Each projected key stands before the window's keys in one row of scores.
+    """
+    length, group = query.shape[1], query.shape[2] // key.shape[2]
+    places = jnp.arange(length)
+    if is_causal:
+        spans = [(s, s + chunk_size) for s in range(0, length - chunk_size + 1, chunk_size)]
+        seen = (places[:, None] - places[None] >= 0) & (places[:, None] - places[None] < window)
+    else:
+        spans = [(0, length)]
+        ahead = places[None] - places[:, None] // window * window
+        seen = (ahead >= -(window // 2)) & (ahead < window + window // 2)
+    ends = jnp.repeat(jnp.asarray([e for _, e in spans], int), projection.shape[3])
+    seen_far = (
+        ends[None] <= places[:, None] // chunk_size * chunk_size
+        if is_causal
+        else ends[None] >= places[:, None]
+    )
+
+    def normalise(x: Array, scale: Array | None) -> Array:
+        x = x - x.mean((2, 3), keepdims=True)
+        x = x / jnp.sqrt(jnp.square(x).mean((2, 3), keepdims=True) + 1e-5)
+        return jnp.repeat(x if scale is None else x * scale[None, None], group, axis=2)
+
+    def project(x: Array) -> Array:
+        pieces = [
+            jnp.einsum("bskr,bskh->brkh", jax.nn.softmax(projection[:, s:e], 1), x[:, s:e]) for s, e in spans
+        ]
+        return normalise(jnp.concatenate([x[:, :0], *pieces], 1), norms[1])
+
+    near, turned = normalise(key, norms[0]), query
+    if positions is not None:
+        near, turned = rotate(near, positions), rotate(query, positions)
+    parts = [jnp.einsum("btnh,bsnh->bnts", q, k) for q, k in ((query, project(key)), (turned, near))]
+    scores = jnp.concatenate(parts, -1) / math.sqrt(query.shape[3])
+    visible = jnp.concatenate([jnp.broadcast_to(seen_far, (length, ends.shape[0])), seen], 1)[None, None]
+    values = jnp.concatenate([project(value), normalise(value, norms[0])], 1)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1, where=visible), values)

@@ -23,6 +23,7 @@ from brl_jax.attention.local.patterns import (
     GlobalWindow,
     SlidingWindow,
     Strided,
+    SurroundedBlocks,
 )
 from tests.attention import oracles
 from tests.marks import slow_unless
@@ -38,6 +39,7 @@ PATTERNS = {
     "block_diagonal_small": (BlockDiagonal(7), oracles.block_diagonal(7)),
     "bucketed": (Bucketed(16), oracles.bucketed(16, 1, 1)),
     "bucketed_before": (Bucketed(7, 2, 0), oracles.bucketed(7, 2, 0)),
+    "surrounded": (SurroundedBlocks(12, 15), oracles.surrounded(12, 15)),
     "strided": (Strided(11), oracles.strided(11)),
     "fixed": (Fixed(16, 2), oracles.fixed(16, 2)),
     "global_window": (GlobalWindow(5, 4, 3), oracles.global_window(5, 4, 3)),

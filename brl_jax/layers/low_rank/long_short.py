@@ -1,0 +1,116 @@
+"""The Long-Short Transformer's attention as a layer; its cache has a window, a chunk, and projections of chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.low_rank.long_short import Norms, long_short_attention
+from brl_jax.attention.low_rank.long_short_generation import (
+    LongShortState,
+    init_long_short_state,
+    long_short_step,
+)
+from brl_jax.layers.core.modules import (
+    dense,
+    merge_heads,
+    parameter,
+    project_qkv,
+    rotary_options,
+    sow_weights,
+)
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class LongShortConfig(Mechanism):
+    """One softmax over a window and over projected tokens (Long-Short Transformer, arXiv:2107.02192).
+
+    The cost is linear in an encoder. In a decoder there are projected tokens of every chunk, so that time grows with
+    length^2 chunk_rank / chunk_size."""
+
+    window: int = 128
+    """Width w: a token sees its block of w tokens and w // 2 on both sides of it in an encoder, itself and the w - 1
+    tokens before it in a decoder."""
+    num_projected: int = 128
+    """Tokens that the sequence is projected to in an encoder [r]."""
+    chunk_size: int = 16
+    """Tokens of a chunk in a decoder, which is projected by itself."""
+    chunk_rank: int = 1
+    """Tokens that a chunk is projected to in a decoder."""
+
+    def __post_init__(self):
+        check_at_least(self, "window", "num_projected", "chunk_size", "chunk_rank")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return LongShortAttention(self, dimensions, **kwargs)
+
+
+class LongShortCache(NamedTuple):
+    """A decoding cache.
+
+    Attributes:
+      state: see `LongShortState`.
+      num_tokens: () int32, how many tokens there have been.
+    """
+
+    state: LongShortState
+    num_tokens: Int[Array, ""]
+
+
+class LongShortAttention(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `long_short_attention` for the mathematics."""
+
+    mechanism: LongShortConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> LongShortCache:
+        d, m = self.dimensions, self.mechanism
+        state = init_long_short_state(
+            batch, length, d.num_kv_heads, d.head_dim, m.chunk_rank, window=m.window, chunk_size=m.chunk_size,
+            dtype=d.dtype,
+        )  # fmt: skip
+        return LongShortCache(state, jnp.zeros((), jnp.int32))
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, m = self.dimensions, self.mechanism
+        # The window's keys are rotated after their norm.
+        query, key, value = project_qkv(d, x, None)
+        rank = m.chunk_rank if d.is_causal else m.num_projected
+        axes = ("embed", "kv_heads", "projected")
+        projection = dense(d, (d.num_kv_heads, rank), axes, name="projection")(x)
+        options: dict[str, Any] = {"norms": self._norms(), **rotary_options(d, call.positions)}
+        if call.cache is not None:
+            out, state = long_short_step(
+                query, key, value, projection, call.cache.state, start=call.start, count=call.count, **options
+            )
+            return merge_heads(d, out), LongShortCache(state, call.start + call.num_new(x.shape[1]))
+        options |= {
+            "window": m.window,
+            "chunk_size": m.chunk_size,
+            "is_causal": d.is_causal,
+            "key_value_seq_lengths": None if d.is_causal else call.lengths,
+            "implementation": d.implementation,
+        }
+
+        def attend(value: Array, **further: Any) -> Array:
+            return long_short_attention(query, key, value, projection, **options, **further)
+
+        # With norms of the values the outputs are not linear in them.
+        sow_weights(self, functools.partial(attend, normalize_values=False), value)
+        return merge_heads(d, attend(value)), None
+
+    def _norms(self) -> Norms:
+        d = self.dimensions
+        shape, axes = (d.num_kv_heads, d.head_dim), ("kv_heads", "head_dim")
+        scales = (
+            parameter(self, f"{name}_norm_scale", nn.initializers.ones_init(), shape, axes)
+            for name in Norms._fields
+        )
+        return Norms(*scales)

@@ -1,0 +1,104 @@
+"""The Long-Short Transformer's attention against its plain form, what it costs, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import init_long_short_state, local_attention, long_short_attention
+from brl_jax.attention.local.patterns import SurroundedBlocks
+from brl_jax.attention.low_rank import reference
+from brl_jax.attention.low_rank.long_short import Norms
+from tests.attention.local.test_local import random_qkv
+from tests.attention.oracles import relative_error
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32)
+
+
+def arrays(length, rank=3):
+    query, key, value, _ = random_qkv(length, heads=4)
+    return query, key, value, normal(2, length, key.shape[2], rank)
+
+
+OPTIONS = [
+    {"window": 6, "positions": jnp.arange(67)[None] + 5},
+    {"window": 6, "chunk_size": 5, "is_causal": True, "norms": Norms(normal(2, 8), normal(2, 8) + 1)},
+    {"window": 7, "chunk_size": 80, "is_causal": True, "positions": jnp.arange(67)[None]},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2])
+def test_equals_its_plain_form(options):
+    check_plain_form(options, 67)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "length"), [(OPTIONS[0], 1), (OPTIONS[1], 1), (OPTIONS[2], 67)])
+def test_equals_its_plain_form_without_chunks(options, length):
+    check_plain_form(options, length)
+
+
+def check_plain_form(options, length):
+    if "positions" in options:
+        options = {**options, "positions": options["positions"][:, :length]}
+    functions = (long_short_attention, reference.long_short_attention)
+    got, expected = jax.jit(lambda *a: [f(*a, **options) for f in functions])(*arrays(length))
+    assert relative_error(got, expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_projected_keys_that_nobody_notices():
+    """Far from the scores of the window they leave it alone: local attention in surrounded blocks."""
+    query, key, value, projection = arrays(40)
+    norms = Norms(None, jnp.zeros((2, 8)))
+    query = query.at[..., 0].set(60.0)
+    key = key.at[..., 0].set(3.0)
+    got = long_short_attention(query, key, value, projection, window=6, norms=norms)
+    centred = [x - x.mean((2, 3), keepdims=True) for x in (key, value)]
+    tokens = [x / jnp.sqrt(jnp.square(x).mean((2, 3), keepdims=True) + 1e-5) for x in centred]
+    expected = local_attention(query, *tokens, pattern=SurroundedBlocks(6, 3))
+    assert relative_error(got, expected) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_memory_grows_linearly(is_causal):
+    """Bidirectional; causal with as many chunks at both lengths."""
+
+    def size(length):
+        call = functools.partial(
+            long_short_attention, window=128, chunk_size=length // 64, is_causal=is_causal
+        )
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(length, rank=8)]
+        gradient = jax.jit(jax.grad(lambda *a: call(*a).sum(), argnums=(0, 1, 2, 3)))
+        return gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert size(2**14) <= 2.2 * size(2**13)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "window must be an int of at least 1, got 0"),
+        ({"chunk_size": 2.0}, "chunk_size must be an int of at least 1, got 2.0"),
+        (
+            {"projection": jnp.ones((2, 5, 2, 3))},
+            r"projection must have shape \(2, 6, 2, 'R'\), got \(2, 5, 2, 3\)",
+        ),
+        ({"norms": Norms(local=jnp.ones(8))}, r"norms.local must have shape \(2, 8\), got \(8,\)"),
+        ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
+    ],
+)
+def test_bad_input(changes, message):
+    query, key, value, projection = arrays(6)
+    with pytest.raises(ValueError, match=message):
+        long_short_attention(query, key, value, **({"projection": projection} | changes))
+
+
+def test_a_state_of_no_size_is_refused():
+    with pytest.raises(ValueError, match="rank must be an int of at least 1, got 0"):
+        init_long_short_state(1, 8, 2, 4, 0, window=3, chunk_size=2)
