@@ -14,6 +14,7 @@ import train.lra
 from eval.lra_figures import PAPERS
 from eval.lra_table import markdown
 from tests.train.logs import metrics_lines
+from tests.train.resume import stop_and_go_on
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
 from train.config import parse
 from train.config_file import to_json
@@ -66,18 +67,7 @@ def test_a_run_leaves_what_it_should(runs):
 
 @pytest.mark.slow
 def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
-    take = TrainBatches.__next__
-
-    def stopping(self):
-        if self.get_state()["step"] == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return take(self)
-
-    monkeypatch.setattr(TrainBatches, "__next__", stopping)
-    with pytest.raises(Stopped, match="after step 5 of 6"):
-        run(tmp_path)
-    monkeypatch.setattr(TrainBatches, "__next__", take)
-    run(tmp_path)
+    stop_and_go_on(monkeypatch, TrainBatches, lambda: run(tmp_path))
     assert lines(tmp_path) == lines(runs / "local")
     with pytest.raises(UserError, match="is of another configuration: length 16 -> 12"):
         run(tmp_path, f"{LOCAL} --length 12")

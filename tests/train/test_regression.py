@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 import eval.regression
 import train.regression
 from tests.train.logs import metrics_lines
+from tests.train.resume import stop_and_go_on
 from train.config import parse
 from train.data.in_context import (
     HeldOutPrompts,
@@ -21,7 +21,7 @@ from train.data.in_context import (
     least_squares_errors,
     one_step_errors,
 )
-from train.errors import Stopped, UserError
+from train.errors import UserError
 from train.tasks.regression import PRESETS, REGRESSION, make_prompt, regression_objective, squared_errors
 
 TINY = (
@@ -169,18 +169,7 @@ def test_it_begins_at_zero_and_learns(runs):
 
 @pytest.mark.slow
 def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
-    take = PromptStream.__next__
-
-    def stopping(self):
-        if self.get_state()["step"] == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return take(self)
-
-    monkeypatch.setattr(PromptStream, "__next__", stopping)
-    with pytest.raises(Stopped, match="after step 5 of 6"):
-        run(tmp_path)
-    monkeypatch.setattr(PromptStream, "__next__", take)
-    run(tmp_path)
+    stop_and_go_on(monkeypatch, PromptStream, lambda: run(tmp_path))
     assert lines(tmp_path) == lines(runs / "full")
     with pytest.raises(UserError, match="is of another configuration: pairs 5 -> 4"):
         run(tmp_path, "--pairs 4")

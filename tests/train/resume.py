@@ -1,0 +1,23 @@
+"""A run that a signal stops, and that goes on."""
+
+import signal
+
+import pytest
+
+from train.errors import Stopped
+
+
+def stop_and_go_on(monkeypatch, stream, run):
+    """Runs until a signal comes while the fifth batch of a stream's class is fetched, then to the end of six steps."""
+    take = stream.__next__
+
+    def stopping(self):
+        if self.get_state()["step"] == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return take(self)
+
+    monkeypatch.setattr(stream, "__next__", stopping)
+    with pytest.raises(Stopped, match="after step 5 of 6"):
+        run()
+    monkeypatch.setattr(stream, "__next__", take)
+    run()
