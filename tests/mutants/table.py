@@ -432,8 +432,8 @@ MUTANTS = (
     Mutant(
         "layers/BRL's first block reads a history that is not there",
         "brl_jax/layers/compressed/compressed_tokens.py",
-        "jnp.where((history_lengths > 0)[None, :, None, None], read, tokens)",
-        "jnp.where((history_lengths >= 0)[None, :, None, None], read, tokens)",
+        "jnp.where(jnp.atleast_2d(history_lengths > 0)[:, :, None, None], read, tokens)",
+        "jnp.where(jnp.atleast_2d(history_lengths >= 0)[:, :, None, None], read, tokens)",
         (LAWS, "-k", "law_3 and brl-output"),
     ),
     Mutant(

@@ -127,9 +127,9 @@ class BRLConfig(Mechanism):
 
     @property
     def packs(self) -> bool:
-        # Blocks start at multiples of their size in a row, not where its sequences do, so that a packed sequence would
-        # have other blocks than alone, and with them other compressed tokens.
-        return not self.num_compressed and self.local.packs
+        # With the memory of outputs, blocks start at multiples of their size in a row, not where its sequences do: a
+        # packed sequence would have other blocks than alone, and with them other compressed tokens.
+        return self.local.packs and (self.memory == "layer" or not self.num_compressed)
 
     @property
     def local(self) -> LocalConfig:

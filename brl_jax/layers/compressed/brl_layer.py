@@ -22,6 +22,7 @@ from brl_jax.layers.compressed.compressed_tokens import (
     position_bias,
     spread,
 )
+from brl_jax.layers.compressed.packing import PackedBlocks
 from brl_jax.layers.core.modules import dense, maps_wanted, norm, parameter, scale_scores
 from brl_jax.layers.core.protocol import CacheOwner, LayerCall, MechanismLayer
 from brl_jax.sharding import constrain, sequence_axis
@@ -137,24 +138,35 @@ class BRLAttention(MechanismLayer):
         mechanism, d = self.mechanism, self.dimensions
         cache, carry, lengths = call.cache, call.carry, call.lengths
         decoding = isinstance(cache, BRLCache)
+        if call.segment_ids is not None and not d.is_causal:
+            raise ValueError(
+                "segment_ids: BRL attention packs in decoders only; in an encoder give each sequence its own row"
+            )
         out, _, window = mechanism.local.layer(d, name="local")(
             x,
             cache=cache.window if decoding else None,
             positions=call.positions,
             lengths=lengths,
+            segment_ids=call.segment_ids,
             count=call.count,
             deterministic=call.deterministic,
         )
         stream = CompressedStream(mechanism, d, name="compressed")
+        packed = None
         if not d.is_causal:
             source = x if carry.source is None else carry.source
             tokens, key, value = stream(carry.tokens, source, source_lengths=lengths)
         elif decoding and x.shape[1] == 1:
             tokens, key, value = self._step(stream, x, carry, cache)
+        elif call.segment_ids is not None and not decoding:
+            packed = PackedBlocks.of(call.segment_ids, mechanism.block)
+            lengths_read = jnp.minimum(packed.before, mechanism.history)
+            source = packed.sources(x, mechanism.block)
+            tokens, key, value = stream(carry.tokens, source, history_lengths=lengths_read)
         else:
             tokens, key, value = self._blocks(stream, x, carry, cache)
         offset = cache.num_tokens % mechanism.block if decoding else 0
-        out = out + self._propagate(x, key, value, offset, lengths)
+        out = out + self._propagate(x, key, value, offset, lengths, packed)
         carry = carry._replace(tokens=tokens)
         if cache is None:
             return out, carry, None
@@ -223,10 +235,10 @@ class BRLAttention(MechanismLayer):
         first = cache.num_tokens % mechanism.block == 0
         return nn.cond(first, evolve, keep, stream, carry.tokens)
 
-    def _propagate(self, x, key, value, offset, lengths):
+    def _propagate(self, x, key, value, offset, lengths, packed=None):
         """F_prop (eqs. 8, 9), in formulation "algorithm" normalised and rectified: (B, T, D).
 
-        `offset`: place of the first token in its block.
+        `offset`: place of the first token in its block. `packed`: the blocks of packed rows.
         """
         mechanism, d = self.mechanism, self.dimensions
         length = x.shape[1]
@@ -246,11 +258,20 @@ class BRLAttention(MechanismLayer):
             # Each token moves to its place in the grid of blocks; the tokens of a block read its compressed tokens.
             query = jnp.pad(query, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0)))
             query = jnp.roll(query, offset, axis=1) if moved else query
-        if bias is not None:
+        if aligned and packed is not None:
+            # All tokens read the set of first blocks, and those of further blocks also their own: one of them counts.
+            query = jnp.concatenate([query, packed.further(query[:, :length], size)], axis=1)
+            key, value = (
+                jnp.concatenate([jnp.broadcast_to(a[:, :1], a.shape), a[:, 1:]], axis=1) for a in (key, value)
+            )
+        if bias is not None and packed is not None:
+            inside = packed.places(size if aligned else None)
+            bias = jax.vmap(lambda inside, bias=bias: bias(inside, jnp.full((count,), -1)))(inside)
+        elif bias is not None:
             inside = jnp.arange(size) + (0 if aligned else offset)
             places = jnp.full((1, count), -1) if d.is_causal else spread(count, length, lengths)
-            bias = jax.vmap(lambda places: bias(inside, places))(places)
-        if maps_wanted(self):
+            bias = jax.vmap(lambda places, bias=bias: bias(inside, places))(places)
+        if maps_wanted(self) and packed is None:
             merged, offered = merge_blocks(query, key)
             weights = propagate_weights(merged, offered, strength=strength, score=mechanism.score, bias=bias)
             self.sow("maps", "propagate", weights)
@@ -280,7 +301,10 @@ class BRLAttention(MechanismLayer):
             strength=(strength, ("heads",)),
             bias=(bias, (rows, "heads", None if aligned else tokens, None)),
         )
-        if aligned:
+        if aligned and packed is not None:
+            further = packed.back(out[:, blocks * size :], size)
+            out = jnp.where(packed.is_first[:, :, None, None], out[:, :length], further)
+        elif aligned:
             out = jax.lax.dynamic_slice_in_dim(out, offset, length, axis=1) if moved else out[:, :length]
         out = constrain(rearrange(out, "b t n h -> b t (n h)"), ("batch", "length", "embed"))
         if mechanism.formulation == "algorithm":

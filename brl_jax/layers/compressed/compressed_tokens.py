@@ -57,7 +57,8 @@ class CompressedStream(nn.Module):
           source: (B, S, D), what they read; None if there is no history. In a decoder it has the layout of
             `compress_blocks`, without the zeros in front.
           earlier: (B, R, D), with `axis_name`: what precedes all blocks.
-          history_lengths: (C,) ints, in a decoder: how much of its history exists for each block.
+          history_lengths: (C,) ints, or (B, C) in packed rows, in a decoder: how much of its history exists for each
+            block.
           source_lengths: (B,) ints, in an encoder: the sequences' lengths.
           axis_name: in a decoder, the mesh axis over which the tokens are cut, if they are. The source is then the
             blocks' own tokens.
@@ -73,7 +74,7 @@ class CompressedStream(nn.Module):
         elif source is not None:
             read = self._read(tokens, source, earlier, history_lengths, source_lengths, axis_name)
             if history_lengths is not None:
-                read = jnp.where((history_lengths > 0)[None, :, None, None], read, tokens)
+                read = jnp.where(jnp.atleast_2d(history_lengths > 0)[:, :, None, None], read, tokens)
         width = tokens.shape[-1]
         carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
         beta = mechanism.beta
@@ -201,7 +202,7 @@ class CompressedStream(nn.Module):
             **named(("batch", None, "heads", None), before),
             gamma=(gamma, ("heads",)),
             bias=(bias, ("heads", None, None)),
-            history_lengths=(lengths, (blocks,)),
+            history_lengths=(lengths, (blocks,) if lengths.ndim == 1 else ("batch", blocks)),
         )
 
 

@@ -1,0 +1,133 @@
+"""Blocks of sequences that are packed in one row: each sequence has the blocks that it has alone.
+
+The first block of any sequence has no history, so that its compressed tokens depend on no token: all sequences share
+one set of them. A sequence of n tokens has (n - 1) // block further blocks, and all sequences of a row of T tokens
+together at most (T - 1) // block of them. A packed row therefore needs no more sets than a row of one sequence, however
+many sequences it holds: set 0 for every first block, the others for the further blocks in their order.
+
+Each further block directly follows a whole block of its sequence. Gathered one after another, these whole blocks have
+the layout of `compress_blocks`: block j reads what ends at token j * block, as far back as its sequence reaches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class PackedBlocks(NamedTuple):
+    """The blocks of packed rows of T tokens. C = ceil(T / block) is the number of sets of compressed tokens.
+
+    Attributes:
+      is_first: (B, T), whether a token is in the first block of its sequence.
+      place: (B, T), its place in its block.
+      starts: (B, C - 1), where the further blocks start; T for those that do not exist.
+      before: (B, C), how many tokens of its sequence precede the block of each set; 0 for set 0 and for sets without a
+        block.
+      slot: (B, T), the place of a token of a further block in these blocks side by side, or one beyond them.
+      read: (B, T), its place in the blocks that further blocks follow, side by side, or one beyond them.
+    """
+
+    is_first: Bool[Array, "B T"]
+    place: Int[Array, "B T"]
+    starts: Int[Array, "B further"]
+    before: Int[Array, "B C"]
+    slot: Int[Array, "B T"]
+    read: Int[Array, "B T"]
+
+    @classmethod
+    def of(cls, segment_ids: Int[Array, "B T"], block: int) -> PackedBlocks:
+        """The blocks of `block` tokens of rows whose sequences are runs of equal ids."""
+        batch, length = segment_ids.shape
+        further = -(-length // block) - 1
+        token = jnp.arange(length, dtype=jnp.int32)[None]
+        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+        first = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+        offset = token - jax.lax.cummax(jnp.where(first, token, 0), axis=1)
+        place = offset % block
+        begins = (offset > 0) & (place == 0)
+        # Two further blocks start at least `block` tokens apart: at most one in each piece of the row.
+        room = (further + 1) * block - length
+        candidates = jnp.pad(jnp.where(begins, token, length), ((0, 0), (0, room)), constant_values=length)
+        candidates = candidates.reshape(batch, further + 1, block).min(axis=2)
+        starts = jnp.sort(candidates, axis=1)[:, :further]
+        before = jnp.where(starts < length, jnp.take_along_axis(offset, starts, axis=1, mode="clip"), 0)
+        number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)  # of the further blocks that have begun
+        is_first = offset < block
+        beyond = further * block
+        slot = jnp.where(is_first, beyond, (number - 1) * block + place)
+        # A block is followed by another one of its sequence if that one's first token is of the same sequence.
+        after = jnp.minimum(token - place + block, length)
+        followed = jnp.take_along_axis(jnp.pad(begins, ((0, 0), (0, 1))), after, axis=1)
+        read = jnp.where(followed, number * block + place, beyond)
+        return cls(is_first, place, starts, jnp.pad(before, ((0, 0), (1, 0))), slot, read)
+
+    def sources(self, x: Float[Array, "B T D"], block: int) -> Float[Array, "B S D"] | None:
+        """The blocks that the further blocks follow, side by side; None if there is no further block."""
+        if not self.starts.shape[1]:
+            return None
+        return move(x, self._tokens(self.starts - block, block, self.starts < x.shape[1]), self.read)
+
+    def further(self, x: Float[Array, "B T N H"], block: int) -> Float[Array, "B S N H"]:
+        """The tokens of the further blocks, side by side, with zeros where a sequence ends within its block."""
+        return move(x, self._own(block), self.slot)
+
+    def back(self, y: Float[Array, "B S N H"], block: int) -> Float[Array, "B T N H"]:
+        """The inverse of `further`, with zeros for the tokens of first blocks."""
+        return move(y, self.slot, self._own(block))
+
+    def places(self, block: int | None) -> Int[Array, "rows places"]:
+        """Places in their blocks: of the row's tokens (B, T), or, of the row's tokens padded to whole blocks and then
+        of those of the further blocks, with each block as a row of a batch (B (2 C - 1), block)."""
+        if block is None:
+            return self.place
+        batch, length = self.place.shape
+        further = self.starts.shape[1]
+        row = jnp.pad(self.place, ((0, 0), (0, (further + 1) * block - length)))
+        each = jnp.broadcast_to(
+            jnp.tile(jnp.arange(block, dtype=jnp.int32), further), (batch, further * block)
+        )
+        return jnp.concatenate([row, each], axis=1).reshape(-1, block)
+
+    def _own(self, block: int) -> Int[Array, "B S"]:
+        length = self.slot.shape[1]
+        tokens = self._tokens(self.starts, block, self.starts < length)
+        there = jnp.take_along_axis(self.slot, tokens, axis=1, mode="clip")
+        return jnp.where(there == jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens, length)
+
+    def _tokens(self, starts: Array, block: int, exists: Array) -> Int[Array, "B S"]:
+        """The tokens of the blocks with these starts; the row's length where there is none."""
+        length = self.slot.shape[1]
+        tokens = starts[:, :, None] + jnp.arange(block, dtype=jnp.int32)[None, None]
+        tokens = jnp.where(exists[:, :, None], jnp.minimum(tokens, length), length)
+        return tokens.reshape(starts.shape[0], -1)
+
+
+@jax.custom_vjp
+def move(x: Float[Array, "B T ..."], source: Int[Array, "B S"], target: Int[Array, "B T"]) -> Array:
+    """Rows of x (B, T, ...) at other places: out[b, s] = x[b, source[b, s]], 0 where source is T.
+
+    `target` is the inverse, out's row of each row of x, S for none. The gradient is `move` back: a gather, where that
+    of an indexed read would be a scatter.
+    """
+    return _take(x, source)
+
+
+def _take(x, places):
+    places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, places, axis=1, mode="fill", fill_value=0)
+
+
+def _move_forward(x, source, target):
+    return _take(x, source), (source, target)
+
+
+def _move_backward(places, gradient):
+    source, target = places
+    return move(gradient, target, source), None, None
+
+
+move.defvjp(_move_forward, _move_backward)
