@@ -305,6 +305,12 @@ CALLS = {
     "BRL: an unknown memory": (lambda: brl.BRLConfig(memory="x"), "memory must be"),
     "BRL: an unknown bias": (lambda: brl.BRLConfig(bias="x"), "bias must be"),
     "BRL: an unknown scale": (lambda: brl.BRLConfig(compress_scale="x"), "compress_scale must be"),
+    "BRL: unknown positions": (lambda: brl.BRLConfig(compress_positions="x"), "compress_positions must be"),
+    "BRL: a block of 0": (lambda: brl.BRLConfig(block_size=0), "block_size must be"),
+    "BRL: rotary positions of an odd head": (
+        lambda: decoder(mechanism=brl.BRLConfig(compressed_dim=10, compress_positions="rope")),
+        "compress_positions='rope' needs an even compressed_dim / num_heads, got 5",
+    ),
     "BRL: an unknown generation": (lambda: brl.BRLConfig(generation="x"), "generation must be"),
     "BRL: an unknown formulation": (lambda: brl.BRLConfig(formulation="x"), "formulation must be"),
     "BRL: gamma is NaN": (lambda: brl.BRLConfig(gamma=math.nan), "gamma must be"),

@@ -437,6 +437,27 @@ MUTANTS = (
         (LAWS, "-k", "law_3 and brl-output"),
     ),
     Mutant(
+        "layers/BRL's history in a packed row goes back beyond its sequence",
+        "brl_jax/layers/compressed/brl_layer.py",
+        "jnp.minimum(packed.before, mechanism.history)",
+        "jnp.where(packed.before > 0, mechanism.history, 0)",
+        (LAWS, "-k", "law_4_packing and brl-layer"),
+    ),
+    Mutant(
+        "layers/BRL's further blocks begin where a sequence does",
+        "brl_jax/layers/compressed/packing.py",
+        "begins = (offset > 0) & (place == 0)",
+        "begins = (token > 0) & (place == 0)",
+        ("tests/layers/compressed/test_packing.py",),
+    ),
+    Mutant(
+        "layers/BRL's rotary keys count from the block's end",
+        "brl_jax/layers/compressed/compressed_tokens.py",
+        "starts = size + jnp.arange(blocks, dtype=jnp.int32) * block",
+        "starts = size + (1 + jnp.arange(blocks, dtype=jnp.int32)) * block",
+        (LAWS, "-k", "law_3 and brl-layer"),
+    ),
+    Mutant(
         "layers/BRL's share of carried tokens is swapped",
         "brl_jax/layers/compressed/compressed_tokens.py",
         "evolved = (1.0 - beta) * norm",

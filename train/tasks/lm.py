@@ -40,7 +40,8 @@ class LmData(NamedTuple):
 
 
 def lm_objective(model: DecoderLM) -> Objective:
-    """Next-token prediction on {"tokens", "targets": (B, T) int32, and optionally "weights": (B, T) float32}."""
+    """Next-token prediction on {"tokens", "targets": (B, T) int32} and, optionally, "weights": (B, T) float32,
+    "segment_ids": (B, T) int32, which keep the documents of a packed row apart, and "positions": (B, T) int32."""
 
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
@@ -52,6 +53,8 @@ def lm_objective(model: DecoderLM) -> Objective:
             batch["targets"],
             batch.get("weights"),
             memory=memory,
+            segment_ids=batch.get("segment_ids"),
+            positions=batch.get("positions"),
             deterministic=key is None,
             rngs=random_streams(key),
             method="loss",

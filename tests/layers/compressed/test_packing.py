@@ -29,7 +29,7 @@ def blocks_of(sizes, block):
     return found
 
 
-@pytest.mark.parametrize("block", [1, 3, 8])
+@pytest.mark.parametrize("block", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 8))])
 def test_the_blocks_of_a_row(block):
     """Against a walk over the sequences: short ones, whole blocks, a single one, one that fills every set."""
     rows = [(5, 1, 8, 2, 8), (24,), (1,) * 24, (9, 9, 6), (16, 8), (7, 17)]
@@ -59,6 +59,7 @@ def test_the_blocks_of_a_row(block):
         np.testing.assert_array_equal(packed.place[row], offset % block)
 
 
+@pytest.mark.slow  # law 4 has two sequences
 def test_many_sequences_in_a_row_are_each_alone():
     """Outputs and gradients, with a bias that not only softmax takes, and a memory that a packed row does not read."""
     sizes = (1, 8, 9, 3, 17, 2)
@@ -100,7 +101,5 @@ def test_many_sequences_in_a_row_are_each_alone():
 
 def test_encoders_do_not_pack():
     stack = Stack((BRLConfig(window=3, num_compressed=2),), dimensions(False))
-    x = jnp.ones((1, 5, 16))
-    variables = nn.unbox(stack.init(jax.random.key(0), x))
     with pytest.raises(ValueError, match="segment_ids: BRL attention packs in decoders only"):
-        stack.apply(variables, x, segment_ids=jnp.ones((1, 5), jnp.int32))
+        stack.init(jax.random.key(0), jnp.ones((1, 5, 16)), segment_ids=jnp.ones((1, 5), jnp.int32))
