@@ -66,7 +66,7 @@ def compress(
         the devices are merged (one pmax and two psums). Lengths are those of whole histories, and a `PositionBias` is
         called with positions in them; an array bias or mask covers this device's keys.
       implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
-        "pallas_interpret" interprets it on any platform.
+        "pallas_interpret" interprets it on any platform; "triton" and "triton_interpret" are a GPU kernel.
 
     Returns:
       (B, M, N, H) in the dtype of query. Rows that see no key give 0. Sums are kept in float32.
@@ -141,8 +141,8 @@ def per_head(gamma, query):
 def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
     backends = {
-        "tpu": tpu.compress_backend(query, key, contrast_key, value, bias, mask, **static),
-        "cuda": gpu.compress_backend(query, value, bias, mask, **static),
+        "tpu": [tpu.compress_backend(query, key, contrast_key, value, bias, mask, **static)],
+        "cuda": [gpu.compress_backend(query, value, bias, mask, **static)],
     }
     xla_form = functools.partial(_compress, **static)
     return dispatch("compress", implementation, backends, xla_form, *operands)

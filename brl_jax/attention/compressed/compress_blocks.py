@@ -82,7 +82,7 @@ def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, imp
     operands = (query, key, contrast_key, value, gamma, bias, lengths)
     kernel = tpu.compress_blocks_backend(query, key, contrast_key, value, bias, **static)
     xla_form = functools.partial(_compress_windows, **static)
-    return dispatch("compress_blocks", implementation, {"tpu": kernel}, xla_form, *operands)
+    return dispatch("compress_blocks", implementation, {"tpu": [kernel]}, xla_form, *operands)
 
 
 def _compress_windows(

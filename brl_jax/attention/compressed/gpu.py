@@ -1,7 +1,4 @@
-"""Compression and propagation on the GPU kernels: what they cannot serve, and the calls.
-
-They run only on request, as long as they have not run on a GPU (docs/gpu.md).
-"""
+"""Compression and propagation on the GPU kernels: what they cannot serve, and the calls."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def compress_backend(query, value, bias, mask, *, axis_name: str | None, **stati
         gpu.check_interpretation(interpret)
         return gpu.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
 
-    return Backend("triton", run, obstacle, unsuited=True)
+    return Backend("triton", run, obstacle)
 
 
 def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
@@ -47,4 +44,4 @@ def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
         gpu.check_interpretation(interpret)
         return gpu.propagate(query, key, value, strength=strength, **static)
 
-    return Backend("triton", run, obstacle, unsuited=True)
+    return Backend("triton", run, obstacle)

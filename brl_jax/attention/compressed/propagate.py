@@ -55,7 +55,7 @@ def propagate(
       bias: added to the logits; an array broadcastable to (B, N, T, M), or a `PositionBias` called with 0..T-1 and
         the compressed tokens' indices 0..M-1.
       implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
-        "pallas_interpret" interprets it on any platform.
+        "pallas_interpret" interprets it on any platform; "triton" and "triton_interpret" are a GPU kernel.
 
     Returns:
       (B, T, N, H) in the dtype of query.
@@ -103,8 +103,8 @@ def _choose(query, key, value, strength, bias, *, scale, score, implementation):
         )
 
     backends = {
-        "tpu": tpu.propagate_backend(query, key, value, bias, scale=scale, score=score),
-        "cuda": gpu.propagate_backend(query, key, value, bias, scale=scale, score=score),
+        "tpu": [tpu.propagate_backend(query, key, value, bias, scale=scale, score=score)],
+        "cuda": [gpu.propagate_backend(query, key, value, bias, scale=scale, score=score)],
     }
     operands = (query, key, value, strength, bias)
     return dispatch("propagate", implementation, backends, xla, *operands)

@@ -1,4 +1,4 @@
-"""The choice of a backend: a table from platform to function, consulted when a call is lowered.
+"""The choice of a backend: a table from platform to functions, consulted when a call is lowered.
 
 Nothing here asks which devices this process has: a program that is compiled ahead of time on a CPU host for a TPU gets
 the TPU's functions.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,7 +44,7 @@ class Backend(NamedTuple):
 def dispatch(
     name: str,
     implementation: Implementation | None,
-    backends: Mapping[str, Backend],
+    backends: Mapping[str, Sequence[Backend]],
     xla: Callable[..., Any],
     *operands: Any,
 ) -> Any:
@@ -52,11 +52,12 @@ def dispatch(
 
     Args:
       name: the function's name, for messages.
-      implementation: None takes, when the call is lowered, the backend of the platform if it serves the call, and XLA
-        otherwise. A call that could not use the backend of a platform it is lowered for logs a warning, once. "xla"
+      implementation: None takes, when the call is lowered, the first of the platform's backends that serves the call,
+        and XLA where none does. A call that none of the backends of a platform it is lowered for could serve logs a
+        warning, once. "xla"
         takes XLA on every platform. A backend's name takes that backend, and refuses to be lowered for another
         platform; the name followed by "_interpret" interprets it on every platform.
-      backends: the table from platform, as `jax.lax.platform_dependent` names them, to backend.
+      backends: the table from platform, as `jax.lax.platform_dependent` names them, to backends in order of preference.
       xla: `xla(*operands)`.
       operands: pytrees of arrays.
 
@@ -66,33 +67,39 @@ def dispatch(
         lowered for a platform on which that backend does not run.
     """
     names = [None, "xla"]
-    for backend in backends.values():
+    for backend in (backend for row in backends.values() for backend in row):
         names += [backend.implementation, f"{backend.implementation}_interpret"]
     check_implementation(implementation, *names)
     if implementation == "xla":
         return xla(*operands)
 
     rows = {}
-    for platform, backend in backends.items():
-        interpreted = f"{backend.implementation}_interpret"
-        if implementation in (backend.implementation, interpreted):
+    for platform, candidates in backends.items():
+        obstacles = []
+        for backend in candidates:
+            interpreted = f"{backend.implementation}_interpret"
+            if implementation in (backend.implementation, interpreted):
+                obstacle = backend.obstacle()
+                if obstacle is not None:
+                    raise NotImplementedError(f"{name} with implementation={implementation!r}: {obstacle}")
+                if implementation == interpreted:
+                    return backend.run(*operands, interpret=True)
+                message = (
+                    f"{name} with implementation={implementation!r} runs on the platform {platform!r} alone, and this "
+                    f"call is lowered for {{platform}}; ask for {interpreted!r} to interpret the kernel, for 'xla', or "
+                    "for None"
+                )
+                return backend.run(*_mark(operands, _native, platform, message), interpret=False)
+            if backend.unsuited or platform in rows:
+                continue
             obstacle = backend.obstacle()
-            if obstacle is not None:
-                raise NotImplementedError(f"{name} with implementation={implementation!r}: {obstacle}")
-            if implementation == interpreted:
-                return backend.run(*operands, interpret=True)
-            message = (
-                f"{name} with implementation={implementation!r} runs on the platform {platform!r} alone, and this call "
-                f"is lowered for {{platform}}; ask for {interpreted!r} to interpret the kernel, for 'xla', or for None"
-            )
-            return backend.run(*_mark(operands, _native, platform, message), interpret=False)
-        if backend.unsuited:
-            continue
-        obstacle = backend.obstacle()
-        if obstacle is None:
-            rows[platform] = functools.partial(backend.run, interpret=False)
-        else:
-            message = f"{name} runs through XLA on the platform {platform!r}, at linear cost: {obstacle}"
+            if obstacle is None:
+                rows[platform] = functools.partial(backend.run, interpret=False)
+            else:
+                obstacles.append(obstacle)
+        if obstacles and platform not in rows:
+            why = "; ".join(dict.fromkeys(obstacles))
+            message = f"{name} runs through XLA on the platform {platform!r}, at linear cost: {why}"
             operands = _mark(operands, _fallback, platform, message)
     return lax.platform_dependent(*operands, **rows, default=xla) if rows else xla(*operands)
 

@@ -23,6 +23,7 @@ from brl_jax.attention.core.arguments import (
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.cudnn import obstacle_of_cudnn
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.attention.core.softmax import MASKED
@@ -114,7 +115,7 @@ def full_attention(
         missing
         or query_lengths is not None
         or key_lengths is not None
-        or not _can_trace(with_cudnn, arguments)
+        or obstacle_of_cudnn(with_cudnn, *arguments) is not None
     ):
         return with_xla(*arguments)
     return lax.platform_dependent(*arguments, cuda=with_cudnn, default=with_xla)
@@ -146,15 +147,6 @@ def _missing_for_cudnn(
         "no logits_soft_cap": cap is None,
     }
     return [need for need, met in needs.items() if not met]
-
-
-def _can_trace(with_cudnn: Any, arguments: tuple) -> bool:
-    """Whether this installation of JAX has cuDNN: without it tracing raises, whatever the platform."""
-    try:
-        jax.eval_shape(with_cudnn, *arguments)
-    except (RuntimeError, NotImplementedError, ValueError):
-        return False
-    return True
 
 
 def _with_cudnn(

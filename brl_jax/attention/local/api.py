@@ -94,13 +94,14 @@ def local_attention(
         (arXiv:2508.10925). Sinks are neither scaled nor capped, and get gradients.
       logits_soft_cap: a positive number c. The scaled scores become c tanh(scale q . k / c) before bias and mask, as
         in Gemma 2 (arXiv:2408.00118, section 2).
-      implementation: None picks by platform when lowering; "xla" works everywhere; "cudnn" needs a GPU, a
-        sliding window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every
-        pattern and offset, without a bias; "pallas_interpret" interprets these kernels on any platform; "triton" is
-        the GPU kernel (docs/gpu.md), which must be asked for. A call of fewer than 128 queries on more keys, such as
-        a decoding step, goes to the kernels only when they are asked for. With None, a call that the TPU kernels do not
-        serve (ALiBi and T5 among them) runs through XLA on a TPU too, at the same O(n w), and lowering it for a TPU
-        logs a warning with the reason, once.
+      implementation: None picks by platform when lowering: the kernels on a TPU; on an NVIDIA GPU cuDNN, else the
+        Triton kernel (docs/gpu.md), else XLA; XLA elsewhere. "xla" works everywhere; "cudnn" needs a GPU, a sliding
+        window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every pattern and
+        offset, without a bias; "pallas_interpret" interprets these kernels on any platform; "triton" and
+        "triton_interpret" are the GPU kernel. A call of fewer than 128 queries on more keys, such as a decoding step,
+        goes to the kernels only when they are asked for. With None, a call that the kernels do not serve (ALiBi and T5
+        among them) runs through XLA on a TPU or GPU too, at the same O(n w), and lowering it logs a warning with the
+        reason, once.
 
     Returns:
       (B, T, N, H) in query's dtype. The softmax is computed in float32.
@@ -176,13 +177,20 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 
         return gpu.attend(call, x, interpret=interpret)
 
-    # The TPU kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
+    def run_cudnn(x: CallArrays, *, interpret: bool) -> Array:
+        return cudnn.attend(call, x)
+
+    # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
     backends = {
-        "tpu": Backend("pallas", run_on_tpu, tpu_obstacle, unsuited=few),
-        # Only on request, as long as the kernel has not run on a GPU (docs/gpu.md).
-        "cuda": Backend("triton", run_on_gpu, gpu_obstacle, unsuited=True),
+        "tpu": [Backend("pallas", run_on_tpu, tpu_obstacle, unsuited=few)],
+        "cuda": [Backend("triton", run_on_gpu, gpu_obstacle, unsuited=few)],
     }
+    # By name, cuDNN serves more: see `local_attention`.
+    if implementation is None:
+        backends["cuda"].insert(
+            0, Backend("cudnn", run_cudnn, functools.partial(cudnn.obstacle, call, x), few)
+        )
     return dispatch("local_attention", implementation, backends, functools.partial(xla.attend, call), x)
 
 

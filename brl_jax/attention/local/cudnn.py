@@ -1,14 +1,39 @@
-"""Local attention on an NVIDIA GPU: plain causal windows by cuDNN."""
+"""Local attention on an NVIDIA GPU: plain causal windows by cuDNN.
+
+Every call passes is_causal=True: with the window (left, 0) alone, JAX lets cuDNN look ahead (jax#39576).
+"""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.cudnn import obstacle_of_cudnn
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
+
+
+def obstacle(call: PatternCall, x: CallArrays) -> str | None:
+    """Why a call does not go to cuDNN by itself; None if it does.
+
+    Stricter than `attend`: it is not specified what cuDNN writes to rows without a visible key, which lengths can make,
+    and what JAX gives it a bias for is an array of all pairs.
+    """
+    head_dim = x.query.shape[3]
+    if x.bias is not None or x.query_lengths is not None or x.key_lengths is not None:
+        return "cuDNN takes neither a bias nor lengths"
+    if head_dim % 8 or head_dim > 128 or x.value.shape[3] != head_dim:
+        return f"cuDNN takes a head_dim that is a multiple of 8 up to 128, got {head_dim}"
+    if call.num_queries % 2:
+        return f"cuDNN takes an even number of tokens, got {call.num_queries}"
+    missing = _missing(call, x)
+    if missing:
+        return f"cuDNN needs {missing[0]}"
+    return obstacle_of_cudnn(functools.partial(attend, call), x)
 
 
 def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
@@ -17,9 +42,20 @@ def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
     Raises:
       ValueError: where cuDNN does not serve the call, naming all that stands in the way.
     """
+    missing = _missing(call, x)
+    require(not missing, "implementation='cudnn' serves local attention only with " + "; with ".join(missing))
+    assert isinstance(call.pattern, SlidingWindow)
+    return jax.nn.dot_product_attention(
+        x.query, x.key, x.value, x.bias, scale=call.scale, is_causal=True, query_seq_lengths=x.query_lengths,
+        key_value_seq_lengths=x.key_lengths, local_window_size=(call.pattern.left, 0), implementation="cudnn",
+    )  # fmt: skip
+
+
+def _missing(call: PatternCall, x: CallArrays) -> list[str]:
+    """The requirements of cuDNN that a call does not meet."""
     pattern, dtype = call.pattern, x.query.dtype
     needs_array = x.bias is not None and not isinstance(x.bias, jax.Array)
-    missing = [
+    return [
         reason
         for reason, fails in {
             f"a sliding window (got {type(pattern).__name__})": not isinstance(pattern, SlidingWindow),
@@ -37,9 +73,3 @@ def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
         }.items()
         if fails
     ]
-    require(not missing, "implementation='cudnn' serves local attention only with " + "; with ".join(missing))
-    assert isinstance(pattern, SlidingWindow)
-    return jax.nn.dot_product_attention(
-        x.query, x.key, x.value, x.bias, scale=call.scale, is_causal=True, query_seq_lengths=x.query_lengths,
-        key_value_seq_lengths=x.key_lengths, local_window_size=(pattern.left, 0), implementation="cudnn",
-    )  # fmt: skip

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.compress import backward, forward
 from pallas_kernels.gpu.core import bridge
 from pallas_kernels.gpu.core.sizes import SCORES, padded, split
 
@@ -172,6 +171,8 @@ def _constants(call: _CompressCall, query: Array, key: Array, tile: HistoryTile)
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _CompressCall):
+    from pallas_kernels.gpu.compress import forward
+
     attentions = 2 if call.contrast else 1
 
     def run(query, key, contrast_key, value, lengths):
@@ -195,6 +196,8 @@ def _run_forward(call: _CompressCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _CompressCall):
+    from pallas_kernels.gpu.compress import backward
+
     def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
         batch, tokens, heads, head_dim = query.shape
         _, tile = choose_tiles(tokens, head_dim, query.dtype)

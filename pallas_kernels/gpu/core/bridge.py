@@ -5,7 +5,8 @@ versions 0.3 and 0.4 differ in the names of their arguments. With TRITON_INTERPR
 imported, the same call runs the kernel in Triton's interpreter instead, on any machine; float32 and float16 are right
 there and products of bfloat16 are not (Triton's own limitation).
 
-Triton is imported when a kernel is first launched: importing this module costs nothing and needs no Triton.
+Triton is imported with a kernel's own module, when that is first launched: importing this module or any `api.py` costs
+nothing and needs no Triton.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jaxtyping import Array
 
 #: Compute capability that kernels are compiled for where there is no device to ask.
@@ -118,24 +121,66 @@ def launch(
         run = functools.partial(_interpret, kernel, grid, results, dict(constants))
         out = jax.pure_callback(run, results, *arrays)
     else:
-        out = _compile_for_cuda(kernel, arrays, results, grid, constants, num_warps, num_stages)
-    # Under shard_map results vary over the same mesh axes as the inputs; triton_call does not say so.
+        out = _launch.bind(
+            *arrays,
+            kernel=kernel,
+            results=results,
+            grid=grid,
+            constants=tuple(constants.items()),
+            num_warps=num_warps,
+            num_stages=num_stages,
+            compute_capability=target_capability(),
+        )
+    # Under shard_map results vary over the same mesh axes as the inputs.
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     return tuple(lax.pcast(x, tuple(axes), to="varying") for x in out) if axes else tuple(out)
 
 
-def _compile_for_cuda(kernel, arrays, results, grid, constants, num_warps, num_stages):
-    triton_call, results_name = _triton_call()
-    options = {results_name: results, **constants}
-    return triton_call(
+# A launch is a primitive of our own, which becomes jax-triton's when it is lowered for CUDA. jax-triton's own makes
+# a program impossible to lower for several platforms at a time, and with jax-triton 0.4.1 JAX 0.12 fails to drop unused
+# operations from any program that has one.
+_launch = Primitive("gpu_kernel_launch")
+_launch.multiple_results = True
+_launch.def_abstract_eval(
+    lambda *arrays, results, **_: [jax.core.ShapedArray(x.shape, x.dtype) for x in results]
+)
+_launch.def_impl(lambda *arrays, **static: jax.jit(functools.partial(_launch.bind, **static))(*arrays))
+
+
+def _lower_for_cuda(context: mlir.LoweringRuleContext, *arrays: Any, **static: Any) -> Any:
+    return mlir.lower_fun(functools.partial(_triton_call, **static), multiple_results=True)(context, *arrays)
+
+
+def _lower_elsewhere(context: mlir.LoweringRuleContext, *arrays: Any, **static: Any) -> Any:
+    """In a program for CUDA and others, what the others never run; in any other program an error."""
+    if "cuda" not in context.module_context.platforms:
+        raise NotImplementedError(
+            f"the kernel {static['kernel'].__name__} runs on CUDA alone, and this call is lowered for "
+            f"{' and '.join(context.module_context.platforms)}"
+        )
+    zeros = lambda *arrays: tuple(jnp.zeros(x.shape, x.dtype) for x in static["results"])  # noqa: E731
+    return mlir.lower_fun(zeros, multiple_results=True)(context, *arrays)
+
+
+mlir.register_lowering(_launch, _lower_for_cuda, platform="cuda")
+mlir.register_lowering(_launch, _lower_elsewhere)
+
+
+def _triton_call(*arrays, kernel, results, grid, constants, num_warps, num_stages, compute_capability):
+    import jax_triton
+
+    names = inspect.signature(jax_triton.triton_call).parameters
+    results_name = "out_type" if "out_type" in names else "out_shape"
+    return jax_triton.triton_call(
         *arrays,
         kernel=_jitted(kernel),
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
         name=kernel.__name__,
-        compute_capability=target_capability(),
-        **options,
+        compute_capability=compute_capability,
+        **{results_name: results},
+        **dict(constants),
     )
 
 
@@ -144,15 +189,6 @@ def _jitted(kernel):
     import triton
 
     return triton.jit(kernel)
-
-
-@functools.cache
-def _triton_call():
-    """jax-triton's call, and the name under which it takes the results' types."""
-    import jax_triton
-
-    names = inspect.signature(jax_triton.triton_call).parameters
-    return jax_triton.triton_call, "out_type" if "out_type" in names else "out_shape"
 
 
 # --- Triton's interpreter ---

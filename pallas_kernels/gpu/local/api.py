@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.gpu.core import bridge
 from pallas_kernels.gpu.core.sizes import padded
-from pallas_kernels.gpu.local import backward, forward
 from pallas_kernels.gpu.local.lists import Pattern, make_lists
 
 
@@ -218,6 +217,8 @@ def _options(tile: LocalTile) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _LocalCall):
+    from pallas_kernels.gpu.local import forward
+
     def run(query, key, value, query_ids, key_ids, sinks):
         batch, length, heads, _ = query.shape
         tile = choose_tiles(query.shape[3], query.dtype).forward
@@ -239,6 +240,8 @@ def _run_forward(call: _LocalCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _LocalCall):
+    from pallas_kernels.gpu.local import backward
+
     def run(query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
         ids = (query_ids, key_ids)
         batch, length, heads, _ = query.shape

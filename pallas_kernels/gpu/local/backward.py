@@ -6,7 +6,9 @@ log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
-from pallas_kernels.gpu.core.language import tanh, tl
+import triton.language as tl
+
+from pallas_kernels.gpu.core.functions import tanh
 
 
 def local_query_gradient(

@@ -3,7 +3,9 @@
 # ruff: noqa: E741
 from __future__ import annotations
 
-from pallas_kernels.gpu.core.language import tanh, tl
+import triton.language as tl
+
+from pallas_kernels.gpu.core.functions import tanh
 
 
 def local_forward(

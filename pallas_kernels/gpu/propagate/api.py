@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.gpu.core import bridge
 from pallas_kernels.gpu.core.sizes import SCORES, padded, split
-from pallas_kernels.gpu.propagate import backward, forward
 
 #: Compressed tokens that one program holds.
 MOST_TOKENS = 256
@@ -142,6 +141,8 @@ def _options(tile: RowTile) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _PropagateCall):
+    from pallas_kernels.gpu.propagate import forward
+
     def run(query, key, value, strength):
         batch, length, heads, head_dim = query.shape
         tile = choose_tiles(key.shape[1], head_dim, query.dtype).forward
@@ -159,6 +160,8 @@ def _run_forward(call: _PropagateCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _PropagateCall):
+    from pallas_kernels.gpu.propagate import backward
+
     def run(query, key, value, strength, d_out):
         batch, length, heads, head_dim = query.shape
         tokens = key.shape[1]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-try:
-    import triton.language as tl
-except ImportError:  # The kernels are then never launched; see `pallas_kernels.gpu.obstacle`.
-    from pallas_kernels.gpu.core import no_triton as tl  # type: ignore[no-redef]
+import triton.language as tl
 
 
 def propagate_query_gradient(

@@ -128,6 +128,32 @@ def test_forced_kernel_refuses_other_platforms(name):
         jax.jit(forced).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
+def test_the_first_backend_that_serves_is_taken(caplog):
+    """In order of preference; XLA where none serves the call, with each reason in the log once."""
+
+    def backend(name, obstacle, unsuited=False):
+        number = float(len(name))
+        return kernels.Backend(name, lambda x, interpret: x + number, lambda: obstacle, unsuited)
+
+    def run(*row, implementation=None):
+        kernels._warn_once.cache_clear()
+        caplog.clear()
+        call = lambda x: kernels.dispatch("f", implementation, {"cpu": row}, lambda x: x, x)  # noqa: E731
+        out = jax.jit(call)(jnp.zeros(()))
+        return float(out), [record.message for record in caplog.records]
+
+    one, three = backend("a", None), backend("abc", None)
+    old, few = backend("ab", "too old"), backend("abcd", "too few")
+    assert run(one, three) == (1, [])
+    assert run(old, three, one) == (3, [])
+    assert run(backend("a", None, unsuited=True), three) == (3, [])
+    where = "f runs through XLA on the platform 'cpu', at linear cost"
+    assert run(old, few, backend("c", "too old")) == (0, [f"{where}: too old; too few"])
+    assert run(old, three, implementation="abc") == (3, [])
+    with pytest.raises(NotImplementedError, match="f with implementation='ab': too old"):
+        run(old, three, implementation="ab")
+
+
 def test_what_no_kernel_serves(caplog):
     """Forced, it is an error that names the argument; left to itself, XLA serves it and the log says so once."""
     q, k, v = arrays(TOKENS, TOKENS, TOKENS)

@@ -1,6 +1,7 @@
 """What `local_attention` says where its GPU kernel cannot serve a call. Its numbers: tests/pallas_kernels/gpu."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from brl_jax import ALiBi, Fixed, SlidingWindow, Strided, alibi_slopes, local_attention
+from brl_jax import (
+    ALiBi,
+    BlockDiagonal,
+    Fixed,
+    SlidingWindow,
+    Strided,
+    alibi_slopes,
+    compress,
+    full_attention,
+    local_attention,
+    propagate,
+)
+from brl_jax.attention.core.cudnn import obstacle_of_cudnn
+from brl_jax.attention.local import cudnn
+from brl_jax.attention.local.call import CallArrays, PatternCall
 
 X = jnp.ones((1, 16, 2, 8))
 
@@ -59,11 +74,105 @@ def test_interpretation_is_chosen_for_a_process(monkeypatch):
         local_attention(X, X, X, local_window_size=3, implementation="triton_interpret")
 
 
-def test_the_default_does_not_ask_for_triton(monkeypatch):
+def test_the_default_does_without_triton(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     jax.jit(lambda x: local_attention(x, x, x, local_window_size=3)).trace(X).lower(
         lowering_platforms=("cuda",)
     )
+
+
+def half(length=16, head_dim=8):
+    return jnp.ones((1, length, 2, head_dim), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("query", "options", "why"),
+    [
+        (half(), {}, None),
+        (half(), {"pattern": SlidingWindow(3, 5)}, None),
+        (half(), {"pattern": SlidingWindow(3, 5), "is_causal": False}, "keys up to the query only"),
+        (half(), {"pattern": BlockDiagonal(4)}, "a sliding window"),
+        (X, {}, "bfloat16 or float16"),
+        (half(15), {}, "an even number of tokens, got 15"),
+        (half(head_dim=12), {}, "a multiple of 8 up to 128, got 12"),
+        (half(head_dim=136), {}, "a multiple of 8 up to 128, got 136"),
+        (half(), {"bias": ALiBi(alibi_slopes(2))}, "neither a bias nor lengths"),
+        (half(), {"query_lengths": jnp.asarray([3])}, "neither a bias nor lengths"),
+        (half(), {"key_lengths": jnp.asarray([3])}, "neither a bias nor lengths"),
+        (half(), {"query_segments": jnp.zeros((1, 16), jnp.int32)}, "no segment_ids"),
+        (half(), {"sinks": jnp.zeros(2)}, "no sinks"),
+        (half(), {"logits_soft_cap": 5.0}, "no logits_soft_cap"),
+        (half(), {"query_offset": 2}, "query_offset=0"),
+        (half(14), {"keys": half()}, "as many queries as keys"),
+    ],
+)
+def test_what_goes_to_cudnn_by_itself(query, options, why, monkeypatch):
+    monkeypatch.setattr(cudnn, "obstacle_of_cudnn", lambda *arguments: None)
+    options = {"pattern": SlidingWindow(3, 0), "is_causal": True, "query_offset": 0, "keys": query} | options
+    keys = options.pop("keys")
+    static = [options.pop(name, None) for name in ("pattern", "is_causal", "query_offset", "logits_soft_cap")]
+    pattern, is_causal, offset, cap = static
+    call = PatternCall(pattern, is_causal, 0.5, query.shape[1], keys.shape[1], offset, 0, cap)
+    found = cudnn.obstacle(call, CallArrays(query, keys, keys, **options))
+    assert found is None if why is None else why in found
+
+
+@pytest.mark.parametrize(("capability", "served"), [("75", False), ("80", True)])
+def test_cudnn_wants_ampere(monkeypatch, capability, served):
+    monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", capability)
+    assert (obstacle_of_cudnn(lambda x: x, X) is None) == served
+    reason = obstacle_of_cudnn(jax.nn.relu, "no array") if not served else ""
+    assert served or reason == "the GPU must have compute capability 8.0 or more, got 7.5"
+
+
+WINDOW = {"local_window_size": (63, 0), "is_causal": True}
+# What a call lowered for a GPU consists of: cuDNN, our kernels, or neither.
+CUDNN, TRITON, XLA = "__cudnn$fmhaSoftmax", "triton_kernel_call", None
+Q, FEW = half(256, 64), half(16, 64)
+LOWERED = {
+    "causal window": (lambda q: local_attention(q, q, q, **WINDOW), Q, CUDNN),
+    "causal window under vmap": (lambda q: jax.vmap(lambda q: local_attention(q, q, q, **WINDOW))(q[None]), Q, CUDNN),
+    "both sides": (lambda q: local_attention(q, q, q, local_window_size=4), Q, TRITON),
+    "odd number of tokens": (lambda q: local_attention(q, q, q, **WINDOW), half(255, 64), TRITON),
+    "float32": (lambda q: local_attention(q, q, q, **WINDOW), X.repeat(8, 1), TRITON),
+    "segments": (
+        lambda q: local_attention(q, q, q, segment_ids=jnp.zeros((1, 256), jnp.int32), **WINDOW), Q, TRITON,
+    ),
+    "sinks": (lambda q: local_attention(q, q, q, sinks=jnp.zeros(2), **WINDOW), Q, TRITON),
+    "ALiBi": (lambda q: local_attention(q, q, q, bias=ALiBi(alibi_slopes(2)), **WINDOW), Q, XLA),
+    "decoding step": (lambda q: local_attention(q[:, :1], q, q, query_offset=255, **WINDOW), Q, XLA),
+    "xla": (lambda q: local_attention(q, q, q, implementation="xla", **WINDOW), Q, XLA),
+    "compress": (lambda q: compress(FEW, q, q, q, gamma=0.5), Q, TRITON),
+    "propagate": (lambda q: propagate(q, FEW, FEW, strength=0.5), Q, TRITON),
+    "full": (lambda q: full_attention(q, q, q, is_causal=True), Q, CUDNN),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("jax_triton", "jax_plugins")),
+    reason="jax-triton or JAX's CUDA plugin is not installed (pip install '.[gpu]')",
+)
+@pytest.mark.parametrize("name", LOWERED)
+def test_what_a_gpu_gets(name, monkeypatch):
+    """Lowered for a GPU that is not there, forward and with gradients, and for the T4, which gets XLA."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns without it
+    function, query, wanted = LOWERED[name]
+
+    def calls(function):
+        text = jax.jit(function).trace(query).lower(lowering_platforms=("cuda",)).as_text()
+        return set(re.findall(r"custom_call @([\w$]+)", text)) & {CUDNN, f"{CUDNN}Backward", TRITON}
+
+    assert calls(function) == ({wanted} if wanted else set())
+    both = {None: set(), TRITON: {TRITON}, CUDNN: {CUDNN, f"{CUDNN}Backward"}}[wanted]
+    assert calls(lambda q: jax.vjp(function, q)[1](function(q))) == both
+    if wanted == TRITON:  # a program for several platforms, of which the CPU's part never runs the kernel
+        traced = jax.jit(function).trace(query)
+        assert TRITON in traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
+    jax.clear_caches()
+    monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", "75")
+    assert calls(function) == set()
+    jax.clear_caches()
 
 
 def test_importing_the_library_imports_no_kernels():
