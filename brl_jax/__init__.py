@@ -44,6 +44,7 @@ from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import delta_rule, init_delta_state
+from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import init_linear_state, linear_attention
 from brl_jax.attention.recurrent.mixed_chunk import init_mixed_chunk_state, mixed_chunk_attention
@@ -68,6 +69,7 @@ from brl_jax.layers import (
     DeltaNetConfig,
     DiagConfig,
     FlashConfig,
+    FlowformerConfig,
     FullConfig,
     GauConfig,
     GlobalWindowConfig,
@@ -125,6 +127,7 @@ __all__ = [
     "EncoderConfig",
     "Fixed",
     "FlashConfig",
+    "FlowformerConfig",
     "FullConfig",
     "GauConfig",
     "GlobalWindow",
@@ -166,6 +169,7 @@ __all__ = [
     "diag_attention",
     "diag_attention_step",
     "doubling_block_sizes",
+    "flow_attention",
     "full_attention",
     "gau_attention",
     "generate",
@@ -175,6 +179,7 @@ __all__ = [
     "init_cosformer_state",
     "init_delta_state",
     "init_diag_state",
+    "init_flow_state",
     "init_gau_state",
     "init_linear_state",
     "init_long_short_state",

@@ -15,6 +15,7 @@ from brl_jax.layers.low_rank.skyformer import SkyformerConfig
 from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
+from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
@@ -35,6 +36,7 @@ __all__ = [
     "DiagConfig",
     "Dimensions",
     "FlashConfig",
+    "FlowformerConfig",
     "FullConfig",
     "GauConfig",
     "GlobalWindowConfig",

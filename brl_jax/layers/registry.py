@@ -20,6 +20,7 @@ from brl_jax.layers.low_rank.skyformer import SkyformerConfig
 from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
+from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
@@ -45,6 +46,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "norm": NormConfig,
         "cosformer": CosformerConfig,
         "performer": PerformerConfig,
+        "flowformer": FlowformerConfig,
         "gau": GauConfig,
         "flash": FlashConfig,
         "bsbr": BSBRConfig,

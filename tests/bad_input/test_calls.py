@@ -53,6 +53,7 @@ SOFTMAX = {
     "linformer": lambda q=Q, k=K, v=V, **o: brl.linformer_attention(
         q, k, v, key_projection=PROJECTION, value_projection=PROJECTION, **o
     ),
+    "flow": lambda q=Q, k=K, v=V, **o: brl.flow_attention(q, k, v, **o),
     "kernelized": lambda q=Q, k=K, v=V, **o: brl.kernelized_attention(q, k, v, **o),
     "skyformer": lambda q=Q, k=K, v=V, **o: brl.skyformer_attention(q, k, v, rng=jax.random.key(0), **o),
     "nystrom": lambda q=Q, k=K, v=V, **o: brl.nystrom_attention(q, k, v, **o),

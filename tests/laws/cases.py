@@ -25,6 +25,7 @@ from brl_jax.layers import (
     DiagConfig,
     Dimensions,
     FlashConfig,
+    FlowformerConfig,
     FullConfig,
     GauConfig,
     GlobalWindowConfig,
@@ -133,6 +134,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "cosformer": {"": Case(CosformerConfig(max_length=48, chunk_size=8), repeats="linear")},
     "gau": {"": Case(GauConfig(key_dim=8, chunk_size=8))},
     "flash": {"": Case(FlashConfig(key_dim=8, chunk_size=8), repeats="gau")},
+    "flowformer": {"": Case(FlowformerConfig(chunk_size=8))},
     "bsbr": {
         "": Case(BSBRConfig(chunk_size=6)),
         "compressed": Case(BSBRConfig(chunk_size=8, compressed=5), "bsbr"),

@@ -122,6 +122,24 @@ def performer_mix(u, p, m, d):
     return merge(heads, p)
 
 
+def flow_mix(u, p, m, d):
+    """Every flow is a sum over the tokens that a causal token has seen."""
+    n = len(u)
+    heads = []
+    for q, k, v in head_inputs(u, p, d, rotated=False):
+        q, k = sigmoid(q), sigmoid(k)
+        seen = [slice(0, t + 1) if d.is_causal else slice(None) for t in range(n)]
+        number = np.array([t + 1 if d.is_causal else n for t in range(n)])
+        incoming = np.array([q[t] @ k[seen[t]].sum(0) for t in range(n)]) / number
+        outgoing = np.array([k[t] @ q[seen[t]].sum(0) for t in range(n)]) / number
+        sinks = np.array([q[t] @ (k / outgoing[:, None])[seen[t]].sum(0) for t in range(n)]) / number
+        sources = np.array([k[t] @ (q / incoming[:, None])[seen[t]].sum(0) for t in range(n)]) / number
+        shares = np.array([np.exp(sources[t]) / np.exp(sources[seen[t]]).sum() for t in range(n)]) * number
+        weights = turned(q) @ turned(k).T * full_mask(n, d, m)
+        heads.append((sigmoid(sinks) / (incoming * number))[:, None] * (weights @ (shares[:, None] * v)))
+    return merge(heads, p)
+
+
 def gated_network(attend):
     """Gated attention units without feed-forward networks; attend(maps, v, bias(i - j), mechanism, dimensions)."""
 
@@ -199,5 +217,6 @@ NETWORKS = {
     "norm": residual_network(norm_mix),
     "cosformer": residual_network(cosformer_mix),
     "performer": residual_network(performer_mix),
+    "flowformer": residual_network(flow_mix),
     "deltanet": residual_network(delta_mix),
 }

@@ -351,6 +351,20 @@ MUTANTS = (
         (LAWS, "-k", "law_3 and long_short"),
     ),
     Mutant(
+        "recurrent/Flowformer's padding takes part in the competition",
+        "brl_jax/attention/recurrent/flow.py",
+        "jax.nn.softmax(conserved_sources, axis=1, where=where)",
+        "jax.nn.softmax(conserved_sources, axis=1)",
+        (LAWS, "-k", "law_4_padding and flowformer"),
+    ),
+    Mutant(
+        "recurrent/Flowformer forgets the competition of earlier pieces",
+        "brl_jax/attention/recurrent/flow.py",
+        "jnp.logaddexp(state.competition[:, None], within)",
+        "within",
+        (LAWS, "-k", "law_2 and flowformer"),
+    ),
+    Mutant(
         "low_rank/Skyformer samples the padding",
         "brl_jax/attention/low_rank/skyformer.py",
         "samples[None] * counts[:, None].astype(jnp.float32)",

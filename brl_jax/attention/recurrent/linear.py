@@ -144,16 +144,25 @@ def linear_sums(
         return apply_feature_map(feature_map, x)
 
     if positions is not None:
-        batch, length = query.shape[:2]
-        require(
-            key.shape[1] == length and positions.shape in ((1, length), (batch, length)),
-            f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
-            f"tokens, got {positions.shape} with {key.shape[1]} keys",
-        )
-        positions = jnp.broadcast_to(positions, (batch, length))
+        positions = check_positions(positions, query, key)
         options["positions"] = (positions, positions)
         options["rotation"] = functools.partial(rotate, theta=rope_theta)
     return feature_sums(query, key, value, features, features, num_features=query.shape[-1], **options)
+
+
+def check_positions(positions: Array, query: Array, key: Array) -> Int[Array, "B T"]:
+    """The positions of queries and keys that are the same tokens, one row for each of the batch.
+
+    Raises:
+      ValueError: another shape.
+    """
+    batch, length = query.shape[:2]
+    require(
+        key.shape[1] == length and positions.shape in ((1, length), (batch, length)),
+        f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
+        f"tokens, got {positions.shape} with {key.shape[1]} keys",
+    )
+    return jnp.broadcast_to(positions, (batch, length))
 
 
 def apply_feature_map(feature_map: FeatureMap, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

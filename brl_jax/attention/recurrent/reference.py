@@ -109,6 +109,36 @@ def cosformer_attention(
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
 
 
+def flow_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    is_causal: bool = False,
+    positions: Int[Array, "#B T"] | None = None,
+) -> Float[Array, "B T N V"]:
+    """Linear attention with conserved flows; see the function of the same name (arXiv:2202.06258, section 3).
+
+    `pairs` are phi(q_i) . phi(k_j). A causal query sees the earlier keys, and a causal key the earlier queries: its
+    flow is a sum over the column above the diagonal, which is the lower triangle of the transposed matrix.
+    """
+    query, key, value = _float32_heads(query, key, value)
+    query, key = jax.nn.sigmoid(query), jax.nn.sigmoid(key)
+    pairs = jnp.einsum("btnh,bsnh->bnts", query, key)
+    seen = _visible(pairs, is_causal)
+    number = seen.sum(-1).astype(jnp.float32)
+    to_sinks, to_sources = (jnp.where(seen, x, 0.0) for x in (pairs, jnp.swapaxes(pairs, 2, 3)))
+    incoming, outgoing = to_sinks.sum(-1) / number, to_sources.sum(-1) / number
+    sinks = jnp.einsum("bnts,bns->bnt", to_sinks, 1 / outgoing) / number
+    sources = jnp.einsum("bnst,bnt->bns", to_sources, 1 / incoming) / number
+    competition = jnp.where(seen, jnp.exp(sources)[:, :, None], 0.0).sum(-1)
+    shares = number * jnp.exp(sources) / competition
+    if positions is not None:
+        pairs = jnp.einsum("btnh,bsnh->bnts", rotate(query, positions), rotate(key, positions))
+    weights = jnp.where(seen, pairs, 0.0) * (jax.nn.sigmoid(sinks) / (incoming * number))[..., None]
+    return jnp.einsum("bnts,bns,bsnv->btnv", weights, shares, value)
+
+
 def delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -34,6 +34,7 @@ CASES = [
     *(("norm_attention", (), o) for o in with_causality({"norm_scale": normal(HEADS, SIZE)})),
     *(("performer_attention", (), options) for options in with_causality({"projection": PROJECTION})),
     *(("cosformer_attention", (), options) for options in with_causality({"max_length": 211})),
+    *(("flow_attention", (), options) for options in with_causality({})),
     ("delta_rule", ("beta",), {}),
     *(("gau_attention", (), options) for options in with_causality({"bias": BIAS})),
     *(("mixed_chunk_attention", ("linear",), o) for o in with_causality({"bias": BIAS, "chunk_size": 24})),
@@ -72,7 +73,10 @@ def test_equals_its_plain_form(name, kind, options, length):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     ("name", "options"),
-    slow_unless([("linear_attention", {}), ("norm_attention", {"feature_map": "elu"})], ("norm_attention",)),
+    slow_unless(
+        [("linear_attention", {}), ("norm_attention", {"feature_map": "elu"}), ("flow_attention", {})],
+        ("norm_attention",),
+    ),
 )
 def test_rotated_features_equal_their_plain_form(name, options, is_causal):
     """Each row has positions of its own."""

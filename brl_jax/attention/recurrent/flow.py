@@ -1,0 +1,210 @@
+"""Flow attention: linear attention whose queries and keys conserve a flow (Flowformer, Wu et al. 2022)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
+from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
+from brl_jax.attention.recurrent.rows import zero_unless
+
+# Added to features and to their sums where a flow is computed, as in the authors' code: no flow is 0.
+_MIN_FLOW = 1e-6
+# The logarithm of a share of the competition that does not exist: finite, so that differences are not NaN.
+_LOG_ZERO = -1e30
+
+
+class FlowState(NamedTuple):
+    """What causal `flow_attention` keeps of the tokens so far, for each query head.
+
+    Attributes:
+      query, key: the sums of phi(q) and of phi(k).
+      sink: the sum of phi(q) over the incoming flow of its query. source: of phi(k) over the outgoing flow of its key.
+      competition: the logarithm of the sum of the exponentials of the keys' conserved flows; -1e30 at first.
+      key_value: the sum of phi(k) v^T, v times its key's share; phi(k) rotated where there are rotary positions.
+      length: the number of tokens so far in each row.
+    """
+
+    query: Float[Array, "B N F"]
+    key: Float[Array, "B N F"]
+    sink: Float[Array, "B N F"]
+    source: Float[Array, "B N F"]
+    competition: Float[Array, "B N"]
+    key_value: Float[Array, "B N F V"]
+    length: Int[Array, "B"]
+
+
+class _Flows(NamedTuple):
+    """What scales the queries and values of linear attention: allocation over incoming flow, (B, T, N), and the share
+    of the competition, (B, T, N)."""
+
+    sinks: Float[Array, "B T N"]
+    sources: Float[Array, "B T N"]
+
+
+def init_flow_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -> FlowState:
+    """The state of `flow_attention` before the first token.
+
+    Args:
+      num_heads: N, the query heads.
+      head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    check_sizes(batch=batch, num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
+    features = jnp.zeros((batch, num_heads, head_dim), jnp.float32)
+    return FlowState(
+        features,
+        features,
+        features,
+        features,
+        jnp.full((batch, num_heads), _LOG_ZERO, jnp.float32),
+        jnp.zeros((batch, num_heads, head_dim, value_dim), jnp.float32),
+        jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def flow_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    *,
+    is_causal: bool = False,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
+    rope_theta: float = 10000.0,
+    state: FlowState | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlowState]:
+    """Linear attention with conserved flows between values (sources) and outputs (sinks), in O(T) time and memory.
+
+    Flowformer (Wu et al. 2022, arXiv:2202.06258), section 3, with phi the sigmoid and sums over all tokens:
+
+      incoming flow I_i = phi(q_i) . sum_j phi(k_j)          outgoing flow O_j = phi(k_j) . sum_i phi(q_i)
+      conserved     I'_i = phi(q_i) . sum_j phi(k_j) / O_j                 O'_j = phi(k_j) . sum_i phi(q_i) / I_i
+      competition   c_j = n softmax(O')_j                    allocation    a_i = sigmoid(I'_i)
+      out_i = a_i phi(q_i) / I_i sum_j phi(k_j) c_j v_j^T
+
+    n, the number of tokens, keeps the mean of c at 1; it is a factor of the authors' code. That code also cuts O' to
+    [-1, 1], which the paper does not: the mean of O' is 1, so that about half of the competition would be lost. The
+    authors' code for the Long Range Arena has ReLU for phi, and its softmax runs over the heads.
+
+    Causal: every sum runs over the tokens up to i (up to j for O, O' and the denominator of the softmax), I and O are
+    divided by the number n of these tokens, and I' and O' too, as in the authors' code. Cumulative sums give them;
+    the last line is causal linear attention, computed chunk by chunk. `reference.flow_attention` is the plain form.
+
+    Args:
+      query, key, value: (B, T, N, H), (B, T, K, H) and (B, T, K, V) of the same tokens, float32, bfloat16 or float16; K
+        divides N. Every query head has flows of its own.
+      is_causal: as above.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding. What they contain, even NaN, reaches
+        neither a flow nor the state.
+      positions, rope_theta: as for `linear_attention`: phi(q) and phi(k) of the last line are rotated, and the flows
+        are those of the features without rotation.
+      state, return_state: as for `linear_attention`, with a `FlowState`.
+      chunk_size: the tokens of a chunk; it changes time and memory but not the result.
+      implementation: None or "xla".
+
+    Returns:
+      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `FlowState`.
+
+    Raises:
+      ValueError: arrays, lengths, positions, a state or sizes that do not fit, naming the argument.
+    """
+    prepared = prepare_inputs(
+        query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths, state=state,
+        return_state=return_state, chunk_size=chunk_size, implementation=implementation, same_tokens=True,
+    )  # fmt: skip
+    batch, length, heads, head_dim = query.shape
+    options: dict[str, Any] = {}
+    if positions is not None:
+        options["positions"] = (check_positions(positions, query, key),) * 2
+        options["rotation"] = functools.partial(rotate, theta=rope_theta)
+    fresh = init_flow_state(batch, heads, head_dim, value.shape[3])
+    state = check_state(state, fresh, "init_flow_state")
+    group = heads // key.shape[2]
+    q, k, v = (x.astype(jnp.float32) for x in (prepared.query, prepared.key, prepared.value))
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    exists = None if prepared.segments is None else prepared.segments >= 0
+    phi_q, phi_k = (zero_unless(exists, jax.nn.sigmoid(x)) for x in (q, k))
+    counts = jnp.full((batch,), length, jnp.int32) if prepared.lengths is None else prepared.lengths
+    counts = jnp.minimum(counts, length)
+    if is_causal:
+        flows, new = _causal_flows(phi_q, phi_k, counts, exists, state)
+    else:
+        flows, new = _flows(phi_q, phi_k, counts, exists), state
+    (total, _), linear = feature_sums(
+        q, k, v * flows.sources[..., None], _features, _features, num_features=head_dim, normalize=False,
+        is_causal=is_causal, key_value_seq_lengths=prepared.lengths, return_state=return_state,
+        state=LinearState(state.key_value, None) if is_causal else None, chunk_size=chunk_size,
+        implementation=implementation, **options,
+    )  # fmt: skip
+    out = (total * flows.sinks[..., None]).astype(query.dtype)
+    return (out, new._replace(key_value=linear.key_value)) if return_state else out
+
+
+def _features(x: Array, positions: Any) -> Array:
+    return jax.nn.sigmoid(x)
+
+
+def _flow(features: Float[Array, "B T N F"], sums: Float[Array, "B #T N F"]) -> Float[Array, "B T N"]:
+    return ((features + _MIN_FLOW) * (sums + _MIN_FLOW)).sum(-1)
+
+
+def _flows(q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None) -> _Flows:
+    """The flows over all `counts` tokens of each row; the features of padding are 0."""
+    over = lambda x: x.sum(1, keepdims=True)  # noqa: E731
+    incoming, outgoing = _flow(q, over(k)), _flow(k, over(q))
+    conserved_sinks = _flow(q, over(k / outgoing[..., None]))
+    conserved_sources = _flow(k, over(q / incoming[..., None]))
+    where = None if exists is None else exists[..., None]
+    shares = jax.nn.softmax(conserved_sources, axis=1, where=where)
+    return _Flows(
+        jax.nn.sigmoid(conserved_sinks) / incoming, shares * counts.astype(jnp.float32)[:, None, None]
+    )
+
+
+def _causal_flows(
+    q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None, state: FlowState
+) -> tuple[_Flows, FlowState]:
+    """The flows over the tokens up to each one, and the state after them but for `key_value`."""
+    number = jnp.minimum(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32)[None], counts[:, None])
+    number = jnp.maximum(state.length[:, None] + number, 1).astype(jnp.float32)[..., None]
+
+    def up_to(before: Float[Array, "B N F"], x: Float[Array, "B T N F"]) -> Float[Array, "B T N F"]:
+        return before[:, None] + lax.associative_scan(jnp.add, x, axis=1)
+
+    queries, keys = up_to(state.query, q), up_to(state.key, k)
+    incoming, outgoing = _flow(q, keys) / number, _flow(k, queries) / number
+    sources = up_to(state.source, k / outgoing[..., None])
+    sinks = up_to(state.sink, q / incoming[..., None])
+    conserved_sinks, conserved_sources = _flow(q, sources) / number, _flow(k, sinks) / number
+    if exists is not None:
+        conserved_sources = jnp.where(exists[..., None], conserved_sources, _LOG_ZERO)
+    # Logarithms, because a sum of exponentials relative to the largest would look at later tokens.
+    within = lax.associative_scan(jnp.logaddexp, conserved_sources, axis=1)
+    competition = jnp.logaddexp(state.competition[:, None], within)
+    flows = _Flows(
+        jax.nn.sigmoid(conserved_sinks) / (incoming * number),
+        jnp.exp(conserved_sources - competition) * number,
+    )
+    return flows, state._replace(
+        query=queries[:, -1],
+        key=keys[:, -1],
+        sink=sinks[:, -1],
+        source=sources[:, -1],
+        competition=competition[:, -1],
+        length=state.length + counts,
+    )

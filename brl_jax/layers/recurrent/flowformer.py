@@ -1,0 +1,48 @@
+"""Flow attention as a layer, with a decoding cache whose size does not depend on the length."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.recurrent.flow import FlowState, flow_attention, init_flow_state
+from brl_jax.layers.core.modules import project_unrotated, rotary_options
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowformerConfig(Mechanism):
+    """Linear attention with conserved flows (Flowformer, arXiv:2202.06258)."""
+
+    linear_cost: ClassVar[bool] = True
+
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "chunk_size")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return FlowAttention(self, dimensions, **kwargs)
+
+
+class FlowAttention(StateLayer):
+    """`flow_attention`. Rotary positions rotate the features, as in linear attention."""
+
+    def init_state(self, batch: int, length: int) -> FlowState:
+        d = self.dimensions
+        return init_flow_state(batch, d.num_heads, d.head_dim, d.head_dim)
+
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+        query, key, value = project_unrotated(self.dimensions, x)
+        options = rotary_options(self.dimensions, positions)
+        function = functools.partial(
+            flow_attention, query, key, chunk_size=self.mechanism.chunk_size, **options
+        )
+        return StateAttention(function, value)
