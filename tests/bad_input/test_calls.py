@@ -116,15 +116,19 @@ def classifier(**options):
 IDS = jnp.zeros((1, 4), jnp.int32)
 
 
-def run(model, *arguments, **options):
+def zeros(model):
+    """Parameters that nothing is compiled for."""
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), IDS))
-    variables = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return model.apply(variables, *arguments, **options)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def run(model, *arguments, **options):
+    return model.apply(zeros(model), *arguments, **options)
 
 
 def generate(prompts=IDS, variables=None, model=None, **options):
     model = decoder() if model is None else model
-    variables = nn.unbox(model.init(jax.random.key(0), IDS)) if variables is None else variables
+    variables = zeros(model) if variables is None else variables
     return brl.generate(model, variables, prompts, **{"max_new_tokens": 2, "temperature": 0.0} | options)
 
 

@@ -1,6 +1,7 @@
 """A block: cross-attention to an encoder's outputs, and dropout of each sublayer."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -60,8 +61,8 @@ def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
 def test_a_stack_reads_an_encoder_in_every_layer(remat):
     stack = Stack((LocalConfig(window=2),) * 2, D, remat, cross_attention=True)
     x, encoded = draw(2, 7, 16), Encoded(draw(2, 5, 16, seed=1), jnp.array([3, 5]))
-    variables = nn.unbox(stack.init(jax.random.key(0), x, encoded=encoded))
-    plain = nn.unbox(Stack((LocalConfig(window=2),) * 2, D).init(jax.random.key(0), x))
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x, encoded=encoded))
+    plain = jax.eval_shape(Stack((LocalConfig(window=2),) * 2, D).init, jax.random.key(0), x)
     block = variables["params"]["layers_0"]["block_0"]
     assert set(block) - set(plain["params"]["layers_0"]["block_0"]) == {"cross_mixer", "cross_norm"}
     run = jax.jit(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs, encoded.lengths))[0])
@@ -115,11 +116,13 @@ def test_dropout_reaches_each_sublayer(sublayer):
             silent = jax.tree.map(jnp.zeros_like, params[other][layer])
             params = {**params, other: {**params[other], layer: silent}}
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(deterministic, key):
+        rngs = {"dropout": key}
+        return block.apply({"params": params}, x, None, None, CALL, deterministic, encoded, rngs=rngs)[0] - x
+
     def added(deterministic, seed=0):
-        y, _, _ = block.apply(
-            {"params": params}, x, None, None, CALL, deterministic, encoded, rngs={"dropout": jax.random.key(seed)}
-        )  # fmt: skip
-        return np.asarray(y - x)
+        return np.asarray(run(deterministic, jax.random.key(seed)))
 
     whole, dropped = added(True), added(False)
     gone = dropped == 0

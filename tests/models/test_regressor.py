@@ -42,15 +42,15 @@ def test_every_mechanism_fits(name):
 def test_positions_and_read_out():
     x = jax.random.normal(jax.random.key(1), (1, 6, 3))
     model = Regressor(small(FullConfig(), positions="sinusoidal", num_layers=1))
-    variables = nn.unbox(model.init(jax.random.key(0), x))
-    np.testing.assert_array_equal(model.apply(variables, x), np.zeros((1, 6, 2)))  # says nothing at first
+    variables, run = nn.unbox(jax.jit(model.init)(jax.random.key(0), x)), jax.jit(model.apply)
+    np.testing.assert_array_equal(run(variables, x), np.zeros((1, 6, 2)))  # says nothing at first
     params = variables["params"]
     # Not all alike: a norm's outputs sum to 0.
     kernel = jax.random.normal(jax.random.key(2), params["read_out"]["kernel"].shape)
     params = {**params, "read_out": {**params["read_out"], "kernel": kernel}}
-    y = np.asarray(model.apply({"params": params}, x))
+    y = np.asarray(run({"params": params}, x))
     # Earlier tokens in another order: full attention without positions would not notice.
-    swapped = np.asarray(model.apply({"params": params}, x[:, jnp.array([1, 0, 2, 3, 4, 5])]))
+    swapped = np.asarray(run({"params": params}, x[:, jnp.array([1, 0, 2, 3, 4, 5])]))
     assert np.abs(swapped[:, 5] - y[:, 5]).max() > 1e-4
     # What is added is what the embedding could have added.
     embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"][None, None]
@@ -58,7 +58,7 @@ def test_positions_and_read_out():
     bare = {"kernel": jnp.eye(16), "bias": jnp.zeros(16)}
     plain = Regressor(small(FullConfig(), positions="learned", num_layers=1, num_inputs=16))
     given = {**params, "embedding": bare, "positions": jnp.pad(table[0], ((0, 6), (0, 0)))}
-    np.testing.assert_allclose(plain.apply({"params": given}, embedded), y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(plain.apply)({"params": given}, embedded), y, rtol=1e-4, atol=1e-5)
 
 
 def test_bad_input_is_named():

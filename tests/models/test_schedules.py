@@ -115,7 +115,7 @@ def test_parallel_is_one_projection_of_both():
     d = dimensions(True)
     layer = SideBySideConfig(A, B).layer(d)
     x = jax.random.normal(jax.random.key(0), (2, 9, 16))
-    params = nn.unbox(layer.init(jax.random.key(1), x))["params"]
+    params = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))["params"]
     heads = []
     for name, mechanism in (("first", A), ("second", B)):
         # With the identity for its projection a layer gives its merged heads.
@@ -129,6 +129,6 @@ def test_parallel_is_one_projection_of_both():
 def test_parallel_starts_as_one_projection_would():
     """The joint output matrix has the variance of its doubled fan-in."""
     d = dataclasses.replace(dimensions(True), d_model=128, num_heads=4, num_kv_heads=4, head_dim=32)
-    kernel = nn.unbox(SideBySideConfig(A, B).layer(d).init(jax.random.key(0), jnp.ones((1, 2, 128))))
+    kernel = nn.unbox(jax.jit(SideBySideConfig(A, B).layer(d).init)(jax.random.key(0), jnp.ones((1, 2, 128))))
     deviation = float(jnp.std(kernel["params"]["first"]["out"]["kernel"]))
     assert deviation == pytest.approx((1 / 256) ** 0.5, rel=0.05)

@@ -34,7 +34,7 @@ def test_initialising_with_segments_makes_the_parameters_of_a_token(length):
 def test_more_tokens_than_a_cache_has_room_for(mechanism):
     stack = Stack((mechanism,), dimensions(True))
     x = jnp.ones((1, 5, 16))
-    variables = nn.unbox(stack.init(jax.random.key(0), x))
+    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x))
     cache = stack.init_cache(1, 4)
     with pytest.raises(
         ValueError, match=r"cache: has room for 4 tokens, got 5 after 0; init_cache\(batch, length\)"

@@ -44,7 +44,7 @@ def test_more_tokens_than_room_are_refused(start, length):
 def test_a_layer_refuses_more_tokens_than_room():
     layer = FullConfig().layer(dimensions(True))
     x = jnp.ones((2, 3, 16))
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     _, _, cache = layer.apply(variables, x, cache=layer.init_cache(2, 4))
     with pytest.raises(ValueError, match="cache: has room for 4 tokens, got 3 after 3;"):
         layer.apply(variables, x, cache=cache)

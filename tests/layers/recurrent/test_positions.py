@@ -18,12 +18,15 @@ def test_scores_depend_on_the_distance_only(config):
     """The attention matrix of two tokens at positions (3, 5), (103, 105) and (1003, 1005); another distance differs."""
     layer = config.layer(dimensions(True))
     x = jax.random.normal(jax.random.key(0), (1, 2, 16))
-    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(1), x))
+
+    @jax.jit
+    def weights(positions):
+        _, sown = layer.apply({"params": variables["params"]}, x, positions=positions, mutable="maps")
+        return sown["maps"]["weights"][0]
 
     def matrix(*positions):
-        at = {"positions": jnp.asarray([positions]), "mutable": "maps"}
-        _, sown = layer.apply({"params": variables["params"]}, x, **at)
-        return np.asarray(sown["maps"]["weights"][0])
+        return np.asarray(weights(jnp.asarray([positions])))
 
     near = matrix(3, 5)
     assert np.abs(near[0, :, 1, 0]).min() > 1e-3
