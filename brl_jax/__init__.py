@@ -54,6 +54,11 @@ from brl_jax.attention.recurrent.performer import (
     performer_attention,
     performer_projection,
 )
+from brl_jax.attention.sorting.prob_sparse import (
+    init_prob_sparse_state,
+    prob_sparse_attention,
+    prob_sparse_step,
+)
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
@@ -74,6 +79,7 @@ from brl_jax.layers import (
     GauConfig,
     GlobalWindowConfig,
     HopfieldConfig,
+    InformerConfig,
     KernelizedConfig,
     LinearConfig,
     LinformerConfig,
@@ -133,6 +139,7 @@ __all__ = [
     "GlobalWindow",
     "GlobalWindowConfig",
     "HopfieldConfig",
+    "InformerConfig",
     "KernelizedConfig",
     "LinearConfig",
     "LinformerConfig",
@@ -186,6 +193,7 @@ __all__ = [
     "init_mixed_chunk_state",
     "init_mlr_state",
     "init_performer_state",
+    "init_prob_sparse_state",
     "kernelized_attention",
     "linear_attention",
     "linformer_attention",
@@ -199,6 +207,8 @@ __all__ = [
     "nystrom_attention",
     "performer_attention",
     "performer_projection",
+    "prob_sparse_attention",
+    "prob_sparse_step",
     "propagate",
     "skyformer_attention",
     "skyformer_samples",

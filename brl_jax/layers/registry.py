@@ -25,6 +25,7 @@ from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
+from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
 from brl_jax.layers.structured.global_window import GlobalWindowConfig
 from brl_jax.layers.structured.mlr import MLRConfig
@@ -40,6 +41,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "kernelized": KernelizedConfig,
         "skyformer": SkyformerConfig,
         "long_short": LongShortConfig,
+        "informer": InformerConfig,
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
         "deltanet": DeltaNetConfig,

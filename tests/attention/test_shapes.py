@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("local", "compressed", "recurrent", "structured", "dense", "low_rank")
+FOLDERS = ("local", "compressed", "recurrent", "structured", "dense", "low_rank", "sorting")
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ SOFTMAX = {
         q, k, v, key_projection=PROJECTION, value_projection=PROJECTION, **o
     ),
     "flow": lambda q=Q, k=K, v=V, **o: brl.flow_attention(q, k, v, **o),
+    "prob_sparse": lambda q=Q, k=K, v=V, **o: brl.prob_sparse_attention(q, k, v, rng=jax.random.key(0), **o),
     "kernelized": lambda q=Q, k=K, v=V, **o: brl.kernelized_attention(q, k, v, **o),
     "skyformer": lambda q=Q, k=K, v=V, **o: brl.skyformer_attention(q, k, v, rng=jax.random.key(0), **o),
     "nystrom": lambda q=Q, k=K, v=V, **o: brl.nystrom_attention(q, k, v, **o),
@@ -91,7 +92,18 @@ def test_query_key_value(name, case):
         SOFTMAX[name](**options)
 
 
-SCALES = ("full", "local", "diag", "hopfield", "bsbr", "linformer", "nystrom", "kernelized", "skyformer")
+SCALES = (
+    "full",
+    "local",
+    "diag",
+    "hopfield",
+    "bsbr",
+    "linformer",
+    "nystrom",
+    "kernelized",
+    "skyformer",
+    "prob_sparse",
+)
 
 
 @pytest.mark.parametrize("name", SCALES)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.attention.low_rank.skyformer import skyformer_samples
+from brl_jax.attention.sorting.prob_sparse import sampled_fractions
 from tests.laws.oracles import norm, project, rotary, softmax
 from tests.laws.state_oracles import head_inputs, merge, residual_network
 
@@ -111,7 +113,39 @@ def long_short_mix(u, p, m, d):
     return np.tensordot(np.reshape(out, q.shape), p["out"]["kernel"], axes=2)
 
 
+def informer_mix(u, p, m, d):
+    # The random fractions come from the library.
+    n = len(u)
+    sees = [t + 1 if d.is_causal else n for t in range(n)]
+    logarithms = [max(1, int(np.ceil(np.log(s)))) for s in sees]
+    budgets = [min(s, m.factor * log) for s, log in zip(sees, logarithms)]
+    key = jax.random.key(m.seed)
+    draws = np.stack([np.asarray(sampled_fractions(key, jnp.arange(n), s)) for s in range(max(budgets))], 1)
+    heads = []
+    for q, k, v in head_inputs(u, p, d):
+        scores, measures, attending, out = q @ k.T, [], 0, []
+        for t in range(n):
+            sampled = np.real(
+                scores[t, np.floor(draws[t, : budgets[t]].astype(np.float64) * sees[t]).astype(int)]
+            )
+            measures.append(sampled.max() - sampled.mean())
+        for t in range(n):
+            others = measures[:t] if d.is_causal else measures[:t] + measures[t + 1 :]
+            attends = sum(x >= measures[t] for x in others) < budgets[t]
+            attends = attends and not (d.is_causal and attending >= 2 * budgets[t] * logarithms[t])
+            attending += attends
+            row = scores[None, t, : sees[t]] / np.sqrt(d.head_dim)
+            seen = v[: sees[t]]
+            if attends:
+                out.append((softmax(row, np.ones(row.shape, bool)) @ seen)[0])
+            else:
+                out.append(seen.sum(0) if d.is_causal else seen.mean(0))
+        heads.append(np.stack(out))
+    return merge(heads, p)
+
+
 NETWORKS = {
+    "informer": residual_network(informer_mix),
     "long_short": residual_network(long_short_mix),
     "kernelized": residual_network(kernelized_mix),
     "skyformer": residual_network(skyformer_mix),

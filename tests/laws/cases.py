@@ -30,6 +30,7 @@ from brl_jax.layers import (
     GauConfig,
     GlobalWindowConfig,
     HopfieldConfig,
+    InformerConfig,
     KernelizedConfig,
     LinearConfig,
     LinformerConfig,
@@ -125,6 +126,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "long_short": {"": Case(LongShortConfig(window=5, num_projected=2, chunk_size=6, chunk_rank=2))},
     "hopfield": {"": Case(HopfieldConfig(steps=2, beta=1.0))},
     "kernelized": {"": Case(KernelizedConfig(), repeats="hopfield")},
+    "informer": {"": Case(InformerConfig(factor=1))},
     "linear": {
         "": Case(LinearConfig(chunk_size=8)),
     },

@@ -19,6 +19,7 @@ PLAIN = {
     "diag": {"block_size": 4},
     "linformer": {"num_projected": 3, "max_length": 16},
     "nystromformer": {"num_landmarks": 3},
+    "informer": {"factor": 1},
     "flowformer": {"chunk_size": 4},
     "kernelized": {},
     "skyformer": {"num_samples": 4},

@@ -365,6 +365,20 @@ MUTANTS = (
         (LAWS, "-k", "law_2 and flowformer"),
     ),
     Mutant(
+        "sorting/Informer ranks a causal query among later ones",
+        "brl_jax/attention/sorting/prob_sparse.py",
+        "earlier = jnp.tri(size, k=-1, dtype=bool)[None, None]",
+        "earlier = ~jnp.eye(size, dtype=bool)[None, None]",
+        (LAWS, "-k", "law_1 and informer and not linformer"),
+    ),
+    Mutant(
+        "sorting/Informer samples later keys",
+        "brl_jax/attention/sorting/prob_sparse.py",
+        "seen = jnp.minimum(places[None] + 1, lengths[:, None]) if is_causal else",
+        "seen = lengths[:, None] + 0 * places[None] if is_causal else",
+        (LAWS, "-k", "law_1 and informer and not linformer"),
+    ),
+    Mutant(
         "low_rank/Skyformer samples the padding",
         "brl_jax/attention/low_rank/skyformer.py",
         "samples[None] * counts[:, None].astype(jnp.float32)",

@@ -1,0 +1,1 @@
+"""Layers around attention that sorts or ranks tokens."""

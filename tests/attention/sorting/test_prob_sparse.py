@@ -1,0 +1,83 @@
+"""ProbSparse attention: its blocks, its budgets, its samples, and what it refuses."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import full_attention, init_prob_sparse_state, prob_sparse_attention
+from brl_jax.attention.sorting import prob_sparse, reference
+from tests.attention.local.test_local import random_qkv
+from tests.attention.oracles import relative_error
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.slow
+def test_blocks_of_ranks_and_of_attending_queries_change_nothing(monkeypatch):
+    arrays = random_qkv(150, heads=4)[:3]
+    options = {"factor": 2, "is_causal": True, "rng": KEY}
+    expected = reference.prob_sparse_attention(*arrays, **options)
+    monkeypatch.setattr(prob_sparse, "_RANKED", 16)
+    monkeypatch.setattr(prob_sparse, "_QUERY_BLOCK", 8)
+    assert relative_error(prob_sparse_attention(*arrays, **options), expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_budget_of_all_is_full_attention():
+    arrays = random_qkv(20, heads=2)[:3]
+    for is_causal in (True, False):
+        options = {"rng": KEY, "is_causal": is_causal}
+        expected = full_attention(*arrays, is_causal=is_causal)
+        assert relative_error(prob_sparse_attention(*arrays, factor=20, **options), expected) < 1e-5
+        assert relative_error(prob_sparse_attention(*arrays, factor=1, **options), expected) > 1e-2
+
+
+def test_budgets():
+    """Of ints and of arrays alike, at the powers of e."""
+    lengths = [1, 2, 3, 7, 8, 20, 21, 22026, 22027, 2**24]
+    logarithms = [max(1, math.ceil(math.log(n))) for n in lengths]
+    assert [prob_sparse.log_ceiling(n) for n in lengths] == logarithms
+    np.testing.assert_array_equal(prob_sparse.log_ceiling(jnp.asarray(lengths)), logarithms)
+    assert prob_sparse.budget(4096, 5) == 45
+    assert prob_sparse.budget(20, 5) == 15
+    assert prob_sparse.budget(6, 5) == 6
+    np.testing.assert_array_equal(prob_sparse.budget(jnp.asarray([4096, 20, 6]), 5), [45, 15, 6])
+    # All of the first tokens may attend.
+    assert all(prob_sparse.capacity(n, 5) >= n for n in range(1, 30))
+
+
+def test_samples_are_uniform_and_of_the_position_alone():
+    draw = jax.jit(prob_sparse.sampled_fractions)
+    drawn = np.asarray(draw(KEY, jnp.arange(2000), 3))
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    assert abs(drawn.mean() - 0.5) < 0.03
+    np.testing.assert_array_equal(draw(KEY, jnp.arange(2000) + 7, 3)[:-7], drawn[7:])
+    for other in (draw(KEY, jnp.arange(2000), 4), draw(jax.random.key(1), jnp.arange(2000), 3)):
+        assert (np.asarray(other) != drawn).mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"factor": 0}, "factor must be an int of at least 1, got 0"),
+        ({"scale": math.inf}, "scale must be finite, got inf"),
+        ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
+    ],
+)
+def test_bad_input(changes, message):
+    with pytest.raises(ValueError, match=message):
+        prob_sparse_attention(*random_qkv(6)[:3], rng=KEY, **changes)
+
+
+def test_other_lengths_and_sizes_are_refused():
+    query, key, value, _ = random_qkv(6)
+    with pytest.raises(
+        ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
+    ):
+        prob_sparse_attention(query, key[:, :5], value[:, :5], rng=KEY)
+    with pytest.raises(ValueError, match="num_heads must be an int of at least 1, got 0"):
+        init_prob_sparse_state(1, 8, 0)
