@@ -271,12 +271,9 @@ def _bytes(shape: str) -> int:
 
 
 def assembler() -> str:
-    """ptxas of the CUDA wheels beside this Python, else Triton's for the newest GPUs, else the one on PATH.
-
-    An older one refuses a newer Triton's code.
-    """
-    for pattern in ("nvidia/*/bin/ptxas", "triton/backends/nvidia/bin/ptxas-blackwell"):
-        for path in (found for folder in map(Path, sys.path) for found in folder.glob(pattern)):
+    """ptxas of the CUDA wheels beside this Python, else the one on PATH; an older one refuses a newer Triton's code."""
+    for folder in map(Path, sys.path):
+        for path in folder.glob("nvidia/*/bin/ptxas"):
             return str(path)
     found = shutil.which("ptxas")
     if found is None:

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 from etils import epath
@@ -63,14 +63,6 @@ class HeldOut(Protocol):
     @property
     def num_bytes(self) -> int | None: ...
     def __iter__(self) -> Iterator[Batch]: ...
-
-
-class Trained(NamedTuple):
-    """A run that is done: its last state, and what its last evaluation measured (`held_out_metrics`), which is empty
-    where there was nothing left to do."""
-
-    state: TrainState
-    measured: dict[str, float]
 
 
 class Signals:
@@ -166,7 +158,7 @@ def train(
     held_out: HeldOut,
     full_held_out: HeldOut | None = None,
     mesh: Mesh | None = None,
-) -> Trained:
+) -> TrainState:
     """Trains until `loop.steps`, from the newest whole checkpoint in the run's folder.
 
     Args:
@@ -180,7 +172,7 @@ def train(
         this process (`train.mesh.host_rows`).
 
     Returns:
-      The last state and the last measures.
+      The last state.
 
     Raises:
       UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be written.
@@ -213,7 +205,7 @@ def _train(
     held_out: HeldOut,
     full_held_out: HeldOut,
     mesh: Mesh,
-) -> Trained:
+) -> TrainState:
     eval_step = jax.jit(make_eval_step(objective))
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
 
@@ -224,7 +216,6 @@ def _train(
     # the checkpoint.
     line: dict[str, Any] | None = None
     best = _Best()
-    measured: dict[str, float] = {}
     if meta is not None:
         stream.set_state(meta["position"])
         line = meta["unfinished"]
@@ -282,9 +273,7 @@ def _train(
                     place = functools.partial(place_batch, mesh, rows=data.batch)
                     sums = evaluate(eval_step, objective, state.params, data, interrupted, place)
                     whole = sums is not None
-                    if sums is not None:
-                        measured = held_out_metrics(sums, data.num_bytes)
-                        line |= measured
+                    line |= held_out_metrics(sums, data.num_bytes) if sums is not None else {}
                 score = _score(objective, line)
                 if score is not None:
                     best.add(score)
@@ -310,7 +299,7 @@ def _train(
                 "resumes from there",
                 signals.received,
             )
-    return Trained(state, measured)
+    return state
 
 
 def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:

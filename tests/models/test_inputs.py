@@ -102,7 +102,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(NETWORKS, ("decoder",)))
+@pytest.mark.parametrize("name", slow_unless(NETWORKS, ("decoder", "features")))
 def test_dropout_reaches_the_embedding(name):
     """With sublayers that add nothing, and whose own dropout changes nothing, outputs still change."""
     model, inputs = NETWORKS[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+ALL_AT_ONCE = "tests/attention/recurrent/test_all_at_once.py"
 LAWS = "tests/laws/test_laws.py"
 LOCAL = "tests/attention/local"
 TPU = "tests/pallas_kernels/tpu"
@@ -217,23 +218,23 @@ MUTANTS = (
     Mutant(
         "recurrent/the delta rule writes without its strength",
         "brl_jax/attention/recurrent/delta.py",
-        "jnp.tril(overlap, k=-1), beta * (v",
-        "jnp.tril(overlap, k=-1), (v",
+        "solve_unit_lower(keys.overlap, keys.beta * (v",
+        "solve_unit_lower(keys.overlap, (v",
         (LAWS, "-k", "law_3 and deltanet"),
     ),
     Mutant(
         "recurrent/the delta rule's overlap contains the diagonal",
         "brl_jax/attention/recurrent/delta.py",
-        "jnp.tril(overlap, k=-1), beta * (v",
-        "jnp.tril(overlap), beta * (v",
+        "beta, beta * jnp.tril(overlap, k=-1))",
+        "beta, beta * jnp.tril(overlap))",
         (LAWS, "-k", "law_3 and deltanet"),
         equivalent="solve_unit_lower reads what is below the diagonal, and its gradient is 0 elsewhere",
     ),
     Mutant(
         "recurrent/Performer forgets the maximum when the state fades",
         "brl_jax/attention/recurrent/performer.py",
-        "fade = zero_unless(keeps_state, jnp.exp(before - maximum))",
-        "fade = zero_unless(keeps_state, jnp.ones_like(maximum))",
+        "zero_unless(keeps, jnp.exp(before - maximum))",
+        "zero_unless(keeps, jnp.ones_like(maximum))",
         (LAWS, "-k", "law_3 and performer"),
     ),
     Mutant(
@@ -263,6 +264,34 @@ MUTANTS = (
         "pairs, segments == segment[:, None], newest == segment",
         "pairs, segments >= -1, newest == segment",
         ("tests/attention/recurrent", "-k", "segments_are_apart"),
+    ),
+    Mutant(
+        "recurrent/joined chunks keep the sums of the segment before",
+        "brl_jax/attention/recurrent/linear.py",
+        "lambda a, b: zero_unless(keeps, a) + b",
+        "lambda a, b: a + b",
+        (ALL_AT_ONCE, "-k", "oracle and linear"),
+    ),
+    Mutant(
+        "recurrent/Performer joins sums relative to different maxima",
+        "brl_jax/attention/recurrent/performer.py",
+        "shrink = jnp.exp(later.maximum - maximum)",
+        "shrink = jnp.ones_like(maximum)",
+        (ALL_AT_ONCE, "-k", "oracle and performer"),
+    ),
+    Mutant(
+        "recurrent/the gradient of the delta rule's states crosses segments",
+        "brl_jax/attention/recurrent/delta.py",
+        "jnp.roll(keeps, -1, axis=1)[:, ::-1]",
+        "keeps[:, ::-1]",
+        (ALL_AT_ONCE, "-k", "oracle and delta"),
+    ),
+    Mutant(
+        "recurrent/an odd number of chunks loses the last one's state",
+        "brl_jax/attention/recurrent/prefix_states.py",
+        "state = apply(state, *_one(chunks - 1",
+        "apply(state, *_one(chunks - 1",
+        (ALL_AT_ONCE, "-k", "oracle and linear"),
     ),
     # Attention: structured, dense, low rank.
     Mutant(
@@ -525,7 +554,12 @@ MUTANTS = (
         "brl_jax/models/losses.py",
         "- chosen) * weights)",
         "- chosen) * jnp.where(weights == 0, 1.0, weights))",
-        ("tests/train/test_mesh.py", "-k", "pieces"),
+        (
+            "tests/train/test_mesh.py",
+            "tests/train/test_loop.py",
+            "-k",
+            "loss_in_pieces or evaluation_carries",
+        ),
     ),
     Mutant(
         "models/TLinFormer's windows read their own tokens twice",

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
-from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
+from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility, Recurrence, scan_chunks
+from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
     heads_first,
@@ -112,8 +114,44 @@ def delta_rule(
         "value": prepared.value,
         "beta": zero_padding(beta, prepared.lengths),
     }
-    state, out = scan_chunks(step, state, inputs, prepared.segments, chunk_size=chunk_size)
+
+    def summarize(chunk: Any, visibility: ChunkVisibility) -> _Affine:
+        return _summarize(chunk, visibility, normalize_keys)
+
+    recurrence = Recurrence(summarize, _states)
+    state, out = scan_chunks(
+        step, state, inputs, prepared.segments, chunk_size=chunk_size, recurrence=recurrence
+    )
     return (out, state) if return_state else out
+
+
+class _Keys(NamedTuple):
+    """What the WY form of a chunk needs of its keys.
+
+    Attributes:
+      key: the keys, normalised if that is asked for, and `reads`, those of them that read the state.
+      adds: those whose values are written to the state.
+      beta: their strengths.
+      overlap: the strictly lower part of diag(beta) K K^T, within segments.
+    """
+
+    key: Float[Array, "B K C H"]
+    reads: Float[Array, "B K C H"]
+    adds: Float[Array, "B K C H"]
+    beta: Float[Array, "B K C 1"]
+    overlap: Float[Array, "B K C C"]
+
+
+def _keys(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) -> _Keys:
+    k = heads_first(chunk["key"])
+    if normalize_keys:
+        squares = checkpoint_name(jnp.sum(jnp.square(k), axis=-1, keepdims=True), SAVED)
+        k = k * lax.rsqrt(squares + 1e-12)
+    beta = heads_first(chunk["beta"][..., None])
+    overlap = mask_scores(visibility.pairs, jnp.einsum("bkif,bkjf->bkij", k, k))
+    overlap = checkpoint_name(overlap, SAVED)
+    adds = k if visibility.enters_state is None else zero_unless(visibility.enters_state[:, None], k)
+    return _Keys(k, mask_rows(visibility.reads_state, k), adds, beta, beta * jnp.tril(overlap, k=-1))
 
 
 def _step(
@@ -121,20 +159,87 @@ def _step(
 ) -> tuple[DeltaState, Float[Array, "B C N V"]]:
     """One chunk in the WY form."""
     length, kv_heads = chunk["key"].shape[1:3]
-    rows, k, v = group_rows(chunk["query"], kv_heads), heads_first(chunk["key"]), heads_first(chunk["value"])
-    if normalize_keys:
-        k = k * lax.rsqrt(jnp.sum(jnp.square(k), axis=-1, keepdims=True) + 1e-12)
-    beta = heads_first(chunk["beta"][..., None])
-    overlap = mask_scores(visibility.pairs, jnp.einsum("bkif,bkjf->bkij", k, k))
-    stored = jnp.einsum("bkcf,bkfh->bkch", mask_rows(visibility.reads_state, k), state.key_value)
-    corrected = solve_unit_lower(beta * jnp.tril(overlap, k=-1), beta * (v - stored))
-    scores = mask_scores(visibility.pairs, jnp.einsum("bkrf,bkcf->bkrc", rows, k))
+    rows, v = group_rows(chunk["query"], kv_heads), heads_first(chunk["value"])
+    keys = _keys(chunk, visibility, normalize_keys)
+    stored = jnp.einsum("bkcf,bkfh->bkch", keys.reads, state.key_value)
+    corrected = solve_unit_lower(keys.overlap, keys.beta * (v - stored))
+    scores = mask_scores(visibility.pairs, jnp.einsum("bkrf,bkcf->bkrc", rows, keys.key))
     out = jnp.einsum("bkrf,bkfh->bkrh", mask_rows(visibility.reads_state, rows), state.key_value)
     out = out + jnp.einsum("bkrc,bkch->bkrh", scores, corrected)
-    added = k if visibility.enters_state is None else zero_unless(visibility.enters_state[:, None], k)
-    update = jnp.einsum("bkcf,bkch->bkfh", added, corrected)
+    update = jnp.einsum("bkcf,bkch->bkfh", keys.adds, corrected)
     kept = zero_unless(visibility.keeps_state, state.key_value)
     return DeltaState(kept + update), ungroup_rows(out, length)
+
+
+class _Affine(NamedTuple):
+    """What a chunk does to the state that it keeps: S -> A S + B."""
+
+    transition: Float[Array, "*leading K H H"]
+    added: Float[Array, "*leading K H V"]
+
+
+def _summarize(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) -> _Affine:
+    """A = I - K^T W and B = K^T U, where W and U are the solutions for diag(beta) K and diag(beta) V
+    (arXiv:2406.06484, eqs. 7-10). The norm of A is at most 1 for normalised keys and beta between 0 and 2."""
+    keys, v = _keys(chunk, visibility, normalize_keys), heads_first(chunk["value"])
+    solved = solve_unit_lower(keys.overlap, keys.beta * jnp.concatenate([-keys.reads, v], axis=-1))
+    change, added = jnp.split(
+        jnp.einsum("bkcf,bkch->bkfh", keys.adds, solved), [keys.reads.shape[-1]], axis=-1
+    )
+    identity = jnp.eye(change.shape[-1], dtype=change.dtype)
+    return _Affine(change + jnp.broadcast_to(identity, change.shape), added)
+
+
+def _states(
+    state: DeltaState, maps: _Affine, keeps: Bool[Array, "B chunks"] | None
+) -> tuple[DeltaState, DeltaState]:
+    """The states before all chunks and the last one.
+
+    The states x after the chunks solve the linear equations x_c - A_c x_(c-1) = B_c, and their derivatives solve
+    such equations too, in backward order for gradients: nothing is differentiated through the joined maps.
+    """
+    transition, added = maps
+    kept = zero_unless(None if keeps is None else keeps[:, 0], state.key_value)
+    first = added[:, :1] + _multiply(transition[:, 0], kept)[:, None]
+
+    def differences(after: Array) -> Array:
+        before = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
+        return after - _multiply(transition, zero_unless(keeps, before))
+
+    def solve(_: Any, added: Array) -> Array:
+        return _affine_states(transition, added, keeps)
+
+    def solve_transposed(_: Any, d_after: Array) -> Array:
+        # The map of a chunk leads backwards to the one before it; that of the first leads to none.
+        backward = jnp.swapaxes(jnp.roll(transition, -1, axis=1)[:, ::-1], -1, -2)
+        backward_keeps = None if keeps is None else jnp.roll(keeps, -1, axis=1)[:, ::-1]
+        return _affine_states(backward, d_after[:, ::-1], backward_keeps)[:, ::-1]
+
+    right = jnp.concatenate([first, added[:, 1:]], axis=1)
+    after = lax.custom_linear_solve(differences, right, solve, solve_transposed)
+    before = jnp.concatenate([state.key_value[:, None], after[:, :-1]], axis=1)
+    return DeltaState(before), DeltaState(after[:, -1])
+
+
+def _affine_states(
+    transition: Float[Array, "B chunks K H H"],
+    added: Float[Array, "B chunks K H V"],
+    keeps: Bool[Array, "B chunks"] | None,
+) -> Float[Array, "B chunks K H V"]:
+    """The states after all chunks, from a state of zeros."""
+    size = transition.shape[-1]
+
+    def join(earlier: Array, later: Array, keeps: Any) -> Array:
+        # One product for both parts of [A B].
+        joined = _multiply(later[..., :size], zero_unless(keeps, earlier))
+        return joined + jnp.pad(later[..., size:], [(0, 0)] * (later.ndim - 1) + [(size, 0)])
+
+    def apply(state: Array, following: Array, keeps: Any) -> Array:
+        return _multiply(following[..., :size], zero_unless(keeps, state)) + following[..., size:]
+
+    maps = jnp.concatenate([transition, added], axis=-1)
+    before, last = states_before(join, apply, jnp.zeros_like(added[:, 0]), maps, keeps)
+    return jnp.concatenate([before[:, 1:], last[:, None]], axis=1)
 
 
 def solve_unit_lower(a: Float[Array, "*B C C"], b: Float[Array, "*B C V"]) -> Float[Array, "*B C V"]:
@@ -149,8 +254,8 @@ def _solve(a: Array, b: Array) -> Array:
 
 
 def _solve_forward(a: Array, b: Array) -> tuple[Array, Any]:
-    inverse = invert_unit_lower(a)
-    x = _multiply(inverse, b)
+    inverse = checkpoint_name(invert_unit_lower(a), SAVED)
+    x = checkpoint_name(_multiply(inverse, b), SAVED)
     return x, (inverse, x)
 
 
@@ -162,17 +267,29 @@ def _solve_backward(saved: Any, d_x: Array) -> tuple[Array, Array]:
 
 _solve.defvjp(_solve_forward, _solve_backward)
 
-# The error of a row of the solution enters all later rows, so the device's default precision is not enough.
+# The error of a row of the solution enters all later rows, and that of a chunk's map all later states, so the device's
+# default precision is not enough.
 _multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def invert_unit_lower(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """(I + A)^-1 for A strictly lower triangular.
 
-    The inverse is assembled from blocks of doubling size: [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. This
-    is as stable as forward substitution. A series in powers of A is not: for equal keys the powers grow like binomial
-    coefficients.
+    A GPU's library solves for the inverse in one launch. Elsewhere it is assembled from blocks of doubling size, in
+    matrix products: [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. This is as stable as forward substitution.
+    A series in powers of A is not: for equal keys the powers grow like binomial coefficients.
     """
+    return lax.platform_dependent(a, cuda=_substitute, rocm=_substitute, default=_assemble)
+
+
+def _substitute(a: Array) -> Array:
+    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
+    return lax.linalg.triangular_solve(
+        a, vary_like(identity, (a,)), left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+def _assemble(a: Array) -> Array:
     size = a.shape[-1]
     width = 1 << (size - 1).bit_length()
     a = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, width - size)] * 2)

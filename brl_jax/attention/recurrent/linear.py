@@ -8,14 +8,20 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
-from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_both_directions, scan_chunks
+from brl_jax.attention.recurrent.chunk_scan import (
+    ChunkVisibility,
+    Recurrence,
+    scan_both_directions,
+    scan_chunks,
+)
+from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
     heads_first,
@@ -233,10 +239,18 @@ def feature_sums(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
+
+    def summarize(chunk: Any, visibility: ChunkVisibility) -> LinearState:
+        return step(fresh, chunk, visibility)[0]
+
+    scan: dict[str, Any] = {
+        "chunk_size": chunk_size,
+        "recurrence": Recurrence(summarize, functools.partial(states_before, _join, _join)),
+    }
     if is_causal:
-        state, sums = scan_chunks(step, state, inputs, segments, chunk_size=chunk_size)
+        state, sums = scan_chunks(step, state, inputs, segments, **scan)
     elif prepared.packed and segments is not None:
-        past, future = scan_both_directions(step, fresh, inputs, segments, chunk_size=chunk_size)
+        past, future = scan_both_directions(step, fresh, inputs, segments, **scan)
         sums = jax.tree.map(jnp.add, past, future)
     else:
         k = jax.tree.map(heads_first, both(key_features, key, key_positions))
@@ -245,6 +259,11 @@ def feature_sums(
         q = jax.tree.map(lambda x: group_rows(x, kv_heads), both(query_features, query, query_positions))
         sums = tuple(None if x is None else ungroup_rows(x, query.shape[1]) for x in _read_state(q, state))
     return sums, state
+
+
+def _join(earlier: LinearState, later: LinearState, keeps: Bool[Array, "*leading"] | None) -> LinearState:
+    """The sums over two adjacent runs of chunks."""
+    return jax.tree.map(lambda a, b: zero_unless(keeps, a) + b, earlier, later)
 
 
 class _Both(NamedTuple):

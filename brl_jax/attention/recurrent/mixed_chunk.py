@@ -5,6 +5,7 @@ FLASH is the model of arXiv:2202.10447; it is unrelated to the FlashAttention ke
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import locate_piece
-from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
+from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
 from brl_jax.attention.recurrent.gau import check_position_bias, position_bias, squared_relu
+from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 
 
@@ -179,11 +181,19 @@ def _whole_sequence(
             linear = add_to_state(linear, chunk, visibility.enters_state)
         return linear, ungroup_rows(out, length).astype(query.dtype)
 
+    def summarize(chunk: Any, visibility: ChunkVisibility) -> Array:
+        fresh = jnp.zeros_like(linear)
+        return add_to_state(fresh, chunk, visibility.enters_state) if is_causal else fresh
+
+    def join(earlier: Array, later: Array, keeps: Any) -> Array:
+        return earlier + later  # a row is one sequence, whose past is always kept
+
     kv_heads, head_dim = inputs["key"].shape[2:]
     linear = jnp.zeros((query.shape[0], kv_heads, head_dim, value.shape[3]), jnp.float32)
     if not is_causal:
         linear = add_to_state(linear, inputs, None if segments is None else segments >= 0)
-    return scan_chunks(step, linear, inputs, segments, chunk_size=chunk_size)[1]
+    recurrence = Recurrence(summarize, functools.partial(states_before, join, join))
+    return scan_chunks(step, linear, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)[1]
 
 
 def _piece(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,7 +15,13 @@ from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
-from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_both_directions, scan_chunks
+from brl_jax.attention.recurrent.chunk_scan import (
+    ChunkVisibility,
+    Recurrence,
+    scan_both_directions,
+    scan_chunks,
+)
+from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 
 # The logarithm of a feature that does not exist: finite, so that the difference of two of them is 0 and not NaN.
@@ -133,10 +140,17 @@ def performer_attention(
     def step(state: PerformerState, chunk: Any, visibility: ChunkVisibility) -> tuple[PerformerState, Any]:
         return _step(directions, chunk, state, visibility)
 
+    def summarize(chunk: Any, visibility: ChunkVisibility) -> PerformerState:
+        return step(fresh, chunk, visibility)[0]
+
+    scan: dict[str, Any] = {
+        "chunk_size": chunk_size,
+        "recurrence": Recurrence(summarize, functools.partial(states_before, _join, _join)),
+    }
     if is_causal:
-        state, (total, weight, _) = scan_chunks(step, state, inputs, segments, chunk_size=chunk_size)
+        state, (total, weight, _) = scan_chunks(step, state, inputs, segments, **scan)
     elif prepared.packed and segments is not None:
-        total, weight = _add_sums(*scan_both_directions(step, fresh, inputs, segments, chunk_size=chunk_size))
+        total, weight = _add_sums(*scan_both_directions(step, fresh, inputs, segments, **scan))
     else:
         logs = _log_features(directions, heads_first(key))
         top, features = _key_features(logs, None if segments is None else segments >= 0)
@@ -215,15 +229,33 @@ def _add_to_state(
     keeps_state: Bool[Array, "B"] | None,
 ) -> PerformerState:
     """The state with keys and values added, relative to the new maximum."""
-    log_zero = jnp.asarray(_LOG_ZERO, top.dtype)
-    before = (
-        state.maximum if keeps_state is None else jnp.where(keeps_state[:, None], state.maximum, log_zero)
-    )
-    maximum = jnp.maximum(before, top.max(axis=-1))
-    fade = zero_unless(keeps_state, jnp.exp(before - maximum))
+    maximum, fade = _fade(state.maximum, top.max(axis=-1), keeps_state)
     features = features * jnp.exp(top - maximum[..., None])[..., None]
     key_value = state.key_value * fade[..., None, None] + jnp.einsum("bkcf,bkch->bkfh", features, v)
     return PerformerState(key_value, state.key * fade[..., None] + features.sum(axis=2), maximum)
+
+
+def _join(
+    earlier: PerformerState, later: PerformerState, keeps: Bool[Array, "*leading"] | None
+) -> PerformerState:
+    """The state of two adjacent runs of tokens; all arrays have these leading axes."""
+    maximum, fade = _fade(earlier.maximum, later.maximum, keeps)
+    shrink = jnp.exp(later.maximum - maximum)
+    return PerformerState(
+        earlier.key_value * fade[..., None, None] + later.key_value * shrink[..., None, None],
+        earlier.key * fade[..., None] + later.key * shrink[..., None],
+        maximum,
+    )
+
+
+def _fade(
+    before: Float[Array, "*leading K"], new: Float[Array, "*leading K"], keeps: Bool[Array, "*leading"] | None
+) -> tuple[Float[Array, "*leading K"], Float[Array, "*leading K"]]:
+    """The maximum of the old and the new logarithms, and the factor of the sums relative to the old one."""
+    if keeps is not None:
+        before = jnp.where(keeps[..., None], before, jnp.asarray(_LOG_ZERO, before.dtype))
+    maximum = jnp.maximum(before, new)
+    return maximum, zero_unless(keeps, jnp.exp(before - maximum))
 
 
 def _step(

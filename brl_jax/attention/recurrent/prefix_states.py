@@ -1,0 +1,68 @@
+"""The states before all chunks of a sequence at once, in a number of steps that grows with the logarithm of theirs.
+
+A chunk's summary is what it does to the state. Summaries of neighbours can be joined, so that the states before all
+chunks follow in a tree (Blelloch 1990, "Prefix sums and their applications").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+#: (summary, summary of the chunks that follow, keeps of those) -> the summary of all of them. Associative; arrays have
+#: leading axes (B, chunks), and so has `keeps`, which is None or False where nothing is left of what came before.
+Join = Callable[[Any, Any, Bool[Array, "B chunks"] | None], Any]
+#: (state, summary of the chunks that follow, keeps of those) -> the state after them; leading axes (B, chunks) or (B,).
+Apply = Callable[[Any, Any, Bool[Array, "*leading"] | None], Any]
+
+# So many chunks follow each other faster than they are joined.
+_FEW = 4
+
+
+def states_before(
+    join: Join, apply: Apply, state: Any, summaries: Any, keeps: Bool[Array, "B chunks"] | None
+) -> tuple[Any, Any]:
+    """The states before each of the chunks, (B, chunks, ...), and the state after the last.
+
+    Each level of the recursion joins pairs of neighbours, so that the first of a pair finds its state in the level
+    above, and the second one step later. Unlike `lax.associative_scan`, no chunk is joined with all that precede it: a
+    state may be smaller than a summary.
+
+    Args:
+      state: the state before the first chunk.
+      summaries: a pytree of arrays (B, chunks, ...).
+      keeps: False where a new segment begins in a chunk, after which nothing is left of the state before it; None
+        stands for True everywhere.
+    """
+
+    chunks = jax.tree.leaves(summaries)[0].shape[1]
+    if chunks <= _FEW:
+        reached = [state]
+        for i in range(chunks):
+            reached.append(apply(reached[-1], *_one(i, summaries, keeps)))
+        return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *reached[:-1]), reached[-1]
+
+    pairs = chunks // 2
+    first, first_keeps = jax.tree.map(lambda x: x[:, 0 : 2 * pairs : 2], (summaries, keeps))
+    second, second_keeps = jax.tree.map(lambda x: x[:, 1::2], (summaries, keeps))
+    both_keep = None if first_keeps is None else first_keeps & second_keeps
+    states, state = states_before(join, apply, state, join(first, second, second_keeps), both_keep)
+    between = apply(states, first, first_keeps)
+
+    def interleave(x: Array, y: Array) -> Array:
+        return jnp.stack([x, y], axis=2).reshape(x.shape[0], 2 * pairs, *x.shape[2:])
+
+    states = jax.tree.map(interleave, states, between)
+    if chunks % 2:
+        states = jax.tree.map(lambda x, y: jnp.concatenate([x, y[:, None]], axis=1), states, state)
+        state = apply(state, *_one(chunks - 1, summaries, keeps))
+    return states, state
+
+
+def _one(i: int, summaries: Any, keeps: Any) -> Any:
+    """The summary of one chunk and what it keeps."""
+    return jax.tree.map(lambda x: x[:, i], (summaries, keeps))

@@ -1,0 +1,221 @@
+"""The form of the recurrent functions in which a GPU computes all chunks at once, run on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import brl_jax
+from tests.attention.recurrent.test_state_functions import close
+
+HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
+PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks: even and odd numbers of chunks are joined
+DIRECTIONS = np.random.default_rng(0).standard_normal((7, SIZE))
+
+
+@pytest.fixture
+def all_at_once(monkeypatch):
+    """What is written for GPUs runs here."""
+
+    def take_cuda(*operands, default=None, **branches):
+        return branches.get("cuda", default)(*operands)
+
+    monkeypatch.setattr(lax, "platform_dependent", take_cuda)
+
+
+def _elu_plus_1(x):
+    return np.where(x.real > 0, x + 1, np.exp(np.where(x.real > 0, 0, x)))
+
+
+def _performer_features(x):
+    x = x * SIZE**-0.25
+    return np.exp(x @ DIRECTIONS.T - (x * x).sum(-1, keepdims=True) / 2)
+
+
+def _largest(x):
+    return np.take_along_axis(x, x.real.argmax(-1)[..., None], -1)
+
+
+def _linear(q, k, seen):
+    return _normalized(_elu_plus_1(q) @ _elu_plus_1(k).T, seen)
+
+
+def _cosformer(q, k, seen):
+    i = np.arange(len(q))
+    cosine = np.cos((i[:, None] - i) * math.pi / 1024)
+    return _normalized((q * (q.real > 0)) @ (k * (k.real > 0)).T * cosine, seen, 1e-6)
+
+
+def _performer(q, k, seen):
+    rows = _performer_features(q)
+    return _normalized((rows + 1e-6 * _largest(rows)) @ _performer_features(k).T, seen)
+
+
+def _normalized(weights, seen, least=0.0):
+    weights = weights * seen
+    total = weights.sum(-1, keepdims=True)
+    return weights / np.where(total.real > least, total, least or 1)
+
+
+def _delta(q, k, v, beta, segments):
+    k = k / np.sqrt((k * k).sum(-1, keepdims=True))
+    state, out = 0, []
+    for t in range(len(q)):
+        state = state * (t > 0 and segments[t] == segments[t - 1]) + np.zeros((SIZE, SIZE))
+        state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
+def _mixed(q, k, seen):
+    chunk = np.arange(len(q)) // CHUNK
+    near, scores = chunk[:, None] == chunk, q @ k.T / CHUNK
+    return np.where(near & seen, (scores * (scores.real > 0)) ** 2, np.where(near, 0, -scores * seen))
+
+
+def oracle(name, query, key, value, beta, segments):
+    """(n, N, V) in float64 for one row of tokens that all exist; complex inputs give directional derivatives."""
+    n = len(query)
+    seen = np.tri(n, dtype=bool) & (segments[:, None] == segments)
+    out = []
+    for head in range(HEADS):
+        q, k, v, b = query[:, head], *(x[:, head * KV_HEADS // HEADS] for x in (key, value, beta))
+        weigh = {"linear": _linear, "cosformer": _cosformer, "performer": _performer, "mixed": _mixed}
+        out.append(_delta(q, k, v, b, segments) if name == "delta" else weigh[name](q, k, seen) @ v)
+    return np.stack(out, 1)
+
+
+def call(name, query, key, value, beta, **options):
+    match name:
+        case "linear":
+            return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
+        case "cosformer":
+            return brl_jax.cosformer_attention(query, key, value, max_length=512, is_causal=True, **options)
+        case "performer":
+            directions = jnp.asarray(DIRECTIONS, jnp.float32)
+            return brl_jax.performer_attention(
+                query, key, value, projection=directions, is_causal=True, **options
+            )
+        case "delta":
+            return brl_jax.delta_rule(query, key, value, beta, **options)
+    return brl_jax.mixed_chunk_attention(query, key, -query, key, value, is_causal=True, **options)
+
+
+def with_states(name, arrays, ids, lengths):
+    """The outputs of three pieces, of which the second has segments and lengths; without states of the second alone."""
+    cuts = list(itertools.pairwise(np.cumsum([0, PAST, MIDDLE, REST])))
+    past, middle, rest = ([x[:, a:b] for x in arrays] for a, b in cuts)
+    options = {"key_value_seq_lengths": lengths, "chunk_size": CHUNK}
+    if name == "mixed":
+        return [call(name, *middle, **options)]
+    first, state = call(name, *past, return_state=True, chunk_size=CHUNK)
+    second, state = call(name, *middle, state=state, return_state=True, segment_ids=ids, **options)
+    return [first, second, call(name, *rest, state=state)]
+
+
+NAMES = ("linear", "cosformer", "performer", "delta", "mixed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("cosformer", "performer") else ()) for n in NAMES],
+)
+def test_oracle(name, all_at_once):
+    """Outputs and gradients equal the float64 oracle: states before and after, segments, lengths, grouped heads."""
+    rng = np.random.default_rng(1)
+    total = PAST + MIDDLE + REST
+    shapes = [(2, total, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    arrays = [rng.standard_normal(shape) for shape in shapes] + [rng.random((2, total, KV_HEADS))]
+    changes = [rng.standard_normal(x.shape) for x in arrays]
+    lengths, ids = (MIDDLE, 107), np.searchsorted([30, 31, 64, 133], np.arange(MIDDLE), side="right")
+    shapes = [(2, n, HEADS, SIZE) for n in (PAST, MIDDLE, REST)]
+    weights = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    weights[1] *= np.arange(MIDDLE)[None, :, None, None] < np.array(lengths)[:, None, None, None]
+
+    def expected(step):
+        """The outputs, those of padding 0, at arrays + step * changes."""
+        moved = [x + step * c for x, c in zip(arrays, changes)]
+        outs = [np.zeros((2, n, HEADS, SIZE), complex) for n in (PAST, MIDDLE, REST)]
+        for row, length in enumerate(lengths):
+            end = PAST + length
+            if name == "mixed":
+                outs[1][row, :length] = oracle(name, *(x[row, PAST:end] for x in moved), np.zeros(length))
+                continue
+            tokens = [np.concatenate([x[row, :end], x[row, PAST + MIDDLE :]]) for x in moved]
+            last = ids[length - 1]
+            segments = np.concatenate([np.zeros(PAST), ids[:length], np.full(REST, last)])
+            out = oracle(name, *tokens, segments)
+            outs[0][row], outs[1][row, :length], outs[2][row] = out[:PAST], out[PAST:end], out[end:]
+        return outs[1:2] if name == "mixed" else outs
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(dtype, *arrays):
+        def loss(*arrays):
+            cast = [x.astype(dtype) for x in arrays]
+            outs = with_states(name, cast, jnp.broadcast_to(ids, (2, MIDDLE)), jnp.asarray(lengths))
+            kept = weights[1:2] if name == "mixed" else weights
+            masked = [jnp.where(w != 0, o.astype(jnp.float32), 0) for o, w in zip(outs, kept)]
+            return sum(jnp.sum(o * w) for o, w in zip(masked, kept)), masked
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*arrays)
+
+    outs = expected(0)
+    kept = weights[1:2] if name == "mixed" else weights
+    slopes = [o.imag * 1e20 for o in expected(1e-20j)]
+    slope = sum(np.sum(w * s) for w, s in zip(kept, slopes))
+    scale = math.sqrt(sum(np.sum((w * s) ** 2) for w, s in zip(kept, slopes)))
+    inputs = [jnp.asarray(x, jnp.float32) for x in arrays]
+    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+        gradients, got = run(dtype, *inputs)
+        for ours, theirs in zip(got, outs):
+            close(ours, theirs.real, tolerance)
+        ours = sum(np.sum(np.asarray(g, np.float64) * c) for g, c in zip(gradients, changes))
+        assert abs(ours - slope) <= tolerance * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear", "performer"])
+def test_both_directions_see_their_segment(name, all_at_once):
+    """Packed sequences without causality pass the chunks in both directions."""
+    rng = np.random.default_rng(2)
+    arrays = [rng.standard_normal((1, 70, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    query, key, value = (jnp.asarray(x, jnp.float32) for x in arrays)
+    cuts = [0, 9, 40, 70]
+    ids = jnp.repeat(jnp.arange(3), jnp.diff(jnp.asarray(cuts)), total_repeat_length=70)[None]
+    function = {
+        "linear": brl_jax.linear_attention,
+        "performer": functools.partial(
+            brl_jax.performer_attention, projection=jnp.asarray(DIRECTIONS, jnp.float32)
+        ),
+    }[name]
+    got = jax.jit(functools.partial(function, chunk_size=8))(query, key, value, segment_ids=ids)
+    for a, b in itertools.pairwise(cuts):
+        close(got[:, a:b], function(*(x[:, a:b] for x in (query, key, value))))
+
+
+@pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True), ("tpu", True)])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_platform_that_a_call_is_lowered_for_decides(name, platform, loops):
+    shapes = [(1, 96, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)] + [(1, 96, KV_HEADS)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    traced = jax.jit(functools.partial(call, name, chunk_size=CHUNK)).trace(*arrays)
+    assert ("stablehlo.while" in traced.lower(lowering_platforms=(platform,)).as_text()) == loops
+
+
+@pytest.mark.slow
+def test_long_products_of_the_delta_rule_stay_precise(all_at_once):
+    """4,096 chunks' maps, joined in float32, against the recurrence in float64."""
+    rng = np.random.default_rng(3)
+    length = 2**15
+    query, key, value = rng.standard_normal((3, 1, length, 1, SIZE))
+    beta = rng.random((1, length, 1))
+    inputs = (jnp.asarray(x, jnp.float32) for x in (query, key, value, beta))
+    got = jax.jit(functools.partial(brl_jax.delta_rule, chunk_size=8))(*inputs)
+    close(got[0, :, 0], _delta(query[0, :, 0], key[0, :, 0], value[0, :, 0], beta[0, :, 0], np.zeros(length)))
