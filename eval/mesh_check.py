@@ -60,6 +60,8 @@ _SMALL = {
     "chunk_size": 8,
     "block_size": 8,
     "num_compressed": 4,
+    "num_landmarks": 8,
+    "num_samples": 8,
     "context": 8,
     "max_length": 128,
 }

@@ -11,6 +11,7 @@ import pytest
 
 import eval.lra
 import train.lra
+from brl_jax.layers import FlowformerConfig
 from eval.lra_figures import PAPERS
 from eval.lra_table import markdown
 from tests.train.logs import metrics_lines
@@ -103,6 +104,7 @@ def test_the_table_measures_what_has_not_been(runs, capsys):
     assert "| local, w = 4 |" in text
     assert "| chance (the most frequent class) |" in text
     assert "| BRL-Former (m = 256) | 49.98 | 80.90 | 83.22 | 76.20 | 77.48 | 86.89 |" in text
+    assert "| Kernelized Attention | 38.78 | 60.22 | 81.77 | 41.29 | 70.73 | - |" in text
     assert "| TransNormer T2 | 41.60 | 72.20 | 83.82 | 49.60 | 76.80 | - |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (runs / "local" / "lra_test.json").exists()
@@ -165,6 +167,10 @@ def test_presets_are_the_papers_settings():
     t2 = PRESETS["lra-text-transnormer-t2"]
     assert (t2.loop.batch, t2.optimizer.learning_rate, t2.model.d_ff) == (16, 1e-4, 85)
     assert PRESETS["lra-image-original"].model.pooling == "cls"
+    informer, flow = PRESETS["lra-retrieval-informer"], PRESETS["lra-listops-flowformer"]
+    assert (informer.model.mechanism.factor, informer.loop.batch, informer.model.d_model) == (16, 16, 64)
+    assert (flow.model.mechanism, flow.model.d_model, flow.model.pooling) == (FlowformerConfig(), 512, "cls")
+    assert PRESETS["lra-image-long-short"].model.mechanism.num_projected == 32
     assert len({json.dumps(to_json(preset)) for preset in PRESETS.values()}) == len(PRESETS)
 
 

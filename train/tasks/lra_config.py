@@ -5,6 +5,10 @@ lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   BRL-Attention's own impleme
 lra-TASK-original                                    the first Long Range Arena's Transformer (BRL-Attention, table 11)
 lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; batch and learning rate of Skyformer's
                                                      code)
+lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
+-informer, -long-short                               (two layers of width 64)
+lra-TASK-flowformer                                  a mechanism of BRL-Attention's table 1 in the network of its table
+                                                     11
 
 BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. Neither gives steps or warm-up: the steps are
 those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
@@ -13,9 +17,21 @@ those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, NamedTuple
 
-from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.layers import (
+    BRLConfig,
+    FlowformerConfig,
+    FullConfig,
+    InformerConfig,
+    KernelizedConfig,
+    LocalConfig,
+    LongShortConfig,
+    Mechanism,
+    NystromformerConfig,
+    SkyformerConfig,
+)
 from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.config import LoopConfig, RunConfig
@@ -143,7 +159,7 @@ def _paper(task: str, mechanism: Mechanism) -> LraConfig:
     return LraConfig(_loop(task, s.batch), _data(task), model, _optimizer(task, s.learning_rate))
 
 
-def _original(task: str) -> LraConfig:
+def _original(task: str, mechanism: Mechanism) -> LraConfig:
     """Learned positions on images, sinusoidal ones on texts, and plain feed-forward networks. On texts the learning
     rate is divided by the square root of the warm-up's steps, as the release's schedule does."""
     s = _ORIGINAL[task]
@@ -154,7 +170,7 @@ def _original(task: str) -> LraConfig:
         d_ff=s.d_ff,
         ffn="relu",
         use_bias=True,
-        mechanism=FullConfig(),
+        mechanism=mechanism,
         pooling=s.pooling,
         positions="learned" if task in _OF_PIXELS else "sinusoidal",
         dropout=0.1,
@@ -171,6 +187,38 @@ def _transnormer(task: str, variant: Variant) -> LraConfig:
         inputs="scale" if task in _OF_PIXELS else "embed",
         dropout=0.1,
         **TRANSNORMER_SIZES["lra"],
+    )
+    return LraConfig(_loop(task, batch), _data(task), model, _optimizer(task, learning_rate))
+
+
+def _beside_transnormer(task: str) -> dict[str, Mechanism]:
+    """The mechanisms of TransNormer's table 6 at the sizes of Skyformer's code (arXiv:2111.00035), by name. Informer's
+    factor is the one by which that code comes to 128 keys; the Long-Short Transformer has the window and the rank of
+    its own results on the Long Range Arena (arXiv:2107.02192)."""
+    factor = math.ceil(128 / math.log(_LENGTHS[task]))
+    return {
+        "nystromformer": NystromformerConfig(num_landmarks=128),
+        "kernelized": KernelizedConfig(),
+        "skyformer": SkyformerConfig(num_samples=128),
+        "informer": InformerConfig(factor=factor),
+        "long-short": LongShortConfig(window=8, num_projected=32),
+    }
+
+
+def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
+    """Learned positions and plain feed-forward networks."""
+    batch, learning_rate = _TRANSNORMER[task]
+    model = LraModelConfig(
+        num_layers=2,
+        d_model=64,
+        num_heads=2,
+        d_ff=128,
+        ffn="relu",
+        use_bias=True,
+        mechanism=mechanism,
+        pooling="mean",
+        positions="learned",
+        dropout=0.1,
     )
     return LraConfig(_loop(task, batch), _data(task), model, _optimizer(task, learning_rate))
 
@@ -233,7 +281,13 @@ PRESETS: dict[str, LraConfig] = {
     **{f"lra-{task}-full": _paper(task, FullConfig()) for task in _OURS},
     **{f"lra-{task}-local": _paper(task, LocalConfig(window=512)) for task in _OURS},
     **{f"lra-{task}-brl-{size}": _paper(task, _brl(size)) for task in _OURS for size in (64, 128, 256)},
-    **{f"lra-{task}-original": _original(task) for task in _ORIGINAL},
+    **{f"lra-{task}-original": _original(task, FullConfig()) for task in _ORIGINAL},
     **{f"lra-{task}-transnormer-t1": _transnormer(task, "t1") for task in _TRANSNORMER},
     **{f"lra-{task}-transnormer-t2": _transnormer(task, "t2") for task in _TRANSNORMER},
+    **{
+        f"lra-{task}-{name}": _skyformer(task, mechanism)
+        for task in _TRANSNORMER
+        for name, mechanism in _beside_transnormer(task).items()
+    },
+    **{f"lra-{task}-flowformer": _original(task, FlowformerConfig()) for task in _TRANSNORMER},
 }
