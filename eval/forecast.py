@@ -27,11 +27,12 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
 from eval.forecast_table import Example, draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
-from eval.runs import Run, mechanism_names, num_parameters
+from eval.runs import Run
 from train.config import check_seed
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
 from train.errors import command
+from train.summary import mechanism_names, num_parameters
 from train.tasks.forecast import (
     FORECAST_TASKS,
     AnyForecastConfig,

@@ -18,9 +18,9 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from eval.plotting import legend_outside, line_styles, report
-from eval.runs import mechanism_names
 from train.config import parse_options
 from train.errors import UserError, command
+from train.summary import mechanism_names
 from train.task import read_config
 from train.tasks.lm import LM
 

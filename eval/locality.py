@@ -36,10 +36,10 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.lm import read_run
 from eval.plotting import legend_outside, line_styles, report
-from eval.runs import mechanism_names
 from train.config import parse_options
 from train.data import load
 from train.errors import UserError, command
+from train.summary import mechanism_names
 
 
 @dataclasses.dataclass(frozen=True)

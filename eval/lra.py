@@ -21,8 +21,9 @@ from brl_jax.layers import BRLConfig, DiagConfig, LocalConfig, NormConfig
 from brl_jax.models import StackConfig
 from eval.lra_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
-from eval.runs import Run, mechanism_names, num_parameters
+from eval.runs import Run
 from train.errors import command
+from train.summary import mechanism_names, num_parameters
 from train.tasks.lra import LRA
 
 

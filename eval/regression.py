@@ -28,8 +28,9 @@ from brl_jax.models import Regressor
 from eval.main import Evaluation, Measured, TableOptions
 from eval.program_costs import matrix_flops
 from eval.regression_table import draw, markdown
-from eval.runs import Run, mechanism_names, num_parameters
+from eval.runs import Run
 from train.errors import UserError, command
+from train.summary import mechanism_names, num_parameters
 from train.tasks.regression import REGRESSION, RegressionConfig
 
 

@@ -10,9 +10,8 @@ import flax.linen as nn
 import jax
 from etils import epath
 
-from brl_jax.layers import mechanism_name
-from brl_jax.models import StackConfig
 from train.checkpoint import Checkpoints
+from train.config_file import differences
 from train.errors import UserError
 from train.metrics import log
 from train.task import Task, read_config
@@ -67,18 +66,14 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
         try:
             return Run(task, config, model, checkpoints.restore_params(like, step), step)
         except UserError as error:
+            meta = checkpoints.meta(step)
+            differing = meta and differences(meta["config"], task.to_json(config), task.free_fields())
+            if differing:
+                raise UserError(
+                    f"--workdir: checkpoint {checkpoints.folder / str(step)} is of another configuration than "
+                    f"config.json: {', '.join(differing)}"
+                ) from error
             if step == candidates[-1]:
                 raise
             log(f"{error}; trying the one before it")
     raise AssertionError("unreachable: there is at least one candidate")
-
-
-def num_parameters(params: Any) -> int:
-    """The number of parameters in a pytree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-def mechanism_names(config: StackConfig) -> str:
-    """The names of a network's mechanisms, for people: "diag+norm"."""
-    used = (config.mechanism, config.late_mechanism)
-    return "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))

@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from train.errors import RunError, UserError, one_line
+from train.errors import RunError, UserError, is_memory_shortage, one_line
 from train.hosts import is_lead
 from train.step import TrainState
 
@@ -230,6 +230,7 @@ class Checkpoints:
 
         Raises:
           UserError: there are checkpoints and none of them is whole.
+          RunError: the memory does not suffice to read one; nothing is moved.
         """
         abstract = {name: _abstract(tree) for name, tree in _split(like).items()}
         skipped: list[int] = []
@@ -238,12 +239,16 @@ class Checkpoints:
         for step in reversed(self.steps()):
             try:
                 meta = self._read(step, meta=ocp.args.JsonRestore())["meta"]
+            except RunError:
+                raise
             except Exception as error:
                 self._skip(step, error, skipped)
                 continue
             check(meta)
             try:
                 items = self._read_checked(step, meta, abstract)
+            except RunError:
+                raise
             except Exception as error:
                 if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                     raise  # another process is gone; the checkpoint may be whole
@@ -259,6 +264,13 @@ class Checkpoints:
             )
         return None
 
+    def meta(self, step: int) -> dict[str, Any] | None:
+        """The `meta` of one checkpoint, or None where it is damaged."""
+        try:
+            return self._read(step, meta=ocp.args.JsonRestore())["meta"]
+        except (OSError, KeyError):
+            return None
+
     def restore_params(self, like: Any, step: int) -> Any:
         """The parameters of one checkpoint.
 
@@ -266,17 +278,20 @@ class Checkpoints:
           like: parameters of the same shapes, or their ShapeDtypeStructs with shardings.
 
         Raises:
-          UserError: the checkpoint is damaged.
+          UserError: the checkpoint is damaged, or its arrays have other shapes.
+          RunError: the memory does not suffice to read it.
         """
         try:
             meta = self._read(step, meta=ocp.args.JsonRestore())["meta"]
             return self._read_checked(step, meta, {"params": _abstract(like)})["params"]
+        except RunError:
+            raise
         except Exception as error:
             raise UserError(f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})") from error
 
     def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
         """Items of one checkpoint. Raises OSError where one is missing or damaged, and JaxRuntimeError where another
-        process is gone."""
+        process is gone, and RunError where the memory does not suffice."""
         _silence_abandoned_reads()
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -286,7 +301,9 @@ class Checkpoints:
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                 raise
-            reason = one_line(error)
+            reason, shortage = one_line(error), is_memory_shortage(error)
+        if shortage:
+            raise RunError(f"out of memory while reading checkpoint {self.folder / str(step)}: {reason}")
         raise OSError(reason)
 
     def _read_checked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,16 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run that started and cannot continue: one line that says why and names the last good checkpoint."""
+
+
+def is_memory_shortage(error: BaseException) -> bool:
+    """Whether an exception says that the process or its devices are out of memory."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = ("RESOURCE_EXHAUSTED", "bad_alloc", "can't start new thread", "Cannot allocate memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 class Stopped(Exception):
@@ -41,8 +52,8 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     """Runs a command on the program's arguments and returns its exit status.
 
-    0; 2 for a UserError; 1 for a RunError or a file that cannot be read or written; 128 + the signal's number where a
-    signal stopped it.
+    0; 2 for a UserError; 1 for a RunError, a file that cannot be read or written, or too little memory; 128 + the
+    signal's number where a signal stopped it.
     """
     keep_freed_memory()
     try:
@@ -58,7 +69,11 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of the output is gone, so that there is nobody to print an error for
         return 1
-    except OSError as error:
+    except Exception as error:
+        if is_memory_shortage(error):
+            return _report(name, f"out of memory: {one_line(error)}", 1)
+        if not isinstance(error, OSError):
+            raise
         where = f" ({error.filename})" if error.filename else ""
         return _report(name, f"{error.strerror or one_line(error)}{where}", 1)
     return 0

@@ -23,7 +23,7 @@ from train.tasks.forecast import FORECAST_TASKS
 
 def main(argv: Sequence[str]) -> None:
     """Trains; see the module's text and --help."""
-    train_main(FORECAST_TASKS, argv, name="train.forecast", measured_by="eval.forecast")
+    train_main(FORECAST_TASKS, argv, name="train.forecast")
 
 
 if __name__ == "__main__":

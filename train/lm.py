@@ -18,7 +18,7 @@ from train.tasks.lm import LM
 
 def main(argv: Sequence[str]) -> None:
     """Trains; see the module's text and --help."""
-    train_main([LM], argv, name="train.lm", measured_by="eval.lm")
+    train_main([LM], argv, name="train.lm")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from etils import epath
@@ -63,6 +63,14 @@ class HeldOut(Protocol):
     @property
     def num_bytes(self) -> int | None: ...
     def __iter__(self) -> Iterator[Batch]: ...
+
+
+class Trained(NamedTuple):
+    """A run that is done: its last state, and what its last evaluation measured (`held_out_metrics`), which is empty
+    where there was nothing left to do."""
+
+    state: TrainState
+    measured: dict[str, float]
 
 
 class Signals:
@@ -158,7 +166,7 @@ def train(
     held_out: HeldOut,
     full_held_out: HeldOut | None = None,
     mesh: Mesh | None = None,
-) -> TrainState:
+) -> Trained:
     """Trains until `loop.steps`, from the newest whole checkpoint in the run's folder.
 
     Args:
@@ -172,7 +180,7 @@ def train(
         this process (`train.mesh.host_rows`).
 
     Returns:
-      The last state.
+      The last state and the last measures.
 
     Raises:
       UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be written.
@@ -205,7 +213,7 @@ def _train(
     held_out: HeldOut,
     full_held_out: HeldOut,
     mesh: Mesh,
-) -> TrainState:
+) -> Trained:
     eval_step = jax.jit(make_eval_step(objective))
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
 
@@ -216,6 +224,7 @@ def _train(
     # the checkpoint.
     line: dict[str, Any] | None = None
     best = _Best()
+    measured: dict[str, float] = {}
     if meta is not None:
         stream.set_state(meta["position"])
         line = meta["unfinished"]
@@ -273,7 +282,9 @@ def _train(
                     place = functools.partial(place_batch, mesh, rows=data.batch)
                     sums = evaluate(eval_step, objective, state.params, data, interrupted, place)
                     whole = sums is not None
-                    line |= held_out_metrics(sums, data.num_bytes) if sums is not None else {}
+                    if sums is not None:
+                        measured = held_out_metrics(sums, data.num_bytes)
+                        line |= measured
                 score = _score(objective, line)
                 if score is not None:
                     best.add(score)
@@ -299,7 +310,7 @@ def _train(
                 "resumes from there",
                 signals.received,
             )
-    return state
+    return Trained(state, measured)
 
 
 def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:

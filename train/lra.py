@@ -18,7 +18,7 @@ from train.tasks.lra import LRA
 
 def main(argv: Sequence[str]) -> None:
     """Trains; see the module's text and --help."""
-    train_main([LRA], argv, name="train.lra", measured_by="eval.lra")
+    train_main([LRA], argv, name="train.lra")
 
 
 if __name__ == "__main__":

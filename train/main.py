@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from train.config import parse
 from train.hosts import check_shared, join, lead_first
 from train.loop import train
 from train.mesh import open_mesh
 from train.metrics import log
+from train.step import num_tokens
+from train.summary import beginning, ending, num_parameters
 from train.task import Task
 
 
-def train_main(
-    tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str, measured_by: str | None = None
-) -> None:
+def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
     """Trains what a command line asks for; see `--help`.
 
     Args:
       tasks: those whose presets the command knows; the first one's default preset is the command's.
       argv: the arguments, without the program's name.
-      name: the command's module, "train.lm". measured_by: that of the command that measures its runs, "eval.lm".
+      name: the command's module, "train.lm".
 
     Raises:
       UserError, RunError, Stopped: see `train.loop.train`.
@@ -41,8 +45,19 @@ def train_main(
         model = task.build(config)
         data = _load(task, config)
     streams = task.streams(config, data, mesh)
-    state = train(
-        task.objective(model, config),
+    objective = task.objective(model, config)
+    for line in beginning(
+        config.loop,
+        config.model,
+        parameters=num_parameters(jax.eval_shape(objective.init, jax.random.key(0))),
+        mesh=mesh,
+        data=task.describe_data(config, data),
+        tokens=num_tokens(task.batch_shapes(config, config.loop.batch)),
+    ):
+        log(line)
+    began = time.monotonic()
+    state, measured = train(
+        objective,
         config.loop,
         config.optimizer,
         config=task.to_json(config),
@@ -52,9 +67,11 @@ def train_main(
         full_held_out=streams.full_held_out,
         mesh=mesh,
     )
-    then = f"; python -m {measured_by} --workdir {config.loop.workdir} measures it" if measured_by else ""
-    log(f"done: {config.loop.steps} steps in {config.loop.workdir}{then}")
+    seconds = time.monotonic() - began
+    log(ending(config.loop, step=int(state.step), seconds=seconds, measured=measured))
     task.finish(config, data, model, state.params, mesh)
+    for words in task.next_commands(config, data):
+        log(f"next: python -m {shlex.join(words)}")
 
 
 def _load(task: Task[Any, Any], config: Any) -> Any:

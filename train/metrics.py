@@ -57,7 +57,7 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
             now = time.monotonic()
             if hidden and now - last_line >= _SECONDS_BETWEEN_LINES:
                 last_line = now
-                log(f"{title}: {done:,} of {total:,}  {_clock((now - began) / done * (total - done))} left")
+                log(f"{title}: {done:,} of {total:,}  {clock((now - began) / done * (total - done))} left")
             yield piece
 
 
@@ -167,7 +167,7 @@ class Reporter:
             left = (
                 (now - self._began) / (step - self._start) * (self._steps - step) if step > self._start else 0
             )
-            log(f"step {step}/{self._steps}  {note}  {_clock(left)} left")
+            log(f"step {step}/{self._steps}  {note}  {clock(left)} left")
         self._first = False
 
     def busy(self, note: str) -> None:
@@ -180,7 +180,8 @@ def _thousands(rate: float) -> str:
     return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """A time as hours, minutes and seconds."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

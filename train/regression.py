@@ -19,7 +19,7 @@ from train.tasks.regression import REGRESSION
 
 def main(argv: Sequence[str]) -> None:
     """Trains; see the module's text and --help."""
-    train_main([REGRESSION], argv, name="train.regression", measured_by="eval.regression")
+    train_main([REGRESSION], argv, name="train.regression")
 
 
 if __name__ == "__main__":

@@ -109,6 +109,15 @@ class Task(abc.ABC, Generic[C, D]):
         """What an evaluation reports of the sums over a split (see `train.loop.evaluate`)."""
         return means(sums)
 
+    def describe_data(self, config: C, data: D) -> str:
+        """The data of a run in a few words, for people."""
+        return self.name
+
+    def next_commands(self, config: C, data: D) -> Sequence[Sequence[str]]:
+        """What to run when training is done, each a module and its arguments: how to measure the run, and how to see
+        what it learnt."""
+        return ()
+
     def finish(self, config: C, data: D, model: Any, params: Any, mesh: Mesh) -> None:
         """Called at the end of training."""
 

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -64,11 +66,11 @@ def _lines(workdir):
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
-    """A finished run's folder and what it wrote on stdout."""
+    """A finished run's folder and what it wrote on stdout and stderr."""
     workdir = tmp_path_factory.mktemp("run")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         train.lm.main(_argv(text, workdir))
-    return workdir, out.getvalue()
+    return workdir, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,30 @@ def test_a_run_leaves_what_it_should(run):
     assert [line["step"] for line in lines if "val_loss" in line] == [4, 8]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert json.loads((run / "config.json").read_text())["model"]["vocab_size"] == 256
+
+
+def test_a_run_says_what_it_is_and_what_came_out(finished, capsys):
+    """And the commands that it names work as they stand."""
+    workdir, _, err = finished
+    lines = err.splitlines()
+    params = read_run(str(workdir), "last")[2]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert lines[0] == f"model: brl, layers 1 x 16, {parameters:,} parameters"
+    assert lines[1].startswith(f"devices: {jax.device_count()} (cpu), mesh: ")
+    assert re.fullmatch(
+        r"data: text:.*/\*\.txt as bytes, [\d,]+ tokens train, 5\d\d tokens valid", lines[2]
+    ), lines[2]
+    assert lines[3] == f"training: 8 steps of 64 tokens (4 rows), in {workdir}"
+    last = _lines(workdir)[-1]
+    measured = f"loss {last['val_loss']:.4f}, perplexity {math.exp(last['val_loss']):.4f}"
+    measured += f", bits per byte {last['val_bits_per_byte']:.4f}"
+    assert re.fullmatch(f"done: 8 steps in {workdir}, 0:0\\d:\\d\\d; held-out {measured}", lines[-3])
+    evaluation, generation = (shlex.split(line.removeprefix("next: python -m ")) for line in lines[-2:])
+    assert evaluation[0] == "eval.lm"
+    assert _json(capsys, *evaluation[1:])["step"] == 8
+    assert generation[0] == "eval.generate"
+    eval.generate.main([*generation[1:], "--tokens", "3"])
+    assert capsys.readouterr().out.startswith("The ")
 
 
 def test_the_sample_goes_to_stdout(text, finished):
@@ -198,6 +224,10 @@ def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
     assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / (len(content) - first))
     config, _, _, _ = read_run(str(words_run), "last")
     assert config.model.vocab_size == 4
+    # The prompt that the run proposes is of the vocabulary.
+    _, generation = LM.next_commands(config, LM.load(config, ("train", "valid")))
+    eval.generate.main([*generation[1:], "--tokens", "1"])
+    assert capsys.readouterr().out
 
 
 @pytest.mark.slow

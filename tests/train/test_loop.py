@@ -28,7 +28,7 @@ def _train(workdir, *, stream=None, held_out=None, objective=OBJECTIVE, config=N
         stream=stream or ToyStream(),
         held_out=held_out or ToyHeldOut(),
         full_held_out=held_out or ToyHeldOut(),
-    )
+    ).state
 
 
 def _lines(workdir):

@@ -18,7 +18,9 @@ MEASURED = ("step", "loss", "accuracy", "val_loss", "val_accuracy")
 def test_a_new_task_end_to_end(tmp_path, capsys):
     """Trained by its own command, resumed, and measured as it was while training."""
     parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "4"])
-    assert f"done: 4 steps in {tmp_path}/cut\n" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"training: 4 steps of 32 tokens (8 rows), in {tmp_path}/cut\n" in err
+    assert f"done: 4 steps in {tmp_path}/cut, 0:00:" in err
     parity.main(["--workdir", f"{tmp_path}/cut"])
     parity.main(["--workdir", f"{tmp_path}/whole"])
     whole, cut = (metrics_lines(tmp_path / name, MEASURED) for name in ("whole", "cut"))

@@ -113,6 +113,15 @@ def load_series(config: SeriesConfig) -> Series:
         values = np.array([[float(row[1 + column]) for column in chosen] for row in rows[1 : needed + 1]])
     except (ValueError, IndexError) as error:
         raise UserError(f"--data: {path} holds what is no date or number: {one_line(error)}") from error
+    try:
+        late = next((i for i in range(1, len(times)) if times[i] <= times[i - 1]), None)
+    except TypeError as error:
+        raise UserError(f"--data: expected dates all with or all without a time zone in {path}") from error
+    if late is not None:
+        raise UserError(
+            f"--data: expected dates that ascend, each once, got {rows[late + 1][0]} after {rows[late][0]} in row "
+            f"{late + 1} of {path}"
+        )
     if not np.isfinite(values).all():
         raise UserError(f"--data: expected finite numbers, got {path} with others")
     hours = np.array([time.hour + time.minute / 60 for time in times]) / 24

@@ -6,6 +6,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -175,6 +176,18 @@ class _SeriesTask(Task[F, Series]):
     @abc.abstractmethod
     def origins(self, config: F, series: Series, split: str, stride: int) -> Any:
         """Where the windows of a split begin to forecast."""
+
+    def describe_data(self, config: F, data: Series) -> str:
+        windows = len(self.origins(config, data, "train", 1))
+        return f"{config.data.data}, columns {', '.join(data.columns)}, {windows:,} windows train"
+
+    def next_commands(self, config: F, data: Series) -> Sequence[Sequence[str]]:
+        workdir = config.loop.workdir
+        picture = str(Path(workdir) / "forecast.png")
+        return (
+            ("eval.forecast", "--workdir", workdir),
+            ("eval.forecast", "--workdir", workdir, "--picture", picture),
+        )
 
     def training_stream(self, config: F, data: Series, mesh: Mesh) -> WindowStream:
         return WindowStream(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -154,6 +154,21 @@ class LmTask(Task[LmConfig, LmData]):
             "tokens": round(sums["weight"]),
         }
 
+    def describe_data(self, config: LmConfig, data: LmData) -> str:
+        counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())
+        return f"{config.data.data} as {config.data.tokenizer}, {counts}"
+
+    def next_commands(self, config: LmConfig, data: LmData) -> Sequence[Sequence[str]]:
+        workdir = ("--workdir", config.loop.workdir)
+        prompt = next(text for text in self._prompts(config, data) if _encodes(data.tokenizer, text))
+        return ("eval.lm", *workdir), ("eval.generate", *workdir, "--prompt", prompt)
+
+    def _prompts(self, config: LmConfig, data: LmData) -> Iterator[str]:
+        """Texts to continue; a vocabulary of words may not have the first ones."""
+        yield from (config.sample_prompt, "The ")
+        assert data.prompt is not None
+        yield from (data.tokenizer.decode(data.prompt[:end]) for end in range(1, len(data.prompt) + 1))
+
     def finish(self, config: LmConfig, data: LmData, model: DecoderLM, params: Any, mesh: Mesh) -> None:
         """Prints a sample of what the model learnt."""
         if not config.sample_tokens:
@@ -169,6 +184,14 @@ class LmTask(Task[LmConfig, LmData]):
             )
         if is_lead():
             print(data.tokenizer.decode(np.asarray(tokens.addressable_data(0)[0])))
+
+
+def _encodes(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text is at least one token of the vocabulary."""
+    try:
+        return len(tokenizer.encode(text)) > 0
+    except UserError:
+        return False
 
 
 def _sample_prompt(config: LmConfig, tokenizer: Tokenizer, held_out: Corpus) -> Int[np.ndarray, " P"]:

@@ -18,7 +18,6 @@ from brl_jax.models import Classifier, PairClassifier
 from train.data.lra import LRA_TASKS, EvalBatches, Examples, Source, TrainBatches, load
 from train.loop import HeldOut
 from train.mesh import host_rows
-from train.metrics import log
 from train.mup import make_rates
 from train.step import Batch, Objective, means, random_streams
 from train.task import Task
@@ -94,9 +93,15 @@ class LraTask(Task[LraConfig, LraData]):
 
     def load(self, config: LraConfig, splits: Sequence[str]) -> LraData:
         source, examples = load(config.data, config.loop.workdir, splits)
-        if "train" in examples:
-            log(f"{config.data.task}: {source.name}, {len(examples['train'])} training examples")
         return LraData(source, examples)
+
+    def describe_data(self, config: LraConfig, data: LraData) -> str:
+        counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.examples.items())
+        return f"{config.data.task}, {data.source.name}, {counts}"
+
+    def next_commands(self, config: LraConfig, data: LraData) -> Sequence[Sequence[str]]:
+        workdir = config.loop.workdir
+        return ("eval.lra", "--workdir", workdir), ("eval.lra", "--table", workdir)
 
     def training_stream(self, config: LraConfig, data: LraData, mesh: Mesh) -> TrainBatches:
         return TrainBatches(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -129,6 +130,17 @@ class RegressionTask(Task[RegressionConfig, None]):
 
     def load(self, config: RegressionConfig, splits: Sequence[str]) -> None:
         return None
+
+    def describe_data(self, config: RegressionConfig, data: None) -> str:
+        return f"drawn while training, {config.data.pairs} pairs of {config.data.input_dim} numbers and one"
+
+    def next_commands(self, config: RegressionConfig, data: None) -> Sequence[Sequence[str]]:
+        workdir = config.loop.workdir
+        picture = str(Path(workdir) / "regression.png")
+        return (
+            ("eval.regression", "--workdir", workdir),
+            ("eval.regression", "--table", workdir, "--picture", picture),
+        )
 
     def training_stream(self, config: RegressionConfig, data: None, mesh: Mesh) -> PromptStream:
         return PromptStream(

@@ -79,6 +79,11 @@ def _read(path: Path, split: str) -> Iterator[Chunk]:
         raise UserError(
             f"--data_dir: {path}: {len(images)} images and {len(labels)} labels, expected as many"
         )
+    if labels.dtype.kind not in "iu" or labels.size != len(labels):
+        raise UserError(
+            f"--data_dir: {path}: expected a whole number as the label of each image, got an array of "
+            f"{labels.dtype} and shape {labels.shape}"
+        )
     kept = rows_of(len(images), split)
     for start in range(0, len(kept), _IMAGES):
         rows = kept[start : start + _IMAGES]

@@ -1,0 +1,131 @@
+"""Files that are not what a command expects, and too little memory: one clear line each, and nothing is damaged."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import eval.runs
+import train.lm
+import train.main
+from tests.bad_input.test_command_lines import run
+from train.checkpoint import Checkpoints, ocp
+from train.errors import is_memory_shortage
+
+HOURS = [f"2020-01-{1 + i // 24:02} {i % 24:02}:00:00" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a short run."""
+    folder = tmp_path_factory.mktemp("trained")
+    for split in ("train", "valid"):
+        (folder / f"{split}.txt").write_text("alpha beta gamma " * 40)
+    train.lm.main(line(folder))
+    return folder
+
+
+def line(folder):
+    """The command line of the run."""
+    return (
+        f"--data text:{folder}/*.txt --workdir {folder}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
+        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --mechanism.window 4 --tensorboard False --sample_tokens 0"
+    ).split()
+
+
+def one_line(status, err, expected=2):
+    assert status == expected, err
+    assert len(err.strip().splitlines()) == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({5: HOURS[4]}, f"got {HOURS[4]} after {HOURS[4]} in row 6"),
+        ({5: HOURS[3]}, f"got {HOURS[3]} after {HOURS[4]} in row 6"),
+        ({5: HOURS[5] + "+00:00"}, "all with or all without a time zone"),
+        ({5: "yesterday"}, "holds what is no date or number"),
+    ],
+)
+def test_times_of_a_table(change, message, tmp_path, monkeypatch, capsys):
+    hours = [change.get(i, hour) for i, hour in enumerate(HOURS)]
+    rows = [f"{hour},{i % 5}" for i, hour in enumerate(hours)]
+    (tmp_path / "table.csv").write_text("\n".join(["date,OT", *rows]))
+    words = f"encoder --data {tmp_path}/table.csv --lookback 4 --horizon 2 --split 20 10 10 --workdir {tmp_path}/run"
+    err = one_line(*run("train.forecast", words.split(), monkeypatch, capsys))
+    assert "--data: " in err
+    assert message in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (
+            np.array(["cat", "dog"] * 10),
+            "expected a whole number as the label of each image, got an array of <U3",
+        ),
+        (
+            np.linspace(0, 1, 20),
+            "expected a whole number as the label of each image, got an array of float64",
+        ),
+        (np.zeros((20, 10), int), "and shape (20, 10)"),
+    ],
+)
+def test_labels_of_images(labels, message, tmp_path, monkeypatch, capsys):
+    images = np.zeros((20, 32, 32), np.uint8)
+    np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    words = ["image", "--data_dir", str(tmp_path / "x.npz"), "--workdir", str(tmp_path / "run")]
+    assert message in one_line(*run("train.lra", words, monkeypatch, capsys))
+
+
+def test_a_checkpoint_of_another_width(trained, tmp_path, monkeypatch, capsys):
+    """It is not damaged: config.json is of another configuration."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    values = json.loads(path.read_text())
+    values["model"]["d_model"] = 32
+    path.write_text(json.dumps(values))
+    for checkpoint in ("best", "last"):
+        words = ["--workdir", str(tmp_path / "run"), "--checkpoint", checkpoint]
+        err = one_line(*run("eval.lm", words, monkeypatch, capsys))
+        assert "is of another configuration than config.json: d_model 16 -> 32" in err
+        assert "damaged" not in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("bad allocation"),
+        MemoryError(),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 506880336 bytes."),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_too_little_memory(error, trained, monkeypatch, capsys):
+    """Wherever it is met, it is one line; a checkpoint that cannot be read for it is not taken for damaged."""
+    assert is_memory_shortage(error)
+    before = sorted(path.name for path in (trained / "run").rglob("*"))
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.main, "train", fail)
+        status, err = run("train.lm", line(trained), patch, capsys)
+    assert status == 1
+    assert err.splitlines()[-1].startswith("train.lm: out of memory: ")
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.Checkpointer, "restore", fail)
+        status, err = run("train.lm", line(trained), patch, capsys)
+        assert status == 1
+        assert "train.lm: out of memory while reading checkpoint" in err.splitlines()[-1]
+        assert "out of memory" in one_line(*run("eval.lm", ["--workdir", f"{trained}/run"], patch, capsys), 1)
+    assert sorted(path.name for path in (trained / "run").rglob("*")) == before
+    assert Checkpoints(trained / "run" / "checkpoints").steps() == [2]
+    assert eval.runs.open_run([train.lm.LM], str(trained / "run"), "last").step == 2

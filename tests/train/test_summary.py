@@ -1,0 +1,41 @@
+"""The commands that a run names when it is done work as they stand."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+
+TINY = "--steps 2 --batch 2 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --tensorboard False"
+
+
+def _table(path):
+    hours = (f"2020-01-{1 + i // 24:02} {i % 24:02}:00:00,{i * i % 7},{i % 5}" for i in range(300))
+    path.write_text("\n".join(["date,HUFL,OT", *hours]) + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("train.regression", "full-8 --pairs 4 --input_dim 2"),
+        (
+            "train.lra",
+            "listops --length 64 --train_examples 8 --valid_examples 4 --test_examples 4 --processes 1",
+        ),
+        (
+            "train.forecast",
+            "encoder --data {folder}/table.csv --lookback 24 --horizon 8 --split 150 50 50",
+        ),
+    ],
+)
+def test_the_next_commands_work(module, line, tmp_path, capsys):
+    _table(tmp_path / "table.csv")
+    words = f"{line.format(folder=tmp_path)} {TINY}".split()
+    importlib.import_module(module).main([*words, "--workdir", f"{tmp_path}/a run"])
+    commands = re.findall("^next: python -m (.*)$", capsys.readouterr().err, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        name, *words = shlex.split(command)
+        importlib.import_module(name).main(words)
+        assert capsys.readouterr().out
