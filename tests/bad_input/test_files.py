@@ -31,7 +31,8 @@ def line(folder):
     """The command line of the run."""
     return (
         f"--data text:{folder}/*.txt --workdir {folder}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
-        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --mechanism.window 4 --tensorboard False --sample_tokens 0"
+        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism local --mechanism.window 4 "
+        "--tensorboard False --sample_tokens 0"
     ).split()
 
 
