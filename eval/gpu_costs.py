@@ -271,9 +271,12 @@ def _bytes(shape: str) -> int:
 
 
 def assembler() -> str:
-    """ptxas of the CUDA wheels beside this Python, else the one on PATH; an older one refuses a newer Triton's code."""
-    for folder in map(Path, sys.path):
-        for path in folder.glob("nvidia/*/bin/ptxas"):
+    """ptxas of the CUDA wheels beside this Python, else Triton's for the newest GPUs, else the one on PATH.
+
+    An older one refuses a newer Triton's code.
+    """
+    for pattern in ("nvidia/*/bin/ptxas", "triton/backends/nvidia/bin/ptxas-blackwell"):
+        for path in (found for folder in map(Path, sys.path) for found in folder.glob(pattern)):
             return str(path)
     found = shutil.which("ptxas")
     if found is None:

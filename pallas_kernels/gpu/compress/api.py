@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gpu.core import bridge
 from pallas_kernels.gpu.core.sizes import SCORES, padded, split
+from pallas_kernels.varying import vary_alike
 
 #: Compressed tokens that one program holds.
 MOST_TOKENS = 128
@@ -102,9 +103,9 @@ def compress(
     )
     call = _CompressCall(float(scale), score, contrast_key is not None, key_lengths is None)
     if contrast_key is None or gamma is None:
-        contrast_key, gamma = key, jnp.zeros((heads,), jnp.float32)
-        return _compress(query, key, jax.lax.stop_gradient(contrast_key), value, gamma, lengths, call)
-    return _compress(query, key, contrast_key, value, gamma.astype(jnp.float32), lengths, call)
+        contrast_key, gamma = jax.lax.stop_gradient(key), jnp.zeros((heads,), jnp.float32)
+    arrays = vary_alike(query, key, contrast_key, value, gamma.astype(jnp.float32), lengths)
+    return _compress(*arrays, call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from jaxtyping import Array
 DEFAULT_CAPABILITY = 90
 #: Below this the kernels are not offered: Triton's matrix products want at least Ampere's.
 LEAST_CAPABILITY = 80
+#: What a launch needs.
+_PACKAGES = ("triton", "jax_triton")
 
 
 def interprets() -> bool:
@@ -49,11 +52,8 @@ def check_interpretation(wanted: bool) -> None:
 
 def obstacle() -> str | None:
     """Why no Triton kernel can be launched from this installation; None if one can."""
-    missing = [
-        name
-        for name in (("triton",) if interprets() else ("triton", "jax_triton"))
-        if importlib.util.find_spec(name) is None
-    ]
+    needed = ("triton",) if interprets() else _PACKAGES
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} must be installed (pip install 'brl-jax[gpu]')"
     capability = target_capability()
@@ -194,6 +194,10 @@ def _jitted(kernel):
 # --- Triton's interpreter ---
 
 
+# It replaces functions of Triton's language while it runs; JAX calls back from one thread for each device.
+_INTERPRETER = threading.Lock()
+
+
 class _Tensor:
     """As much of a tensor as Triton's interpreter asks for, over the memory of a NumPy array."""
 
@@ -237,32 +241,22 @@ def _interpret(kernel, grid, results, constants, *arrays):
         np.full(s.shape, np.nan if np.issubdtype(s.dtype, np.floating) else np.iinfo(s.dtype).max, s.dtype)
         for s in results
     ]
-    InterpretedFunction(kernel)[grid](*inputs, *map(_Tensor, outputs), **constants)
+    with _INTERPRETER:
+        InterpretedFunction(kernel)[grid](*inputs, *map(_Tensor, outputs), **constants)
     return tuple(outputs)
 
 
 # --- vmap ---
 
 
-def fold_vmap(
-    function: Callable[..., tuple[Array, ...]], static: int = 0
-) -> Callable[..., tuple[Array, ...]]:
-    """`function` of arrays whose leading axis is the batch, mapped by `jax.vmap` as one call on a longer batch.
-
-    The last `static` arguments have no batch axis and must not be mapped.
-    """
+def fold_vmap(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """`function` of arrays whose leading axis is the batch, mapped by `jax.vmap` as one call on a longer batch."""
     batched = custom_vmap(function)
 
     @batched.def_vmap
     def rule(size, mapped, *arguments):
-        shared = arguments[len(arguments) - static :] if static else ()
-        if any(mapped[len(arguments) - static :]) if static else False:
-            raise NotImplementedError("the lists of a GPU kernel cannot be mapped by vmap")
-        rows = [
-            x if m else jnp.broadcast_to(x, (size, *x.shape))
-            for x, m in zip(arguments[: len(arguments) - static], mapped)
-        ]
-        out = batched(*(x.reshape(-1, *x.shape[2:]) for x in rows), *shared)
+        rows = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arguments, mapped)]
+        out = batched(*(x.reshape(-1, *x.shape[2:]) for x in rows))
         return tuple(y.reshape(size, -1, *y.shape[1:]) for y in out), (True,) * len(out)
 
     return batched

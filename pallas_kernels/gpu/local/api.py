@@ -14,6 +14,7 @@ from pallas_kernels.absent import mark_absent
 from pallas_kernels.gpu.core import bridge
 from pallas_kernels.gpu.core.sizes import padded
 from pallas_kernels.gpu.local.lists import Pattern, make_lists
+from pallas_kernels.varying import vary_alike
 
 
 class LocalTile(NamedTuple):
@@ -147,7 +148,7 @@ def local_attention(
     sinks = jnp.zeros((1,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     # One row for each sequence, so that `vmap` may map them.
     sinks = jnp.broadcast_to(sinks, (batch, *sinks.shape))
-    out, log_sums = _attend(query, key, value, *ids, sinks, call)
+    out, log_sums = _attend(*vary_alike(query, key, value, *ids, sinks), call)
     if not return_log_sum_exp:
         return _only(out, exists[0])
     return _only(out, exists[0]), jnp.moveaxis(log_sums, 1, 2)

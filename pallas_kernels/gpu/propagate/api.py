@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.gpu.core import bridge
 from pallas_kernels.gpu.core.sizes import SCORES, padded, split
+from pallas_kernels.varying import vary_alike
 
 #: Compressed tokens that one program holds.
 MOST_TOKENS = 256
@@ -97,7 +98,7 @@ def propagate(
     if reason is not None:
         raise NotImplementedError(reason)
     rows = jnp.broadcast_to(strength.astype(jnp.float32), (query.shape[0], *strength.shape))
-    return _propagate(query, key, value, rows, _PropagateCall(float(scale), score))
+    return _propagate(*vary_alike(query, key, value, rows), _PropagateCall(float(scale), score))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

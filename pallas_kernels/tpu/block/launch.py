@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from pallas_kernels.tpu.block.plan import BlockCall, BlockSteps
-from pallas_kernels.tpu.core.varying import result_like, vary_alike
+from pallas_kernels.varying import result_like, vary_alike
 
 Segments = tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None
 #: An array, and what it has rows of: "q" queries, "k" keys, "s" statistics.

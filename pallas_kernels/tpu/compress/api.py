@@ -14,7 +14,7 @@ from pallas_kernels.tpu.compress.differentiable import compress_packed
 from pallas_kernels.tpu.compress.plan import CompressCall, plan_compress, plan_compress_blocks
 from pallas_kernels.tpu.core.heads import pack
 from pallas_kernels.tpu.core.inputs import Shaped, obstacle_of, positive_scale
-from pallas_kernels.tpu.core.varying import vary_alike
+from pallas_kernels.varying import vary_alike
 
 
 def _run(

@@ -23,7 +23,7 @@ from pallas_kernels.tpu.compress.plan import CompressCall
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import LOG2E, MASKED, NN, NT
 from pallas_kernels.tpu.core.pipeline import pipelined
-from pallas_kernels.tpu.core.varying import vary_alike
+from pallas_kernels.varying import vary_alike
 
 
 class GradientStep(HistoryStep):

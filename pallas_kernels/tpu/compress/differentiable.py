@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.tpu.compress.backward import compress_backward
 from pallas_kernels.tpu.compress.forward import compress_forward, merge_readers
 from pallas_kernels.tpu.compress.plan import CompressCall
-from pallas_kernels.tpu.core.varying import vary_alike
+from pallas_kernels.varying import vary_alike
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

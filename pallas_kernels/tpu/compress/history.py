@@ -21,7 +21,7 @@ from pallas_kernels.scores import elementwise_weights
 from pallas_kernels.tpu.compress.plan import CompressCall
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import NT
-from pallas_kernels.tpu.core.varying import result_like
+from pallas_kernels.varying import result_like
 
 
 def split_refs(call: CompressCall, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.tpu.core.heads import MAX_HEAD_DIM
-from pallas_kernels.tpu.core.varying import vary_alike
+from pallas_kernels.varying import vary_alike
 
 #: Compressed tokens that compress and propagate keep in VMEM.
 MAX_COMPRESSED = 1024

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.scores import Score, check_score
 from pallas_kernels.tpu.core.heads import pack, unpack
 from pallas_kernels.tpu.core.inputs import Shaped, obstacle_of, positive_scale
-from pallas_kernels.tpu.core.varying import vary_alike
 from pallas_kernels.tpu.propagate.backward import propagate_backward
 from pallas_kernels.tpu.propagate.forward import propagate_forward
 from pallas_kernels.tpu.propagate.plan import PropagateCall, plan_propagate
+from pallas_kernels.varying import vary_alike
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -14,8 +14,8 @@ from pallas_kernels.scores import elementwise_slopes
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import NN, NT
 from pallas_kernels.tpu.core.pipeline import pipelined
-from pallas_kernels.tpu.core.varying import result_like
 from pallas_kernels.tpu.propagate.plan import PropagateCall
+from pallas_kernels.varying import result_like
 
 
 def _backward_kernel(query, key, value, grad, grad_query, grad_key, grad_value, *, call: PropagateCall):

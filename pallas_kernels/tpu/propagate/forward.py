@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import NT
 from pallas_kernels.tpu.core.pipeline import pipelined
-from pallas_kernels.tpu.core.varying import result_like
 from pallas_kernels.tpu.propagate.plan import PropagateCall
+from pallas_kernels.varying import result_like
 
 
 def _forward_kernel(query, key, value, output, *, call: PropagateCall):

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import EMPTY, LOG2E, MASKED, NN, NT
 from pallas_kernels.tpu.core.pipeline import pipelined
-from pallas_kernels.tpu.core.varying import result_like
 from pallas_kernels.tpu.window.key_gradient_sums import EarlySums, GroupedSums, LateSums, scratch_rows
 from pallas_kernels.tpu.window.plan import WindowCall
 from pallas_kernels.tpu.window.tiles import WindowTiles, key_specs, pairs_computed, segment_specs
+from pallas_kernels.varying import result_like
 
 
 def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum: bool):

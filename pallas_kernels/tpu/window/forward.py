@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import EMPTY, LOG2E, MASKED
 from pallas_kernels.tpu.core.pipeline import pipelined
-from pallas_kernels.tpu.core.varying import result_like
 from pallas_kernels.tpu.window.plan import WindowCall
 from pallas_kernels.tpu.window.tiles import WindowTiles, key_specs, pairs_computed, segment_specs
+from pallas_kernels.varying import result_like
 
 
 def _forward_kernel(*refs, call: WindowCall, segments: bool):

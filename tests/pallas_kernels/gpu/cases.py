@@ -154,6 +154,33 @@ def mapped():
     np.testing.assert_allclose(jax.vmap(run)(query, strength), one_by_one, atol=1e-6)
 
 
+def sharded():
+    """Under `shard_map` devices share some arrays, whose gradients are summed over them."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, shared = jax.P("rows"), jax.P()
+    query = random(0, 2, 40, 2, 16, dtype="float32")
+    few, heads = random(1, 1, 8, 2, 16, dtype="float32"), jnp.asarray([0.3, 0.7])
+    calls = {
+        "local": lambda q, f, s, i: brl_jax.local_attention(
+            q, jnp.tile(f, (1, 5, 1, 1)), q, local_window_size=5, sinks=s, implementation=i
+        ),
+        "compress": lambda q, f, s, i: brl_jax.compress(f, q, q, q, gamma=s, implementation=i),
+        "propagate": lambda q, f, s, i: brl_jax.propagate(q, f, f, strength=s, implementation=i),
+    }
+    for name, call in calls.items():
+
+        def loss(*arrays, call=call, implementation):
+            run = lambda q, f, s: call(q, f, s, implementation)  # noqa: E731
+            mapped = jax.shard_map(run, mesh=mesh, in_specs=(rows, shared, shared), out_specs=rows)
+            return jnp.sum(mapped(*arrays) ** 2)
+
+        got, want = (
+            jax.jit(jax.grad(functools.partial(loss, implementation=i), (0, 1, 2)))(query, few, heads)
+            for i in ("triton_interpret", "xla")
+        )
+        close([f"{name} {what}" for what in ("query", "few", "heads")], got, want, "float32")
+
+
 def public(pattern, *, is_causal=False, offset=0, **options):
     """`brl_jax.local_attention` on the kernel and through XLA, forward and backward, under jit."""
     length = 90
@@ -248,6 +275,7 @@ CASES = {
     "propagate-relu2": lambda: propagate("relu2"),
     "propagate-laplace": lambda: propagate("laplace"),
     "vmap": mapped,
+    "shard-map": sharded,
     "public-window": lambda: public(SLIDING(20, 0), is_causal=True),
     "public-window-after-a-cache": lambda: public(SLIDING(20, 0), is_causal=True, offset=30),
     "public-global": lambda: public(patterns.GlobalWindow(8, 8, 5), key_value_seq_lengths=jnp.asarray([80])),
@@ -262,6 +290,7 @@ CASES = {
 
 
 def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
     found = {}
     for name, case in CASES.items():
         try:

@@ -1,0 +1,98 @@
+"""Each GPU kernel compiled for an A100, an H100 and a B200 by Triton alone: no GPU, no driver, no CUDA plugin."""
+
+import importlib.util
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from brl_jax.attention.local.patterns import SlidingWindow
+from eval.gpu_costs import TARGETS, assemble
+from pallas_kernels import gpu
+from pallas_kernels.gpu.core import bridge
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None or bool(os.environ.get("TRITON_INTERPRET")),
+        reason="triton is not installed (pip install '.[gpu-test]'), or it interprets",
+    ),
+    pytest.mark.slow,
+    pytest.mark.xdist_group("triton"),
+]
+TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32", "int8": "*i8"}
+
+
+def half(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def local(query, key, value, sinks, ids):
+    window = SlidingWindow.of_width(256, True)
+    length = query.shape[1]
+    stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
+    return gpu.local_attention(
+        query, key, value, pattern=gpu.Pattern(stretches, window.visible, True, length, length),
+        logits_soft_cap=50.0, sinks=sinks, query_segment_ids=ids, key_segment_ids=ids,
+    )  # fmt: skip
+
+
+MANY, FEW, HEADS = half(1, 1024, 8, 64), half(1, 64, 8, 64), jax.ShapeDtypeStruct((8,), jnp.float32)
+OPERATIONS: dict[str, tuple[Any, tuple]] = {
+    "local": (local, (MANY, MANY, MANY, HEADS, jax.ShapeDtypeStruct((1, 1024), jnp.int32))),
+    "compress": (
+        lambda q, k, c, v, g: gpu.compress(q, k, c, v, gamma=g, scale=0.1),
+        (FEW, MANY, MANY, MANY, HEADS),
+    ),
+    "propagate": (lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=0.1), (MANY, FEW, FEW, HEADS)),
+}
+
+
+def launches(jaxpr):
+    """(shapes of the operands, parameters) of every launch in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "gpu_kernel_launch":
+            yield [x.aval for x in equation.invars], equation.params
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from launches(inner)
+
+
+def ptx(arrays, launch, capability):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    function = triton.jit(launch["kernel"])
+    pointers = [TYPES[x.dtype.name] for x in (*arrays, *launch["results"])]
+    constants = dict(launch["constants"])
+    names = function.arg_names
+    signature = dict(zip(names, pointers)) | dict.fromkeys(names[len(pointers) :], "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
+    options = {name: launch[name] for name in ("num_warps", "num_stages")}
+    source = ASTSource(function, signature, constants, aligned)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns without it
+    monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", str(TARGETS[target].capability))
+    monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
+    function, shapes = OPERATIONS[operation]
+
+    def both(*arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(out)
+
+    found = [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
+    assert len(found) == {"local": 3, "compress": 2, "propagate": 3}[operation]
+    for number, (arrays, launch) in enumerate(found):
+        path = tmp_path / f"{number}.ptx"
+        path.write_text(ptx(arrays, launch, TARGETS[target].capability))
+        kernel = assemble(path, TARGETS[target].architecture)
+        assert not kernel.error, kernel
+        assert kernel.spilled == 0, kernel
