@@ -149,7 +149,11 @@ def test_command(runs, capsys, tmp_path):
         (["--workdir", "{runs}/nothing"], "--workdir: no run there"),
         (["--workdir", "{runs}/brl", "--length", "17"], "--length: .*brl takes 16 tokens .*at once, got 17"),
         (["--workdir", "{runs}/mixed", "--length", "9999"], "--length: the text has .* tokens, got 9999"),
-        (["--workdir", "{runs}/mixed", "--split", "test", "--length", "4"], "--data: .* has no test text"),
+        pytest.param(
+            ["--workdir", "{runs}/mixed", "--split", "test", "--length", "4"],
+            "--data: .* has no test text",
+            marks=pytest.mark.slow,
+        ),
         (["--ratios", "0", "1"], "ratios must be above 0 and at most 1"),
         (["--length", "1"], "length must be at least 2, got 1"),
         (["--picture", "locality.pdf"], "--picture: expected a .png file"),

@@ -72,6 +72,7 @@ def test_a_single_layer_in_ones_own_module():
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_generate_from_nnx_parameters():
     config = DecoderConfig(
         vocab_size=11, num_layers=1, d_model=16, num_heads=2, mechanism=LocalConfig(window=4)

@@ -102,7 +102,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(NETWORKS, ("decoder", "features")))
+@pytest.mark.parametrize("name", slow_unless(NETWORKS, ("decoder",)))
 def test_dropout_reaches_the_embedding(name):
     """With sublayers that add nothing, and whose own dropout changes nothing, outputs still change."""
     model, inputs = NETWORKS[name]
