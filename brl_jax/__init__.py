@@ -109,6 +109,8 @@ from brl_jax.models import (
     transnormer,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "MECHANISMS",
     "TRANSNORMER_SIZES",

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import typing
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from etils import epath
 from flax import traverse_util
 
-from brl_jax.layers import MECHANISMS, Mechanism, mechanism_name
+from brl_jax.configuration import configuration
+from brl_jax.layers import Mechanism, mechanism_name
 from train.errors import UserError
-from train.fields import part_of
 
 T = TypeVar("T")
 
@@ -42,50 +41,10 @@ def from_json(kind: type[T], values: Mapping[str, Any], source: str) -> T:
     Raises:
       UserError: a field or mechanism that this version doesn't know, or a value out of range.
     """
-    return _from_json(kind, values, source, "")
-
-
-def _from_json(kind: Any, values: Any, source: str, path: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise UserError(f"{source}: {path or 'the file'} must be an object, got {values!r}")
-    values = dict(values)
-    if issubclass(kind, Mechanism):
-        name = values.pop("name", None)
-        if name not in MECHANISMS:
-            raise UserError(f"{source}: {path}.name: expected one of {', '.join(MECHANISMS)}, got {name!r}")
-        kind = MECHANISMS[name]
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    unknown = [name for name in values if name not in fields]
-    if unknown:
-        where = _join(path, unknown[0])
-        raise UserError(f"{source}: unknown field {where}; this version knows {', '.join(fields)}")
-    for name, value in values.items():
-        part = part_of(hints[name])
-        if part is not None and not (value is None and type(None) in typing.get_args(hints[name])):
-            values[name] = _from_json(part, value, source, _join(path, name))
-        elif isinstance(value, list) and hints[name] not in (int, float, bool, str):
-            values[name] = tuple(value)
-        elif not _fits(value, hints[name]):
-            where = _join(path, name)
-            raise UserError(f"{source}: {where} must be {hints[name].__name__}, got {value!r}")
     try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{source}: {path or kind.__name__}: {error}") from error
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of a field's plain type; types that are not plain are left to the dataclass's checks."""
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return hint not in (bool, str) or isinstance(value, hint)
-
-
-def _join(*path: str) -> str:
-    return ".".join(filter(None, path))
+        return configuration(kind, values)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import dataclasses
 import enum
 import typing
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import tyro
+
+from brl_jax.configuration import part_of
 
 T = TypeVar("T")
 
@@ -41,9 +43,3 @@ def marked(kind: type, mark: Mark, prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
         elif part is not None:
             yield from marked(part, mark, f"{prefix}{field.name}.")
-
-
-def part_of(hint: Any) -> type | None:
-    """The dataclass in a field's type, or None."""
-    options = (hint, *typing.get_args(hint))
-    return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)

@@ -55,7 +55,9 @@ def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str
     """
     values = {name.removeprefix("val_").replace("_", " "): value for name, value in measured.items()}
     if "bits per byte" in values:
-        values = {"loss": values.pop("loss"), "perplexity": math.exp(measured["val_loss"]), **values}
+        values = {"perplexity": math.exp(measured["val_loss"]), **values}
+    if "loss" in values:
+        values = {"loss": values.pop("loss"), **values}
     shown = "".join(f", {name} {value:.4f}" for name, value in values.items())
     held_out = f"; held-out{shown[1:]}" if shown else ""
     return f"done: {step:,} steps in {loop.workdir}, {clock(seconds)}{held_out}"

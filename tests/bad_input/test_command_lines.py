@@ -72,6 +72,7 @@ LM = {
     "--mup_base_width 0": "--mup_base_width must be",
     "--mup_base_heads 2": "--mup_base_heads must be None",
     "--mechanism": "--mechanism: expected one of",
+    "--mechanism local --mechanism full": "--mechanism is given twice",
     "--mechanism locl": "--mechanism: got 'locl'; did you mean local",
     "--mechanism linformer": "no causal form",
     "--mechanism local --mechanism.window 0": "--mechanism.window must be",

@@ -20,7 +20,7 @@ def test_a_new_task_end_to_end(tmp_path, capsys):
     parity.main(["--workdir", f"{tmp_path}/cut", "--steps", "4"])
     err = capsys.readouterr().err
     assert f"training: 4 steps of 32 tokens (8 rows), in {tmp_path}/cut\n" in err
-    assert f"done: 4 steps in {tmp_path}/cut, 0:00:" in err
+    assert f"done: 4 steps in {tmp_path}/cut, " in err
     parity.main(["--workdir", f"{tmp_path}/cut"])
     parity.main(["--workdir", f"{tmp_path}/whole"])
     whole, cut = (metrics_lines(tmp_path / name, MEASURED) for name in ("whole", "cut"))

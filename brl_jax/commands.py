@@ -1,0 +1,61 @@
+"""The commands `brl-train` and `brl-eval`: those of the folders train and eval, from wherever they are called.
+
+The packages `train` and `eval` belong to the repository and are not installed: their names are too common. The commands
+find them beside the library, where it is installed from a checkout (`pip install -e .`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+
+
+def train() -> int:
+    """`brl-train NAME [OPTIONS]` is `python -m train.NAME [OPTIONS]`."""
+    return _run("brl-train", "train")
+
+
+def evaluate() -> int:
+    """`brl-eval NAME [OPTIONS]` is `python -m eval.NAME [OPTIONS]`."""
+    return _run("brl-eval", "eval")
+
+
+def _run(program: str, package: str) -> int:
+    folder = _ROOT / package
+    if not (folder / "lm.py").is_file():
+        return _refuse(
+            program,
+            "the training and evaluation commands are not part of the installed package; expected a checkout of the "
+            "repository, installed with: pip install -e '.[train]'",
+        )
+    names = sorted(
+        file.stem for file in folder.glob("*.py") if 'if __name__ == "__main__"' in file.read_text()
+    )
+    names += sorted(file.parent.name for file in folder.glob("*/__main__.py"))
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(f"usage: {program} NAME [OPTIONS]; the same as python -m {package}.NAME [OPTIONS]")
+        print(f"NAME is one of {', '.join(names)}; {program} NAME --help lists the options of each")
+        return 0
+    if name not in names:
+        return _refuse(program, f"NAME: expected one of {', '.join(names)}, got {name!r}")
+    sys.path.insert(0, str(_ROOT))
+    module = f"{package}.{name}"
+    try:
+        spec = importlib.util.find_spec(module)
+        is_folder = spec is not None and spec.submodule_search_locations is not None
+        main = importlib.import_module(f"{module}.__main__" if is_folder else module).main
+        command = importlib.import_module("train.errors").command
+    except ModuleNotFoundError as error:
+        return _refuse(program, f"the module {error.name} is missing: pip install -e '.[train]' in {_ROOT}")
+    del sys.argv[1]
+    return command(main, module)
+
+
+def _refuse(program: str, message: str) -> int:
+    print(f"{program}: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,74 @@
+"""Configurations from the nested dictionaries that config.json holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from brl_jax.layers import MECHANISMS, Mechanism
+
+T = TypeVar("T")
+
+
+def configuration(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """The configuration with these values; missing fields have their defaults.
+
+    Args:
+      kind: the configuration's dataclass. values: its fields, the fields of its parts in dictionaries; those of a
+        mechanism are beside its "name" in MECHANISMS. path: the dotted name of the values in what they were read from.
+
+    Raises:
+      ValueError: a field or mechanism that this version doesn't know, or a value out of range.
+    """
+    return _configuration(kind, values, path)
+
+
+def _configuration(kind: Any, values: Any, path: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path or 'the file'} must be an object, got {values!r}")
+    values = dict(values)
+    if issubclass(kind, Mechanism):
+        name = values.pop("name", None)
+        if name not in MECHANISMS:
+            raise ValueError(f"{path}.name: expected one of {', '.join(MECHANISMS)}, got {name!r}")
+        kind = MECHANISMS[name]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    unknown = [name for name in values if name not in fields]
+    if unknown:
+        where = _join(path, unknown[0])
+        raise ValueError(f"unknown field {where}; this version knows {', '.join(fields)}")
+    for name, value in values.items():
+        part = part_of(hints[name])
+        if part is not None and not (value is None and type(None) in typing.get_args(hints[name])):
+            values[name] = _configuration(part, value, _join(path, name))
+        elif isinstance(value, list) and hints[name] not in (int, float, bool, str):
+            values[name] = tuple(value)
+        elif not _fits(value, hints[name]):
+            where = _join(path, name)
+            raise ValueError(f"{where} must be {hints[name].__name__}, got {value!r}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path or kind.__name__}: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of a field's plain type; types that are not plain are left to the dataclass's checks."""
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return hint not in (bool, str) or isinstance(value, hint)
+
+
+def _join(*path: str) -> str:
+    return ".".join(filter(None, path))
+
+
+def part_of(hint: Any) -> type | None:
+    """The dataclass in a field's type, or None."""
+    options = (hint, *typing.get_args(hint))
+    return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)

@@ -1,0 +1,73 @@
+"""A run is read without the training code, and the commands of a checkout say so where there is none."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import brl_jax
+import train.lm
+from brl_jax import commands
+from brl_jax.loading import load_run
+from eval.lm import read_run
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_run_is_what_evaluation_reads(tmp_path):
+    for split in ("train", "valid"):
+        (tmp_path / f"{split}.txt").write_text("alpha beta gamma " * 40)
+    line = (
+        f"--data text:{tmp_path}/*.txt --workdir {tmp_path}/run --steps 2 --batch 2 --length 16 --num_layers 1 "
+        "--d_model 16 --num_heads 2 --d_ff 16 --mechanism.block_size 8 --tensorboard False --sample_tokens 0"
+    )
+    train.lm.main(line.split())
+    _, model, params, step = read_run(f"{tmp_path}/run", "best")
+    loaded = load_run(tmp_path / "run")
+    assert loaded.step == step == 2
+    assert loaded.config["loop"]["steps"] == 2
+    jax.tree.map(np.testing.assert_array_equal, loaded.variables["params"], params)
+    tokens = np.arange(12, dtype=np.int32)[None]
+    np.testing.assert_array_equal(
+        loaded.model.apply(loaded.variables, tokens)[0], model.apply({"params": params}, tokens)[0]
+    )
+    with pytest.raises(FileNotFoundError, match=r"checkpoint must be best, last or one of \[2\], got 7"):
+        load_run(tmp_path / "run", 7)
+    (tmp_path / "run" / "config.json").write_text('{"task": "parity", "model": {}}')
+    with pytest.raises(ValueError, match="is of the task 'parity'"):
+        load_run(tmp_path / "run")
+
+
+def test_the_version_stands_once():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "brl_jax.__version__"
+    assert importlib.metadata.version("brl-jax") == brl_jax.__version__
+
+
+def test_commands_of_a_checkout(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["brl-train", "lmm"])
+    assert commands.train() == 2
+    assert "NAME: expected one of forecast, lm, lra, regression, got 'lmm'" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["brl-train", "lm", "--steps", "0"])
+    assert commands.train() == 2
+    assert "train.lm: --steps must be at least 1, got 0" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["brl-eval", "speed", "--repeats", "0"])
+    assert commands.evaluate() == 2
+    assert "eval.speed: --repeats" in capsys.readouterr().err
+    # As installed from a wheel.
+    monkeypatch.setattr(commands, "_ROOT", tmp_path)
+    assert commands.train() == 2
+    assert "expected a checkout of the repository" in capsys.readouterr().err
+
+
+def test_the_library_imports_none_of_the_training_code():
+    code = "import sys, brl_jax; print([m for m in ('optax', 'orbax', 'tyro', 'grain', 'train') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
