@@ -403,8 +403,8 @@ MUTANTS = (
     Mutant(
         "sorting/Informer samples later keys",
         "brl_jax/attention/sorting/prob_sparse.py",
-        "seen = jnp.minimum(places[None] + 1, lengths[:, None]) if is_causal else",
-        "seen = lengths[:, None] + 0 * places[None] if is_causal else",
+        "jnp.broadcast_to(places[None] + 1, exists.shape)",
+        "jnp.full(exists.shape, length, jnp.int32)",
         (LAWS, "-k", "law_1 and informer and not linformer"),
     ),
     Mutant(

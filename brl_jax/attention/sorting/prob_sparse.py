@@ -133,11 +133,9 @@ def prob_sparse_attention(
     lengths = jnp.full((batch,), length, jnp.int32) if given is None else given
     places = jnp.arange(length, dtype=jnp.int32)
     exists = places[None] < lengths[:, None]
-    seen = (
-        jnp.minimum(places[None] + 1, lengths[:, None])
-        if is_causal
-        else jnp.where(exists, lengths[:, None], 1)
-    )
+    seen = jnp.where(exists, lengths[:, None], 1)
+    if is_causal:
+        seen = jnp.broadcast_to(places[None] + 1, exists.shape)
     measures = _measures(query, key, rng, places, seen, factor, budget(length, factor))
     measures = jnp.where(exists[:, None], measures, _LOWEST)
     if is_causal:

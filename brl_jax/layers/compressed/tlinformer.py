@@ -27,6 +27,10 @@ class TLinFormerConfig(Mechanism):
 
     network: ClassVar[str] = "tlinformer"
 
+    # Its layers are those of full attention, without these options.
+    sinks: ClassVar[bool] = False
+    logits_soft_cap: ClassVar[float | None] = None
+
     window: int = 256
     """Tokens that share one state of the history [W_og]: each full window becomes part of the history."""
     context: int | Literal["auto"] = 256
