@@ -25,6 +25,7 @@ from brl_jax.sharding import MeshConfig
 from train.config_file import flatten, option_name, to_json
 from train.errors import UserError
 from train.fields import Flat, Free, Mark, marked
+from train.help import first_screen, preset_list
 from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
 
@@ -34,7 +35,7 @@ M = TypeVar("M", bound=StackConfig)
 
 # Command-line options that take the name of a mechanism; each is also the model's field that it sets.
 _MECHANISM_FIELDS = ("mechanism", "late_mechanism")
-# A list of names longer than this is left to --help.
+# A list of names longer than this is left to --presets.
 _NAMES_SHOWN = 30
 
 
@@ -112,7 +113,8 @@ class RunConfig:
 def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> R:
     """The configuration that a command line `[PRESET] [--mechanism NAME] [OPTIONS]` asks for.
 
-    Without `--workdir` the run's folder is runs/PRESET. `--help` prints the options and exits.
+    Without `--workdir` the run's folder is runs/PRESET. `--help` prints the most used options, `--help-all` all of
+    them, and `--presets` the presets; each exits.
 
     Args:
       presets: configurations by name.
@@ -124,6 +126,12 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
       UserError: an unknown preset, mechanism or option (with the nearest name), or a value out of range.
     """
     rest = list(argv)
+    if "--presets" in argv:
+        print(preset_list(presets))
+        raise SystemExit(0)
+    if {"-h", "--help"} & set(argv):
+        print(first_screen(presets, default_preset, prog=prog, about=about))
+        raise SystemExit(0)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else default_preset
     if name not in presets:
         raise UserError(f"PRESET: {_unknown(name, presets)}")
@@ -140,7 +148,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
 
 
 def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> T:
-    """`default` (a dataclass) with the options of argv set; `--help` prints them and exits.
+    """`default` (a dataclass) with the options of argv set; `--help` and `--help-all` print them and exit.
 
     Raises:
       UserError: an unknown option (with the nearest one) or an invalid value, in one line.
@@ -153,7 +161,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
                 type(default),
                 prog=prog,
                 description=about,
-                args=list(argv),
+                args=["--help" if word == "--help-all" else word for word in argv],
                 default=default,
                 return_unknown_args=True,
                 use_underscores=True,
@@ -176,7 +184,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
             raise UserError(f"--{name} is given twice; expected it once")
         near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
         raise UserError(
-            f"unknown option {option}; " + (f"did you mean --{near[0]}?" if near else "see --help for all")
+            f"unknown option {option}; " + (f"did you mean --{near[0]}?" if near else "see --help-all")
         )
     return config
 
@@ -221,7 +229,7 @@ def _unknown(name: str, known: Mapping[str, Any]) -> str:
     hint = f"did you mean {near[0]}? " if near else ""
     names = list(known)
     shown = ", ".join(names[:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN} more (see --help)" if len(names) > _NAMES_SHOWN else ""
+    more = f" and {len(names) - _NAMES_SHOWN} more (see --presets)" if len(names) > _NAMES_SHOWN else ""
     return f"got {name!r}; {hint}expected one of {shown}{more}"
 
 

@@ -1,5 +1,7 @@
 import dataclasses
+import importlib
 import json
+import re
 import subprocess
 import sys
 
@@ -127,7 +129,7 @@ def test_bad_input_is_one_line_that_names_the_option(argv, message):
 
 def test_help_shows_options_and_presets(capsys):
     with pytest.raises(SystemExit) as caught:
-        _parse("--mechanism local --help")
+        _parse("--mechanism local --help-all")
     assert not caught.value.code
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for words in (
@@ -399,3 +401,37 @@ def test_a_mechanism_whose_layers_come_in_blocks_gets_whole_ones():
         UserError, match=r"num_layers must be a multiple of 4, the layers of a block of .*, got 6"
     ):
         _parse("--mechanism tlinformer --num_layers 6")
+
+
+@pytest.mark.parametrize(
+    "name", ["train.lm", "train.lra", "train.regression", "train.forecast", "eval.pod_plan"]
+)
+def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    main = importlib.import_module(name).main
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert not stop.value.code
+    lines = out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in out
+    assert len(re.findall("^  --[a-z_]+ [A-Z]", out, re.MULTILINE)) == 5
+    examples = re.findall(rf"^  python -m {name}(.*)$", out, re.MULTILINE)
+    assert len(examples) == 3
+    module = importlib.import_module("train.main" if name.startswith("train") else name)
+
+    def stop_there(*args, **kwargs):
+        raise InterruptedError(parse(*args, **kwargs).loop.workdir)
+
+    monkeypatch.setattr(module, "parse", stop_there)
+    for example in examples:
+        with pytest.raises(InterruptedError, match="runs/"):
+            main(example.split())
+    monkeypatch.undo()
+    with pytest.raises(SystemExit):
+        main(["--presets"])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert set(names) >= {re.search(r"PRESET is (\S+)", out)[1]}
+    assert len(names) == int(re.search(r"lists the (\d+) presets", out)[1])

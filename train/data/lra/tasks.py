@@ -152,7 +152,7 @@ def open_source(config: LraDataConfig) -> Source:
         case _:
             source = pathfinder.open_files(folder, config.resolution)
     if source is None:
-        raise UserError(f"--data_dir: {folder} has no {config.task} files; see --help for those expected")
+        raise UserError(f"--data_dir: {folder} has no {config.task} files; see --help-all for those expected")
     return source
 
 
