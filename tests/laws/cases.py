@@ -86,8 +86,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "bigbird": Case(LocalConfig(window=4, pattern="bigbird", num_global=4)),
     },
     "brl": {
-        "output": _brl(memory="output", compress_scale="m1", compress_positions="rope"),
-        "layer": _brl(compress_positions="rope"),
+        "output": _brl(memory="output", compress_scale="m1"),
+        "layer": _brl(),
         "output-equations": _brl(
             "brl-output",
             memory="output",
@@ -95,6 +95,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
             history_size=13,
             bias="alibi",
             compress_scale="learned",
+            compress_positions="none",
         ),
         "layer-equations": _brl("brl-layer", formulation="equations", history_size=5, phi="spiky"),
         "output-relu2": _brl(
@@ -111,6 +112,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
             score="laplace",
             gamma=0.5,
             bias="t5",
+            compress_positions="none",
             history_size=24,
             beta=0.0,
         ),

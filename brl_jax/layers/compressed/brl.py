@@ -85,10 +85,15 @@ class BRLConfig(Mechanism):
     """Scale of compression's logits: "m1", the paper's 1 / (m sqrt(h)), with which the softmax is almost uniform at
     first; "rsqrt", 1 / sqrt(h), which reached the lower held-out loss on text; "learned", which starts at 1 / sqrt(h).
     """
-    compress_positions: CompressPositions = "none"
+    compress_positions: CompressPositions = "rope"
     """What compression's keys know of where their tokens stand. "rope": rotary positions at the network's `rope_theta`
     (none in a network without), relative to the block's start in a decoder and to places spread evenly over the
-    sequence in an encoder. "none": nothing, as in the paper, where the compressed tokens read a set."""
+    sequence in an encoder. "none": nothing, as in the paper, where the compressed tokens read a set.
+
+    Causal recall over 128 tokens (two layers of width 64, window 8, blocks and m of 16, 480 steps of 16 rows, seeds 0
+    and 1; loss of the last 40 steps, 2.08 for guessing): of one record a slot 0.02 and 0.00 with "rope", 0.00 and 0.01
+    with "none", which gets below 0.1 some 40 steps earlier; of the later of two records a slot 0.40 and 0.50 with
+    "rope", 0.80 and 0.79 with "none". `bias="t5"` without rotary positions (seed 0): 0.00 and 0.59."""
 
     def __post_init__(self):
         check_at_least(self, "window", "dilation")
