@@ -5,7 +5,7 @@ import pytest
 
 from tests.train.toy import OBJECTIVE, OPTIMIZER, batch_of
 from train.optimizer import decayed, make_optimizer, make_schedule
-from train.step import Objective, init_state, make_eval_step, make_train_step
+from train.step import Objective, init_state, make_eval_step, make_train_step, random_streams
 
 
 def _start(accumulation, objective=OBJECTIVE, rows=4):
@@ -117,3 +117,11 @@ def test_evaluation_has_no_dropout_and_carries_memory():
     np.testing.assert_allclose(sums["loss"], expected.sum(), rtol=1e-5)
     assert float(sums["weight"]) == 12.0
     np.testing.assert_array_equal(new, batch["tokens"][:, -1])
+
+
+def test_dropout_and_samples_have_streams_of_their_own():
+    assert random_streams(None) == {}
+    streams = random_streams(jax.random.key(0))
+    drawn = {name: float(jax.random.uniform(key)) for name, key in streams.items()}
+    assert drawn.keys() == {"dropout", "sample"}
+    assert drawn["dropout"] != drawn["sample"]

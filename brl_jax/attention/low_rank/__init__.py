@@ -1,1 +1,2 @@
-"""Attention to keys and values that are projected along the length; `reference.py` has the plain form."""
+"""Attention through few tokens: projected along the length, means of segments, or samples; `reference.py` has the
+plain forms."""

@@ -1,1 +1,1 @@
-"""Layers around attention with projected keys and values."""
+"""Layers around attention through few tokens."""
