@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_floating, check_qkv, concrete_values, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import (
@@ -29,6 +30,7 @@ from brl_jax.attention.core.scores import (
 _WHOLE = 4096
 
 
+@attention_function
 def compress(
     query: Float[Array, "B M N H"],
     key: Float[Array, "B S N H"],
@@ -144,17 +146,19 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
         "tpu": [tpu.compress_backend(query, key, contrast_key, value, bias, mask, **static)],
         "cuda": [gpu.compress_backend(query, value, bias, mask, **static)],
     }
-    xla_form = functools.partial(_compress, **static)
-    return dispatch("compress", implementation, backends, xla_form, *operands)
+    xla_form = functools.partial(_compress, xla.read, **static)
+    plain = functools.partial(_compress, xla.plain_read, **static)
+    return dispatch("compress", implementation, backends, xla_form, *operands, plain=plain)
 
 
-def _compress(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):
+def _compress(read, query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):
+    """The sums over short histories, or with `read`, a function of `xla`, over long ones."""
     length = key.shape[1]
     if length > _WHOLE or axis_name is not None:
         keys = (key,) if contrast_key is None else (key, contrast_key)
         operands = xla.Operands(query, keys, value, bias, mask, lengths)
         size = xla.piece_size(query.shape[1], length)
-        outs = xla.read(operands, piece=size, scale=scale, score=score, axis_name=axis_name)
+        outs = read(operands, piece=size, scale=scale, score=score, axis_name=axis_name)
         out = outs[0] if gamma is None else outs[0] - gamma[None, None, :, None] * outs[1]
         return out.astype(query.dtype)
     if lengths is not None:

@@ -12,11 +12,13 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.compressed import tpu
 from brl_jax.attention.compressed.compress import compress, per_head
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import Score
 
 
+@attention_function
 def compress_blocks(
     query: Float[Array, "B C M N H"],
     key: Float[Array, "B S N H"],

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed import gpu, tpu
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_floating, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
@@ -29,6 +30,7 @@ from brl_jax.attention.core.scores import (
 _CHUNK = 512
 
 
+@attention_function
 def propagate(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B M N H"],

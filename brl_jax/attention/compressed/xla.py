@@ -65,6 +65,19 @@ def read(
     return _read(vary_like(operands, operands), piece, scale, score, axis_name)
 
 
+def plain_read(
+    operands: Operands, *, piece: int, scale: float, score: Score, axis_name: str | None = None
+) -> tuple[Float[Array, "B M N V"], ...]:
+    """`read` of operations that JAX differentiates in every mode and any number of times: it visits all pieces."""
+    operands = vary_like(operands, operands)
+
+    def steps(step: Any, start: Any) -> Any:
+        numbers = jnp.arange(-(-operands.value.shape[1] // piece), dtype=jnp.int32)
+        return lax.scan(lambda carry, i: (jax.checkpoint(step)(i, carry), None), start, numbers)[0]
+
+    return _forward(operands, piece, scale, score, axis_name, steps)[0]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _read(operands: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
     return _forward(operands, piece, scale, score, axis_name)[0]
@@ -76,6 +89,10 @@ def _steps(x: Operands, piece: int) -> Any:
         return -(-x.value.shape[1] // piece)
     longest = jnp.minimum(x.lengths.max(), x.value.shape[1]).astype(jnp.int32)
     return (longest + jnp.int32(piece - 1)) // jnp.int32(piece)
+
+
+def _until_last_key(x: Operands, piece: int, step: Any, start: Any) -> Any:
+    return lax.fori_loop(jnp.int32(0), jnp.int32(_steps(x, piece)), step, start)
 
 
 def _start(x: Operands, step: Array, piece: int) -> Array:
@@ -123,8 +140,13 @@ def _add(sums: SoftmaxSums, logits: Array, mask: Array, value: Array, score: Sco
     return merge_sums(sums, block_sums(jnp.where(mask, logits, MASKED), read))
 
 
-def _forward(x: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
-    """The results, and the log-sum-exp of each row as `normalise` returns it (None where not a softmax)."""
+def _forward(
+    x: Operands, piece: int, scale: float, score: Score, axis_name: str | None, loop: Any = None
+) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
+    """The results, and the log-sum-exp of each row as `normalise` returns it (None where not a softmax).
+
+    loop: (step, start) -> the last carry; None for one that stops at the last key that exists.
+    """
     batch, count, heads, _ = x.query.shape
     accumulate = accumulation_dtype(x.query.dtype)
     query = jnp.swapaxes(x.query, 1, 2)
@@ -137,9 +159,9 @@ def _forward(x: Operands, piece: int, scale: float, score: Score, axis_name: str
         )
 
     start = empty_sums((batch, heads, count), x.value.shape[3], accumulate)
-    every = lax.fori_loop(
-        jnp.int32(0), jnp.int32(_steps(x, piece)), step, vary_like((start,) * len(x.keys), x)
-    )
+    if loop is None:
+        loop = functools.partial(_until_last_key, x, piece)
+    every = loop(step, vary_like((start,) * len(x.keys), x))
     if score != "softmax":
         totals = (sums.weighted for sums in every)
         if axis_name is not None:

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.derivatives import differentiable
 
 #: The backends that a caller can ask for by name. A function accepts those that it has, and None for its own choice.
 Implementation = Literal["xla", "pallas", "pallas_interpret", "cudnn", "triton", "triton_interpret"]
@@ -47,6 +48,7 @@ def dispatch(
     backends: Mapping[str, Sequence[Backend]],
     xla: Callable[..., Any],
     *operands: Any,
+    plain: Callable[..., Any] | None = None,
 ) -> Any:
     """Runs one call of the function `name` on the backend of the platform it is lowered for, or through XLA.
 
@@ -60,6 +62,8 @@ def dispatch(
       backends: the table from platform, as `jax.lax.platform_dependent` names them, to backends in order of preference.
       xla: `xla(*operands)`.
       operands: pytrees of arrays.
+      plain: the function from which derivatives of gradients and forward-mode derivatives are taken (see
+        `differentiable`); None if `xla` can be differentiated in every way.
 
     Raises:
       ValueError: for a name that this function does not have.
@@ -70,8 +74,10 @@ def dispatch(
     for backend in (backend for row in backends.values() for backend in row):
         names += [backend.implementation, f"{backend.implementation}_interpret"]
     check_implementation(implementation, *names)
+    serve = functools.partial(differentiable, plain=plain or xla)
+    with_xla = xla if plain is None else serve(xla)
     if implementation == "xla":
-        return xla(*operands)
+        return with_xla(*operands)
 
     rows = {}
     for platform, candidates in backends.items():
@@ -83,13 +89,14 @@ def dispatch(
                 if obstacle is not None:
                     raise NotImplementedError(f"{name} with implementation={implementation!r}: {obstacle}")
                 if implementation == interpreted:
-                    return backend.run(*operands, interpret=True)
+                    return serve(functools.partial(backend.run, interpret=True))(*operands)
                 message = (
                     f"{name} with implementation={implementation!r} runs on the platform {platform!r} alone, and this "
                     f"call is lowered for {{platform}}; ask for {interpreted!r} to interpret the kernel, for 'xla', or "
                     "for None"
                 )
-                return backend.run(*_mark(operands, _native, platform, message), interpret=False)
+                operands = _mark(operands, _native, platform, message)
+                return serve(functools.partial(backend.run, interpret=False))(*operands)
             if backend.unsuited or platform in rows:
                 continue
             obstacle = backend.obstacle()
@@ -101,7 +108,9 @@ def dispatch(
             why = "; ".join(dict.fromkeys(obstacles))
             message = f"{name} runs through XLA on the platform {platform!r}, at linear cost: {why}"
             operands = _mark(operands, _fallback, platform, message)
-    return lax.platform_dependent(*operands, **rows, default=xla) if rows else xla(*operands)
+    if not rows:
+        return with_xla(*operands)
+    return serve(lambda *operands: lax.platform_dependent(*operands, **rows, default=xla))(*operands)
 
 
 def check_implementation(implementation: Any, *names: str | None) -> None:

@@ -19,7 +19,9 @@ from brl_jax.attention.core.arguments import (
     is_int,
     zero_padding,
 )
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
+from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
 from brl_jax.attention.core.softmax import softmax_weights
@@ -28,6 +30,7 @@ from brl_jax.attention.core.varying import vary_like
 DiagScore = Literal["softmax", "relu"]
 
 
+@attention_function
 def diag_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -109,6 +112,7 @@ def init_diag_state(
     return DiagState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
 
+@attention_function
 def diag_attention_step(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -195,7 +199,8 @@ def _attend(
     """Attention within each of C blocks to its keys `inside`; the backward pass computes the scores anew."""
     # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
     arrays = (query, key, value)
-    return _attend_blocks(rule, *vary_like(arrays, arrays), inside)
+    fast = functools.partial(_attend_blocks, rule)
+    return differentiable(fast, functools.partial(_blocks, rule))(*vary_like(arrays, arrays), inside)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

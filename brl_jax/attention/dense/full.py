@@ -22,6 +22,7 @@ from brl_jax.attention.core.arguments import (
     zero_padding,
 )
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.cudnn import obstacle_of_cudnn
 from brl_jax.attention.core.dispatch import Implementation
@@ -29,6 +30,7 @@ from brl_jax.attention.core.scores import soft_cap
 from brl_jax.attention.core.softmax import MASKED
 
 
+@attention_function
 def full_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

@@ -7,12 +7,14 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention
 
 
+@attention_function
 def hopfield_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 
 
+@attention_function
 def kernelized_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

@@ -25,7 +25,9 @@ from brl_jax.attention.core.arguments import (
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import (
     Backend,
     Implementation,
@@ -38,6 +40,7 @@ from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
 
+@attention_function
 def local_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -150,7 +153,11 @@ def local_attention(
         traced_key_offset,
         sinks,
     )
-    return cudnn.attend(call, arrays) if implementation == "cudnn" else _choose(call, implementation, arrays)
+    if implementation == "cudnn":
+        return differentiable(functools.partial(cudnn.attend, call), functools.partial(xla.plain, call))(
+            arrays
+        )
+    return _choose(call, implementation, arrays)
 
 
 # Compiled on its own, so that a call outside jit traces the kernel once and not every time.
@@ -191,7 +198,14 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
         backends["cuda"].insert(
             0, Backend("cudnn", run_cudnn, functools.partial(cudnn.obstacle, call, x), few)
         )
-    return dispatch("local_attention", implementation, backends, functools.partial(xla.attend, call), x)
+    return dispatch(
+        "local_attention",
+        implementation,
+        backends,
+        functools.partial(xla.attend, call),
+        x,
+        plain=functools.partial(xla.plain, call),
+    )
 
 
 def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
 from brl_jax.attention.core.softmax import (
     MASKED,
@@ -55,16 +56,27 @@ def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
     return _attend(call, vary_like(x, x))
 
 
+def plain(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
+    """`attend` of operations that JAX differentiates in every mode and any number of times."""
+    return _outputs(call, x, loop=False)[0]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
-    return _attend_forward(call, x)[0]
+    return _outputs(call, x)[0]
 
 
-def _attend_forward(call: PatternCall, x: CallArrays):
-    out, lse = _forward(call, x)
+def _outputs(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tuple[Array, Array]:
+    """As `_forward`, with the sinks in both."""
+    out, lse = _forward(call, x, loop)
     if x.sinks is not None:
         share, lse = add_sinks(lse, _by_head(x.sinks, lse))
         out = (out.astype(jnp.float32) * _by_row(share)).astype(out.dtype)
+    return out, lse
+
+
+def _attend_forward(call: PatternCall, x: CallArrays):
+    out, lse = _outputs(call, x)
     return out, (x, out, lse)
 
 
@@ -84,7 +96,6 @@ def _attend_backward(call: PatternCall, saved, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_beside(
     call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
 ) -> Float[Array, "B T N H"]:
@@ -93,13 +104,29 @@ def attend_beside(
     Args:
       other, other_lse: the output and the log-sum-exp of a softmax over the other keys, as `normalise` returns them.
     """
-    return _beside_forward(call, x, other, other_lse)[0]
+
+    def without_loops(x: CallArrays, other: Array, other_lse: Array) -> Array:
+        return _beside(call, x, other, other_lse, loop=False)[0]
+
+    return differentiable(functools.partial(_attend_beside, call), without_loops)(x, other, other_lse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_beside(call: PatternCall, x: CallArrays, other: Array, other_lse: Array) -> Array:
+    return _beside(call, x, other, other_lse)[0]
+
+
+def _beside(
+    call: PatternCall, x: CallArrays, other: Array, other_lse: Array, loop: bool | None = None
+) -> tuple[Array, Array]:
+    """The output of all keys, and the log-sum-exp of each row (B, T, N)."""
+    near, near_lse = _forward(call, x, loop)
+    parts = sums_of_normalised(near, _by_row(near_lse)[..., 0]), sums_of_normalised(other, other_lse)
+    return normalise(merge_sums(*parts))
 
 
 def _beside_forward(call: PatternCall, x: CallArrays, other: Array, other_lse: Array):
-    near, near_lse = _forward(call, x)
-    parts = sums_of_normalised(near, _by_row(near_lse)[..., 0]), sums_of_normalised(other, other_lse)
-    out, lse = normalise(merge_sums(*parts))
+    out, lse = _beside(call, x, other, other_lse)
     return out, (x, other, other_lse, out, lse)
 
 
@@ -112,7 +139,7 @@ def _beside_backward(call: PatternCall, saved, d_out):
     return gradients, share * d_out, (share * d_out * (other - out)).sum(-1)
 
 
-attend_beside.defvjp(_beside_forward, _beside_backward)
+_attend_beside.defvjp(_beside_forward, _beside_backward)
 
 
 def _by_head(sinks: Float[Array, " N"], lse: Float[Array, "B K G T"]) -> Float[Array, "1 K G 1"]:
@@ -150,8 +177,11 @@ def _tiling(call: PatternCall, x: CallArrays) -> WindowTiling | None:
     return WindowTiling.of(call, x.query, x.key) if x.bias is None else None
 
 
-def _forward(call: PatternCall, x: CallArrays) -> tuple[Array, Array]:
-    """out (B, T, N, H) and log-sum-exp (B, K, G, T), as `normalise` returns it."""
+def _forward(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tuple[Array, Array]:
+    """out (B, T, N, H) and log-sum-exp (B, K, G, T), as `normalise` returns it.
+
+    loop: whether a loop takes one block at a time; None where the platform decides.
+    """
     num_queries, kv_heads = call.num_queries, x.key.shape[2]
 
     def on_part(part: Part, loop: bool, x: CallArrays, q, k, v, finish) -> Any:
@@ -210,6 +240,8 @@ def _forward(call: PatternCall, x: CallArrays) -> tuple[Array, Array]:
             lse = jnp.where(inside[:, None, None], lse, -MASKED)
         return out.astype(x.query.dtype), lse
 
+    if loop is not None:
+        return run(loop, x)
     return lax.platform_dependent(x, cpu=functools.partial(run, True), default=functools.partial(run, False))
 
 

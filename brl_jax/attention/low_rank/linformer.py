@@ -6,11 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.low_rank.few_keys import attend_to_few
 
 
+@attention_function
 def linformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

@@ -16,6 +16,7 @@ from brl_jax.attention.core.arguments import (
     check_sizes,
     zero_padding,
 )
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
@@ -51,6 +52,7 @@ class Tokens(NamedTuple):
     value: Float[Array, "B S K H"]
 
 
+@attention_function
 def long_short_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

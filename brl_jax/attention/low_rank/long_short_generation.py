@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -72,6 +73,7 @@ def init_long_short_state(
     )
 
 
+@attention_function
 def long_short_step(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

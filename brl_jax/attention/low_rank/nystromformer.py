@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.softmax import softmax_weights
@@ -16,6 +17,7 @@ from brl_jax.attention.low_rank.pseudo_inverse import iterative_pseudo_inverse
 from brl_jax.attention.low_rank.same_tokens import prepare_same_tokens
 
 
+@attention_function
 def nystrom_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.dense.kernelized import gaussian_kernel, kernelized_attention
@@ -31,6 +32,7 @@ def skyformer_samples(rng: PRNGKeyArray, num_samples: int) -> Float[Array, " R"]
     return jax.random.uniform(rng, (num_samples,))
 
 
+@attention_function
 def skyformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

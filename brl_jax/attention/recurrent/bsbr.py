@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.softmax import softmax_weights
@@ -84,6 +85,7 @@ def init_bsbr_state(
     )
 
 
+@attention_function
 def bsbr_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

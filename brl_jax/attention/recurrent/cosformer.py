@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_sizes, is_int
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state
@@ -47,6 +48,7 @@ def init_cosformer_state(batch: int, num_kv_heads: int, head_dim: int, value_dim
     )
 
 
+@attention_function
 def cosformer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

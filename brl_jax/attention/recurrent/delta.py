@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.varying import vary_like
@@ -51,6 +52,7 @@ def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: in
     return DeltaState(jnp.zeros((batch, num_kv_heads, head_dim, value_dim), jnp.float32))
 
 
+@attention_function
 def delta_rule(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -244,28 +246,23 @@ def _affine_states(
 
 def solve_unit_lower(a: Float[Array, "*B C C"], b: Float[Array, "*B C V"]) -> Float[Array, "*B C V"]:
     """x with (I + A) x = b, for A strictly lower triangular."""
-    # Under shard_map the hand-written gradient below needs both to vary over the same mesh axes.
+    # Under shard_map the hand-written derivative below needs both to vary over the same mesh axes.
     return _solve(*vary_like((a, b), (a, b)))
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _solve(a: Array, b: Array) -> Array:
     return _multiply(invert_unit_lower(a), b)
 
 
-def _solve_forward(a: Array, b: Array) -> tuple[Array, Any]:
+@_solve.defjvp
+def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    a, b = primals
+    d_a, d_b = tangents
     inverse = checkpoint_name(invert_unit_lower(a), SAVED)
     x = checkpoint_name(_multiply(inverse, b), SAVED)
-    return x, (inverse, x)
+    return x, _multiply(inverse, d_b - _multiply(jnp.tril(d_a, k=-1), x))
 
-
-def _solve_backward(saved: Any, d_x: Array) -> tuple[Array, Array]:
-    inverse, x = saved
-    d_b = _multiply(jnp.swapaxes(inverse, -1, -2), d_x)
-    return -jnp.tril(_multiply(d_b, jnp.swapaxes(x, -1, -2)), k=-1), d_b
-
-
-_solve.defvjp(_solve_forward, _solve_backward)
 
 # The error of a row of the solution enters all later rows, and that of a chunk's map all later states, so the device's
 # default precision is not enough.

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
@@ -74,6 +75,7 @@ def init_flow_state(batch: int, num_heads: int, head_dim: int, value_dim: int) -
     )
 
 
+@attention_function
 def flow_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

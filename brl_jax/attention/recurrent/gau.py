@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
@@ -57,6 +58,7 @@ def init_gau_state(
     )
 
 
+@attention_function
 def gau_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

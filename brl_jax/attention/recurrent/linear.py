@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
@@ -67,6 +68,7 @@ def init_linear_state(
     return LinearState(jnp.zeros((batch, num_kv_heads, num_features, value_dim), jnp.float32), key)
 
 
+@attention_function
 def linear_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

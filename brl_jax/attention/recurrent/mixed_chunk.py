@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
@@ -75,6 +76,7 @@ def init_mixed_chunk_state(
     )
 
 
+@attention_function
 def mixed_chunk_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, linear_sums
@@ -15,6 +16,7 @@ from brl_jax.attention.recurrent.linear import FeatureMap, LinearState, linear_s
 Norm = Literal["rms", "layer"]
 
 
+@attention_function
 def norm_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.arguments import check_sizes, is_int
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
@@ -88,6 +89,7 @@ def performer_projection(
     return directions * lengths
 
 
+@attention_function
 def performer_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

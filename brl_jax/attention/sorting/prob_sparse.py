@@ -17,6 +17,7 @@ from brl_jax.attention.core.arguments import (
     check_sizes,
     zero_padding,
 )
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.scores import softmax_weights
@@ -73,6 +74,7 @@ def init_prob_sparse_state(batch: int, length: int, num_heads: int, factor: int 
     return ProbSparseState(measures, jnp.zeros((batch, num_heads), jnp.int32))
 
 
+@attention_function
 def prob_sparse_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -158,6 +160,7 @@ def prob_sparse_attention(
     return zero_padding(out, given).astype(dtype)
 
 
+@attention_function
 def prob_sparse_step(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

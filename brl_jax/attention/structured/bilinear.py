@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import accumulation_dtype
@@ -23,6 +24,7 @@ from brl_jax.attention.structured.feature_attention import feature_attention
 _LARGEST_RATIO = 4
 
 
+@attention_function
 def bilinear_mlr_attention(
     x: Float[Array, "B T D"],
     value: Float[Array, "B T J V"],
@@ -119,6 +121,7 @@ def bilinear_mlr_scales(weights: Sequence[Array], scale: float, dtype: Any) -> F
     return jnp.concatenate(parts, -1)
 
 
+@attention_function
 def bilinear_btt_attention(
     x: Float[Array, "B T D"],
     value: Float[Array, "B T J V"],

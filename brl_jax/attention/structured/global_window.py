@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, is_int
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.local.api import local_attention
@@ -15,6 +16,7 @@ from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
 
 
+@attention_function
 def global_window_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

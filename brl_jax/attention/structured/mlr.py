@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_sizes, is_int, zero_padding
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.structured.mlr_rectangles import rectangles
@@ -23,6 +24,7 @@ from brl_jax.attention.structured.mlr_tiles import MlrPlan, attend
 BlockSizes = Sequence[int | None]
 
 
+@attention_function
 def mlr_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_sizes
+from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.structured.mlr import BlockSizes, check_block_sizes, check_ranks, feature_scales
@@ -67,6 +68,7 @@ def init_mlr_state(
     )
 
 
+@attention_function
 def mlr_attention_step(
     query: Float[Array, "B L N H"],
     key: Float[Array, "B L K H"],

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.products import CACHE_BYTES, merge_heads, split_heads
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise, softmax_gradient
 from brl_jax.attention.core.varying import vary_like
@@ -52,7 +53,11 @@ def attend(
     """Attention whose scales are already in the query; keys at and after `lengths` are not visible."""
     # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
     arrays = (query, key, value)
-    return _attend(plan, *vary_like(arrays, arrays), lengths)
+
+    def plain(query: Array, key: Array, value: Array, lengths: Array | None) -> Array:
+        return _forward(plan, query, key, value, lengths, loop=False)[0]
+
+    return differentiable(functools.partial(_attend, plan), plain)(*vary_like(arrays, arrays), lengths)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,9 +79,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(
-    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None
+    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None, loop: bool | None = None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B K G T"]]:
-    """The output and the log-sum-exp of each row, which is -MASKED for rows that see no key."""
+    """The output and the log-sum-exp of each row, which is -MASKED for rows that see no key.
+
+    loop: whether a loop takes one group at a time; None where the platform decides.
+    """
     length, kv_heads = query.shape[1], key.shape[2]
 
     def run(loop: bool, query, key, value, lengths):
@@ -99,6 +107,8 @@ def _forward(
         lse = jnp.where(lse == MASKED, -MASKED, lse)
         return merge_heads(out).astype(query.dtype), lse
 
+    if loop is not None:
+        return run(loop, query, key, value, lengths)
     return lax.platform_dependent(
         query, key, value, lengths, cpu=functools.partial(run, True), default=functools.partial(run, False)
     )

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from brl_jax.attention.core.derivatives import differentiable
+
 
 class PackedBlocks(NamedTuple):
     """The blocks of packed rows of T tokens. C = ceil(T / block) is the number of sets of compressed tokens.
@@ -106,13 +108,17 @@ class PackedBlocks(NamedTuple):
         return tokens.reshape(starts.shape[0], -1)
 
 
-@jax.custom_vjp
 def move(x: Float[Array, "B T ..."], source: Int[Array, "B S"], target: Int[Array, "B T"]) -> Array:
     """Rows of x (B, T, ...) at other places: out[b, s] = x[b, source[b, s]], 0 where source is T.
 
     `target` is the inverse, out's row of each row of x, S for none. The gradient is `move` back: a gather, where that
     of an indexed read would be a scatter.
     """
+    return differentiable(_move, lambda x, source, target: _take(x, source))(x, source, target)
+
+
+@jax.custom_vjp
+def _move(x: Array, source: Array, target: Array) -> Array:
     return _take(x, source)
 
 
@@ -130,4 +136,4 @@ def _move_backward(places, gradient):
     return move(gradient, target, source), None, None
 
 
-move.defvjp(_move_forward, _move_backward)
+_move.defvjp(_move_forward, _move_backward)

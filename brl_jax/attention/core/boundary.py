@@ -1,0 +1,108 @@
+"""What every public function does before it looks at its arguments: symbolic batch sizes and explicit meshes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
+
+from brl_jax.attention.core.checks import require
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def attention_function(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, for symbolic batch sizes and for arrays that are sharded over an explicit mesh as well.
+
+    Symbolic batch sizes (`jax.export`): loops and tiles are planned for sizes that are known, so each sequence is
+    planned for by itself, and `jax.vmap` adds the batch. Such calls go through XLA unless another implementation is
+    asked for.
+
+    Explicit meshes: heads are split, merged and padded on the way, which JAX refuses to do with a sharded axis whose
+    result has no unambiguous sharding. Inside, the compiler divides the work, as with an automatic mesh. The output
+    is sharded as the query is, and states by batch only.
+
+    The first argument must be the queries or the tokens, with the batch as first axis.
+    """
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        symbolic = [i for i in arrays if any(map(jax.export.is_symbolic_dim, leaves[i].shape))]
+        explicit = [i for i in arrays if _is_explicit(leaves[i])]
+        if not symbolic and not explicit:
+            return function(*args, **kwargs)
+
+        def of_leaves(*given: Any, **options: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(structure, _replace(leaves, changing, given))
+            return function(*args, **{**options, **kwargs})
+
+        changing = symbolic or arrays
+        if explicit:
+            given = [*args, *(kwargs[name] for name in names[len(args) : 2])]
+            return _with_automatic_mesh(of_leaves, [leaves[i] for i in arrays], *given[:2])
+        named = "implementation" in names and kwargs.get("implementation") is None
+        if named:
+            kwargs.pop("implementation", None)
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+            changing = [i for i in arrays if any(map(jax.export.is_symbolic_dim, leaves[i].shape))]
+        options = {"implementation": "xla"} if named else {}
+        return _one_by_one(functools.partial(of_leaves, **options), [leaves[i] for i in changing])
+
+    return call
+
+
+def _replace(leaves: list, places: list[int], others: Any) -> list:
+    given = list(leaves)
+    for i, x in zip(places, others):
+        given[i] = x
+    return given
+
+
+def _one_by_one(function: Callable[..., Any], arrays: list) -> Any:
+    """A function of arrays (B, ...) with a symbolic B."""
+    for x in arrays:
+        known = jax.export.is_symbolic_dim(x.shape[0]) and not any(
+            map(jax.export.is_symbolic_dim, x.shape[1:])
+        )
+        require(known, f"only the batch, the first axis, may have a symbolic size, got shape {x.shape}")
+    outs = jax.vmap(lambda *rows: function(*(row[None] for row in rows)))(*arrays)
+    # A number that the sequences share, such as that of the tokens in a state, has no batch axis.
+    return jax.tree.map(lambda x: x[:, 0] if x.ndim > 1 else x[0], outs)
+
+
+def _is_explicit(x: Any) -> bool:
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def _with_automatic_mesh(function: Callable[..., Any], arrays: list, first: Any, second: Any) -> Any:
+    """A function of arrays, among them the queries (B, T, N, H), or the tokens (B, T, D) and then the values."""
+    mesh = next(jax.typeof(x).sharding.mesh for x in arrays if _is_explicit(x))
+    spec = _spec(first)
+
+    def out_sharding(out: Any) -> NamedSharding:
+        if out.shape[:-1] == first.shape[:-1]:
+            axes = spec[:-1]
+        elif first.ndim == 3 and out.shape[:2] == first.shape[:2]:
+            axes = (*spec[:2], _spec(second)[2])
+        else:
+            axes = spec[: min(1, out.ndim)]
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    shardings = jax.tree.map(out_sharding, jax.eval_shape(function, *shapes))
+    return auto_axes(function, out_sharding=shardings)(*arrays)
+
+
+def _spec(x: Any) -> tuple:
+    """The mesh axes of each axis of an array."""
+    spec = tuple(jax.typeof(x).sharding.spec) if _is_explicit(x) else ()
+    return spec + (None,) * (x.ndim - len(spec))

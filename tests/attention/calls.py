@@ -1,0 +1,135 @@
+"""A small call of every public attention function, as a function of arrays whose first axis is the batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import brl_jax as bj
+
+LENGTH, HEADS, KV_HEADS, HEAD_DIM, COMPRESSED, WIDTH = 9, 4, 2, 4, 3, 8
+
+
+def _normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def qkv(batch, kv_heads=KV_HEADS):
+    return (
+        _normal(1, batch, LENGTH, HEADS, HEAD_DIM),
+        _normal(2, batch, LENGTH, kv_heads, HEAD_DIM),
+        _normal(3, batch, LENGTH, kv_heads, HEAD_DIM),
+    )
+
+
+def _history(batch):
+    few, other = _normal(4, batch, COMPRESSED, HEADS, HEAD_DIM), _normal(5, batch, LENGTH, HEADS, HEAD_DIM)
+    query, key, value = qkv(batch, HEADS)
+    return query, key, value, few, other
+
+
+def _compress(query, key, value, few, other):
+    return bj.compress(few, key, other, value, gamma=0.3)
+
+
+def _compress_blocks(query, key, value, few, other):
+    blocks = jnp.stack([few] * 3, 1)
+    return bj.compress_blocks(blocks, key, other, value, gamma=0.3, block_size=3, history_size=3)
+
+
+def _propagate(query, key, value, few, other):
+    return bj.propagate(query, few, few, strength=0.5)
+
+
+def _tokens(batch):
+    return _normal(6, batch, LENGTH, WIDTH), _normal(7, batch, LENGTH, KV_HEADS, HEAD_DIM)
+
+
+def _bilinear_mlr(x, value):
+    weights = [_normal(8, 1, WIDTH, HEADS, 2), _normal(9, 2, WIDTH // 2, HEADS, 2)]
+    keys = [_normal(10, 1, WIDTH, KV_HEADS, 2), _normal(11, 2, WIDTH // 2, KV_HEADS, 2)]
+    return bj.bilinear_mlr_attention(x, value, query_weights=weights, key_weights=keys, is_causal=True)
+
+
+def _bilinear_btt(x, value):
+    right, left = _normal(12, 2, 4, HEADS, 2, 2), _normal(13, HEADS, 2, 4, 2, 2)
+    return bj.bilinear_btt_attention(x, value, right=right, left=left, is_causal=True)
+
+
+def _with_beta(batch):
+    return *qkv(batch), jax.nn.sigmoid(_normal(14, batch, LENGTH, KV_HEADS))
+
+
+def _mixed(q, k, v):
+    return bj.mixed_chunk_attention(q, k, q, k, v, is_causal=True, chunk_size=4)
+
+
+def _bsbr(q, k, v):
+    return bj.bsbr_attention(q, k, v, q, k, is_causal=True, chunk_size=4)
+
+
+def _linformer(q, k, v):
+    projections = _normal(15, 3, LENGTH), _normal(16, 3, LENGTH)
+    return bj.linformer_attention(q, k, v, key_projection=projections[0], value_projection=projections[1])
+
+
+_SAMPLES = jnp.asarray([0.1, 0.6, 0.3, 0.9], jnp.float32)
+
+#: name -> (arrays of a batch size, the call)
+CALLS = {
+    "full": (qkv, lambda q, k, v: bj.full_attention(q, k, v, is_causal=True)),
+    "local": (qkv, lambda q, k, v: bj.local_attention(q, k, v, local_window_size=(2, 0))),
+    "local_both_sides": (qkv, lambda q, k, v: bj.local_attention(q, k, v, local_window_size=(2, 1))),
+    "local_strided": (
+        qkv,
+        lambda q, k, v: bj.local_attention(q, k, v, pattern=bj.Strided(3), is_causal=True),
+    ),
+    "local_alibi": (
+        qkv,
+        lambda q, k, v: bj.local_attention(
+            q, k, v, local_window_size=2, bias=bj.ALiBi(bj.alibi_slopes(HEADS))
+        ),
+    ),
+    "compress": (_history, _compress),
+    "compress_blocks": (_history, _compress_blocks),
+    "propagate": (_history, _propagate),
+    "linear": (qkv, lambda q, k, v: bj.linear_attention(q, k, v, is_causal=True, chunk_size=4)),
+    "norm": (qkv, lambda q, k, v: bj.norm_attention(q, k, v, is_causal=True, chunk_size=4)),
+    "performer": (
+        qkv,
+        lambda q, k, v: bj.performer_attention(
+            q, k, v, projection=_normal(17, 8, HEAD_DIM), is_causal=True, chunk_size=4
+        ),
+    ),
+    "cosformer": (
+        qkv,
+        lambda q, k, v: bj.cosformer_attention(q, k, v, max_length=16, is_causal=True, chunk_size=4),
+    ),
+    "delta": (_with_beta, lambda q, k, v, beta: bj.delta_rule(q, k, v, beta, chunk_size=4)),
+    "gau": (qkv, lambda q, k, v: bj.gau_attention(q, k, v, is_causal=True, chunk_size=4)),
+    "mixed_chunk": (qkv, _mixed),
+    "bsbr": (qkv, _bsbr),
+    "diag": (qkv, lambda q, k, v: bj.diag_attention(q, k, v, block_size=4, is_causal=True)),
+    "mlr": (
+        qkv,
+        lambda q, k, v: bj.mlr_attention(q, k, v, ranks=(2, 2), block_sizes=(None, 4), is_causal=True),
+    ),
+    "bilinear_mlr": (_tokens, _bilinear_mlr),
+    "bilinear_btt": (_tokens, _bilinear_btt),
+    "global_window": (
+        qkv,
+        lambda q, k, v: bj.global_window_attention(q, k, v, ranks=(2, 2), window=2, is_causal=True),
+    ),
+    "hopfield": (qkv, lambda q, k, v: bj.hopfield_attention(q, k, v, steps=2)),
+    "linformer": (qkv, _linformer),
+    "nystrom": (qkv, lambda q, k, v: bj.nystrom_attention(q, k, v, num_landmarks=3)),
+    "kernelized": (qkv, bj.kernelized_attention),
+    "flow": (qkv, lambda q, k, v: bj.flow_attention(q, k, v, is_causal=True, chunk_size=4)),
+    "long_short": (
+        qkv,
+        lambda q, k, v: bj.long_short_attention(q, k, v, k[..., :2], window=3, chunk_size=4, is_causal=True),
+    ),
+    "prob_sparse": (qkv, lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=jax.random.key(0), factor=1)),
+    "skyformer": (qkv, lambda q, k, v: bj.skyformer_attention(q, k, v, samples=_SAMPLES)),
+}

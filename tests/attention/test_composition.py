@@ -1,0 +1,80 @@
+"""What JAX's transformations ask of every attention function: derivatives of any order, symbolic batches, meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import brl_jax
+from tests.attention.calls import CALLS
+
+# One of each kind of gradient in the fast tests: of blocks, of products, of a scan.
+_QUICK = ("local_both_sides", "propagate", "delta")
+_EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in CALLS]
+
+
+def test_every_function_is_called():
+    """A new public function gets a call here, or is no function of a batch of sequences."""
+    functions = {name for name in brl_jax.__all__ if name.endswith(("_attention", "_rule"))}
+    served = {f"{name}_attention" for name in CALLS} | {"delta_rule"}
+    assert functions <= served
+
+
+@pytest.mark.parametrize("name", _EACH)
+def test_derivatives_of_any_order(name):
+    """Forward mode agrees with reverse mode, and reverse over reverse with forward over reverse."""
+    make, call = CALLS[name]
+    arrays = make(1)
+    places = tuple(range(len(arrays)))
+    random = np.random.default_rng(0)
+    changes = tuple(jnp.asarray(random.normal(size=x.shape), x.dtype) for x in arrays)
+
+    def along(gradients):
+        return sum(jnp.vdot(g, change) for g, change in zip(gradients, changes))
+
+    def size(*arrays):
+        gradients = jax.grad(lambda *a: jnp.square(call(*a)).sum(), places)(*arrays)
+        return along(gradients)
+
+    @jax.jit
+    def all_modes(arrays):
+        out, tangent = jax.jvp(call, arrays, changes)
+        backward = along(jax.grad(lambda *a: jnp.vdot(call(*a), out), places)(*arrays))
+        twice = along(jax.grad(size, places)(*arrays))
+        forward_over_reverse = jax.jvp(size, arrays, changes)[1]
+        # The second derivative of |out|^2 is 2 |tangent|^2 + 2 out . (second tangent): forward mode alone.
+        second = jax.jvp(lambda *a: jax.jvp(call, a, changes)[1], arrays, changes)[1]
+        forward_twice = 2 * (jnp.vdot(tangent, tangent) + jnp.vdot(out, second))
+        return jnp.vdot(out, tangent), backward, twice, forward_over_reverse, forward_twice
+
+    forward, backward, *second = all_modes(arrays)
+    np.testing.assert_allclose(forward, backward, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(second[0], second[1], rtol=2e-3, atol=1e-2)
+    np.testing.assert_allclose(second[0], second[2], rtol=2e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", _EACH)
+def test_a_symbolic_batch(name):
+    make, call = CALLS[name]
+    (batch,) = export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in make(1)]
+    exported = export.export(jax.jit(call))(*shapes)
+    for size in (1, 3):
+        arrays = make(size)
+        np.testing.assert_allclose(exported.call(*arrays), jax.jit(call)(*arrays), rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_batch_is_symbolic():
+    (length,) = export.symbolic_shape("length")
+    shapes = [jax.ShapeDtypeStruct((1, length, *x.shape[2:]), x.dtype) for x in CALLS["local"][0](1)]
+    with pytest.raises(ValueError, match="only the batch, the first axis"):
+        export.export(jax.jit(CALLS["local"][1]))(*shapes)
+
+
+@pytest.mark.xdist_group("devices")
+@pytest.mark.parametrize("name", _EACH)
+def test_an_explicit_mesh(name, devices):
+    worst, spec = devices.ask("tests.attention.explicit_meshes", name)
+    assert worst < 1e-4
+    assert spec[:3] == ("batch", None, "heads")
