@@ -9,8 +9,8 @@ from jax import export
 import brl_jax
 from tests.attention.calls import CALLS
 
-# One of each kind of gradient in the fast tests: of blocks, of products, of a scan.
-_QUICK = ("local_both_sides", "propagate", "delta")
+# In the fast tests: one function with a gradient of its own, and one of kernels alone.
+_QUICK = ("local_both_sides", "propagate")
 _EACH = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in CALLS]
 
 
