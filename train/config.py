@@ -154,7 +154,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
       UserError: an unknown option (with the nearest one) or an invalid value, in one line.
     """
     complaint = io.StringIO()
-    options = _options(default)
+    options = option_names(default)
     try:
         with contextlib.redirect_stderr(complaint):
             config, unknown = tyro.cli(
@@ -257,7 +257,7 @@ def _with_nearest(choice: re.Match[str]) -> str:
     return choice[0].removesuffix(".") + (f"; did you mean {near[0]!r}?" if near else "")
 
 
-def _options(config: Any) -> list[str]:
+def option_names(config: Any) -> list[str]:
     """Names of the options that set the fields of a configuration."""
     decided = set(marked(type(config), Mark.DECIDED))
     paths = [path for path in flatten(to_json(config)) if path not in decided]
