@@ -10,6 +10,7 @@ structurally new keeps the other laws there too. The slow part runs every law on
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -218,7 +219,7 @@ def dimensions(is_causal: bool, **changes) -> Dimensions:
     """A small network: 4 query heads of 4 on 2 key/value heads.
 
     XLA's alone, which is what runs here in any case: following the TPU's kernels too takes as long again. Law 8 is
-    theirs.
+    theirs. tests/pallas_kernels/gpu runs some of the laws with BRL_JAX_LAWS_IMPLEMENTATION=triton_interpret.
     """
     standard = Dimensions(
         d_model=16,
@@ -228,7 +229,7 @@ def dimensions(is_causal: bool, **changes) -> Dimensions:
         d_ff=24,
         is_causal=is_causal,
         dtype=jnp.float32,
-        implementation="xla",
+        implementation=os.environ.get("BRL_JAX_LAWS_IMPLEMENTATION", "xla"),
     )
     return dataclasses.replace(standard, **changes)
 

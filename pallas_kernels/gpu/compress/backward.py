@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from pallas_kernels.gpu.core.functions import elementwise_slopes, elementwise_weights, inside, offsets
+
 
 def compress_gradient(
     q, k1, k2, v, lengths, d_out, log_sums, deltas, gamma, d_query, d_k1, d_k2, d_v,
@@ -19,10 +21,10 @@ def compress_gradient(
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     B = tl.num_programs(2)
     r, d = tl.arange(0, BM), tl.arange(0, HP)
-    inside = (r[:, None] < M) & (d[None, :] < H)
-    at_q = ((b * M + r[:, None]) * N + h) * H + d[None, :]
-    query = tl.load(q + at_q, mask=inside, other=0.0)
-    grad = tl.load(d_out + at_q, mask=inside, other=0.0)
+    there = inside(r, M, d, H)
+    at_q = offsets(b, r, h, d, M, N, H)
+    query = tl.load(q + at_q, mask=there, other=0.0)
+    grad = tl.load(d_out + at_q, mask=there, other=0.0)
     row = (b * N + h) * M + r
     z1 = tl.load(log_sums + row, mask=r < M, other=float("inf"))
     e1 = tl.load(deltas + row, mask=r < M, other=0.0)
@@ -31,7 +33,7 @@ def compress_gradient(
     length = tl.load(lengths + b)
     for start in range(split * STRETCH, end, BN):
         cols = start + tl.arange(0, BN)
-        at = ((b * S + cols[:, None]) * N + h) * H + d[None, :]
+        at = offsets(b, cols, h, d, S, N, H)
         width = d[None, :] < H
         exists = (cols[:, None] < end) & (cols[:, None] < length) & width
         seen = ((cols < end) & (cols < length))[None, :]  # rows beyond M have no gradient: they add nothing
@@ -48,14 +50,9 @@ def compress_gradient(
             if not EVEN:
                 w = tl.where(seen, w, 0.0)
             ds = w * (dp - e1[:, None])
-        elif SCORE == 1:
-            w = tl.where(seen, tl.maximum(s, 0.0) * tl.maximum(s, 0.0), 0.0)
-            ds = tl.where(seen, 2.0 * tl.maximum(s, 0.0) * dp, 0.0)
         else:
-            u = (s - 0.7071067811865476) * 2.5066282746310002
-            w = tl.where(seen, 0.5 + 0.5 * tl.erf(u), 0.0)
-            # d/ds of 0.5 erf(u) is exp(-u^2) / sqrt(pi) times sqrt(2 pi).
-            ds = tl.where(seen, 1.4142135623730951 * tl.exp(-u * u) * dp, 0.0)
+            w = tl.where(seen, elementwise_weights(s, SCORE), 0.0)
+            ds = tl.where(seen, elementwise_slopes(s, SCORE) * dp, 0.0)
         ds_narrow = ds.to(query.dtype)
         acc = tl.dot(ds_narrow, key, acc, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(ds_narrow), query, input_precision=PRECISION) * SCALE
@@ -77,13 +74,9 @@ def compress_gradient(
                 if not EVEN:
                     w2 = tl.where(seen, w2, 0.0)
                 ds = -w2 * (dp - e2[:, None])
-            elif SCORE == 1:
-                w2 = tl.where(seen, tl.maximum(s, 0.0) * tl.maximum(s, 0.0), 0.0) * g
-                ds = tl.where(seen, -2.0 * g * tl.maximum(s, 0.0) * dp, 0.0)
             else:
-                u = (s - 0.7071067811865476) * 2.5066282746310002
-                w2 = tl.where(seen, 0.5 + 0.5 * tl.erf(u), 0.0) * g
-                ds = tl.where(seen, -1.4142135623730951 * g * tl.exp(-u * u) * dp, 0.0)
+                w2 = tl.where(seen, elementwise_weights(s, SCORE), 0.0) * g
+                ds = tl.where(seen, -g * elementwise_slopes(s, SCORE) * dp, 0.0)
             w = w - w2
             ds_narrow = ds.to(query.dtype)
             acc = tl.dot(ds_narrow, key, acc, input_precision=PRECISION)
@@ -98,4 +91,4 @@ def compress_gradient(
         else:
             tl.store(d_v + at, d_value.to(d_v.dtype.element_ty), mask=(cols[:, None] < end) & width)
     part = ((split * B + b) * N + h) * M
-    tl.store(d_query + (part + r[:, None]) * H + d[None, :], acc * SCALE, mask=inside)
+    tl.store(d_query + (part + r[:, None]) * H + d[None, :], acc * SCALE, mask=there)

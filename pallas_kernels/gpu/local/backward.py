@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pallas_kernels.gpu.core.functions import tanh
+from pallas_kernels.gpu.core.functions import base2_scores, inside, offsets
 
 
 def local_query_gradient(
@@ -23,9 +23,9 @@ def local_query_gradient(
     K: tl.constexpr = N // G
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
     rows = i * BM + r
-    at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
+    at_q = offsets(b, rows, h, d, T, N, H)
     at_row = (b * N + h) * T + rows
-    there = (rows[:, None] < T) & (d[None, :] < H)
+    there = inside(rows, T, d, H)
     query = tl.load(q + at_q, mask=there, other=0.0)
     grad = tl.load(d_out + at_q, mask=there, other=0.0)
     result = tl.load(out + at_q, mask=there, other=0.0)
@@ -45,16 +45,11 @@ def local_query_gradient(
             begin, end = first, middle
         for pair in range(begin, end):
             cols = tl.load(others + pair) * BN + c
-            at_k = ((b * S + cols[:, None]) * K + h // G) * H + d[None, :]
-            exists = (cols[:, None] < S) & (d[None, :] < H)
+            at_k = offsets(b, cols, h // G, d, S, K, H)
+            exists = inside(cols, S, d, H)
             key = tl.load(k + at_k, mask=exists, other=0.0)
             value = tl.load(v + at_k, mask=exists, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-            if CAP > 0:
-                t = tanh(s * (SCALE / CAP))
-                s = t * (CAP * 1.4426950408889634)
-            else:
-                s = s * (SCALE * 1.4426950408889634)
+            s, slope = base2_scores(tl.dot(query, tl.trans(key), input_precision=PRECISION), SCALE, CAP)
             p = tl.exp2(s - z[:, None])
             if masked == 1:
                 number = tl.load(mask_numbers + pair)
@@ -65,7 +60,7 @@ def local_query_gradient(
                 p = tl.where(query_id[:, None] == key_id[None, :], p, 0.0)
             ds = p * (tl.dot(grad, tl.trans(value), input_precision=PRECISION) - e[:, None])
             if CAP > 0:
-                ds = ds * (1.0 - t * t)
+                ds = ds * slope
             acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=PRECISION)
     tl.store(d_query + at_q, (acc * SCALE).to(d_query.dtype.element_ty), mask=there)
 
@@ -81,8 +76,8 @@ def local_key_gradient(
     K: tl.constexpr = N // G
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
     cols = j * BN + c
-    at_k = ((b * S + cols[:, None]) * K + kh) * H + d[None, :]
-    exists = (cols[:, None] < S) & (d[None, :] < H)
+    at_k = offsets(b, cols, kh, d, S, K, H)
+    exists = inside(cols, S, d, H)
     key = tl.load(k + at_k, mask=exists, other=0.0)
     value = tl.load(v + at_k, mask=exists, other=0.0)
     if SEGMENTS:
@@ -99,18 +94,13 @@ def local_key_gradient(
                 begin, end = first, middle
             for pair in range(begin, end):
                 rows = tl.load(others + pair) * BM + r
-                at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
-                there = (rows[:, None] < T) & (d[None, :] < H)
+                at_q = offsets(b, rows, h, d, T, N, H)
+                there = inside(rows, T, d, H)
                 query = tl.load(q + at_q, mask=there, other=0.0)
                 grad = tl.load(d_out + at_q, mask=there, other=0.0)
                 z = tl.load(log_sums + (b * N + h) * T + rows, mask=rows < T, other=float("inf"))
                 e = tl.load(delta + (b * N + h) * T + rows, mask=rows < T, other=0.0)
-                s = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-                if CAP > 0:
-                    t = tanh(s * (SCALE / CAP))
-                    s = t * (CAP * 1.4426950408889634)
-                else:
-                    s = s * (SCALE * 1.4426950408889634)
+                s, slope = base2_scores(tl.dot(key, tl.trans(query), input_precision=PRECISION), SCALE, CAP)
                 p = tl.exp2(s - z[None, :])
                 if masked == 1:
                     number = tl.load(mask_numbers + pair)
@@ -122,7 +112,7 @@ def local_key_gradient(
                 acc_v = tl.dot(p.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
                 ds = p * (tl.dot(value, tl.trans(grad), input_precision=PRECISION) - e[None, :])
                 if CAP > 0:
-                    ds = ds * (1.0 - t * t)
+                    ds = ds * slope
                 acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
     tl.store(d_key + at_k, (acc_k * SCALE).to(d_key.dtype.element_ty), mask=exists)
     tl.store(d_value + at_k, acc_v.to(d_value.dtype.element_ty), mask=exists)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pallas_kernels.gpu.core.functions import tanh
+from pallas_kernels.gpu.core.functions import base2_scores, inside, offsets, softmax_step
 
 
 def local_forward(
@@ -19,8 +19,8 @@ def local_forward(
     K: tl.constexpr = N // G
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
     rows = i * BM + r
-    at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
-    there = (rows[:, None] < T) & (d[None, :] < H)
+    at_q = offsets(b, rows, h, d, T, N, H)
+    there = inside(rows, T, d, H)
     query = tl.load(q + at_q, mask=there, other=0.0)
     m = tl.full([BM], -1e30, tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -39,15 +39,11 @@ def local_forward(
             begin, end = first, middle
         for pair in range(begin, end):
             cols = tl.load(others + pair) * BN + c
-            at_k = ((b * S + cols[:, None]) * K + h // G) * H + d[None, :]
-            exists = (cols[:, None] < S) & (d[None, :] < H)
+            at_k = offsets(b, cols, h // G, d, S, K, H)
+            exists = inside(cols, S, d, H)
             key = tl.load(k + at_k, mask=exists, other=0.0)
             value = tl.load(v + at_k, mask=exists, other=0.0)
-            s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-            if CAP > 0:
-                s = tanh(s * (SCALE / CAP)) * (CAP * 1.4426950408889634)
-            else:
-                s = s * (SCALE * 1.4426950408889634)
+            s, _ = base2_scores(tl.dot(query, tl.trans(key), input_precision=PRECISION), SCALE, CAP)
             if masked == 1:
                 number = tl.load(mask_numbers + pair)
                 seen = tl.load(masks + number * (BM * BN) + r[:, None] * BN + c[None, :])
@@ -55,12 +51,8 @@ def local_forward(
             if SEGMENTS:
                 key_id = tl.load(key_ids + b * S + cols, mask=cols < S, other=0)
                 s = tl.where(query_id[:, None] == key_id[None, :], s, float("-inf"))
-            top = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - top[:, None])
-            shrink = tl.exp2(m - top)
-            l = l * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
-            m = top
+            p, m, l, acc = softmax_step(s, m, l, acc)
+            acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
     total = tl.where(l == 0.0, 1.0, l)
     tl.store(out + at_q, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
     log_sum = tl.where(l == 0.0, float("inf"), m + tl.log2(total))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from pallas_kernels.gpu.core.functions import elementwise_slopes, elementwise_weights, inside, offsets
+
 
 def propagate_query_gradient(
     q, k, v, strength, d_out, d_query, log_sums, deltas, d_strength,
@@ -13,10 +15,8 @@ def propagate_query_gradient(
     """d_query (B, T, N, H), log_sums (base 2) and deltas (B, N, T) for the other kernel, d_strength (B, N, blocks)."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, cols, d = i * BT + tl.arange(0, BT), tl.arange(0, BM), tl.arange(0, HP)
-    at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
-    at_k = ((b * M + cols[:, None]) * N + h) * H + d[None, :]
-    there = (rows[:, None] < T) & (d[None, :] < H)
-    exists = (cols[:, None] < M) & (d[None, :] < H)
+    at_q, at_k = offsets(b, rows, h, d, T, N, H), offsets(b, cols, h, d, M, N, H)
+    there, exists = inside(rows, T, d, H), inside(cols, M, d, H)
     query = tl.load(q + at_q, mask=there, other=0.0)
     grad = tl.load(d_out + at_q, mask=there, other=0.0)
     key = tl.load(k + at_k, mask=exists, other=0.0)
@@ -34,13 +34,8 @@ def propagate_query_gradient(
         ds = w * (dp - e[:, None])
         tl.store(log_sums + at_row, top + tl.log2(total), mask=rows < T)
     else:
-        if SCORE == 1:
-            w = tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
-            ds = 2.0 * tl.maximum(s, 0.0) * dp
-        else:
-            u = (s - 0.7071067811865476) * 2.5066282746310002
-            w = 0.5 + 0.5 * tl.erf(u)
-            ds = 1.4142135623730951 * tl.exp(-u * u) * dp
+        w = elementwise_weights(s, SCORE)
+        ds = elementwise_slopes(s, SCORE) * dp
         e = tl.sum(tl.where(cols[None, :] < M, w * dp, 0.0), 1)
         tl.store(log_sums + at_row, e * 0.0, mask=rows < T)
     tl.store(deltas + at_row, e, mask=rows < T)
@@ -60,8 +55,8 @@ def propagate_key_gradient(
     program, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     split, tile = program // TILES, program % TILES
     cols, d = tile * BM + tl.arange(0, BM), tl.arange(0, HP)
-    at_k = ((b * M + cols[:, None]) * N + h) * H + d[None, :]
-    exists = (cols[:, None] < M) & (d[None, :] < H)
+    at_k = offsets(b, cols, h, d, M, N, H)
+    exists = inside(cols, M, d, H)
     key = tl.load(k + at_k, mask=exists, other=0.0)
     value = tl.load(v + at_k, mask=exists, other=0.0)
     weight = tl.load(strength + b * N + h)
@@ -70,8 +65,8 @@ def propagate_key_gradient(
     stop = tl.minimum((split + 1) * STRETCH, T)
     for start in range(split * STRETCH, stop, BT):
         rows = start + tl.arange(0, BT)
-        at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
-        there = (rows[:, None] < stop) & (d[None, :] < H)
+        at_q = offsets(b, rows, h, d, T, N, H)
+        there = inside(rows, stop, d, H)
         query = tl.load(q + at_q, mask=there, other=0.0)
         grad = tl.load(d_out + at_q, mask=there, other=0.0)
         s = tl.dot(key, tl.trans(query), input_precision=PRECISION) * SCALE
@@ -81,13 +76,9 @@ def propagate_key_gradient(
             e = tl.load(deltas + (b * N + h) * T + rows, mask=rows < stop, other=0.0)
             w = tl.exp2(s * 1.4426950408889634 - z[None, :])
             ds = w * (dp - e[None, :])
-        elif SCORE == 1:
-            w = tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
-            ds = 2.0 * tl.maximum(s, 0.0) * dp
         else:
-            u = (s - 0.7071067811865476) * 2.5066282746310002
-            w = 0.5 + 0.5 * tl.erf(u)
-            ds = 1.4142135623730951 * tl.exp(-u * u) * dp
+            w = elementwise_weights(s, SCORE)
+            ds = elementwise_slopes(s, SCORE) * dp
         acc_v = tl.dot(w.to(grad.dtype), grad, acc_v, input_precision=PRECISION)
         acc_k = tl.dot(ds.to(query.dtype), query, acc_k, input_precision=PRECISION)
     at = (((split * tl.num_programs(2) + b) * N + h) * M + cols[:, None]) * H + d[None, :]

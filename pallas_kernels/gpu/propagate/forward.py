@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from pallas_kernels.gpu.core.functions import elementwise_weights, inside, offsets
+
 
 def propagate_forward(
     q, k, v, strength, out,
@@ -13,10 +15,8 @@ def propagate_forward(
     """out (B, T, N, H); one program has BT rows of one head."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, cols, d = i * BT + tl.arange(0, BT), tl.arange(0, BM), tl.arange(0, HP)
-    at_q = ((b * T + rows[:, None]) * N + h) * H + d[None, :]
-    at_k = ((b * M + cols[:, None]) * N + h) * H + d[None, :]
-    there = (rows[:, None] < T) & (d[None, :] < H)
-    exists = (cols[:, None] < M) & (d[None, :] < H)
+    at_q, at_k = offsets(b, rows, h, d, T, N, H), offsets(b, cols, h, d, M, N, H)
+    there, exists = inside(rows, T, d, H), inside(cols, M, d, H)
     query = tl.load(q + at_q, mask=there, other=0.0)
     key = tl.load(k + at_k, mask=exists, other=0.0)
     value = tl.load(v + at_k, mask=exists, other=0.0)
@@ -26,9 +26,7 @@ def propagate_forward(
         s = tl.where(cols[None, :] < M, s * 1.4426950408889634, float("-inf"))
         w = tl.exp2(s - tl.max(s, 1)[:, None])
         factor = factor / tl.sum(w, 1)
-    elif SCORE == 1:
-        w = tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
     else:
-        w = 0.5 + 0.5 * tl.erf((s - 0.7071067811865476) * 2.5066282746310002)
+        w = elementwise_weights(s, SCORE)
     result = tl.dot(w.to(value.dtype), value, input_precision=PRECISION) * factor[:, None]
     tl.store(out + at_q, result.to(out.dtype.element_ty), mask=there)
