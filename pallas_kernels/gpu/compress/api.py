@@ -25,17 +25,22 @@ class HistoryTile(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> tuple[HistoryTile, HistoryTile]:
-    """The sizes of the forward and the backward kernel, chosen by the compiler's counts of registers and spills."""
+# Of the forward and the backward kernel, by the least compute capability that they are for. Chosen by the compiler's
+# counts of registers and spills (`python -m eval.gpu_costs`).
+_TILES = {
+    100: (HistoryTile(64, 8, 2), HistoryTile(32, 8, 1)),
+    90: (HistoryTile(64, 8, 2), HistoryTile(64, 8, 2)),
+    80: (HistoryTile(64, 4, 2), HistoryTile(32, 4, 1)),
+}
+_FLOAT32 = HistoryTile(32, 8, 1), HistoryTile(16, 8, 1)
+_INTERPRETED = HistoryTile(16, 4, 1), HistoryTile(16, 4, 1)
+
+
+def choose_tiles(dtype: Any) -> tuple[HistoryTile, HistoryTile]:
+    """The sizes of the forward and the backward kernel for a type on the GPU that is compiled for."""
     if bridge.interprets():
-        return HistoryTile(16, 4, 1), HistoryTile(16, 4, 1)
-    if jnp.dtype(dtype).itemsize > 2:
-        return HistoryTile(32, 8, 1), HistoryTile(16, 8, 1)
-    if bridge.target_capability() < 90:
-        return HistoryTile(64, 4, 2), HistoryTile(32, 4, 1)
-    if bridge.target_capability() >= 100:
-        return HistoryTile(64, 8, 2), HistoryTile(32, 8, 1)
-    return HistoryTile(64, 8, 2), HistoryTile(64, 8, 2)
+        return _INTERPRETED
+    return _FLOAT32 if jnp.dtype(dtype).itemsize > 2 else _TILES[bridge.tuned_for(_TILES)]
 
 
 class _CompressCall(NamedTuple):
@@ -178,7 +183,7 @@ def _run_forward(call: _CompressCall):
 
     def run(query, key, contrast_key, value, lengths):
         batch, tokens, heads, head_dim = query.shape
-        tile, _ = choose_tiles(tokens, head_dim, query.dtype)
+        tile, _ = choose_tiles(query.dtype)
         constants = _constants(call, query, key, tile)
         rows = jax.ShapeDtypeStruct((attentions, constants["SPLITS"], batch, heads, tokens), jnp.float32)
         totals, tops, sums = bridge.launch(
@@ -201,7 +206,7 @@ def _run_backward(call: _CompressCall):
 
     def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
         batch, tokens, heads, head_dim = query.shape
-        _, tile = choose_tiles(tokens, head_dim, query.dtype)
+        _, tile = choose_tiles(query.dtype)
         constants = _constants(call, query, key, tile)
         if head_dim > 64 and not bridge.interprets():
             constants["BM"] = MOST_TOKENS  # with 64 rows the kernel spills, with twice as many it does not

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,12 @@ def target_capability() -> int:
     """
     given = os.environ.get("BRL_JAX_GPU_CAPABILITY")
     return int(given) if given else _device_capability()
+
+
+def tuned_for(capabilities: Iterable[int]) -> int:
+    """The largest of a table's capabilities that the target has."""
+    target = max(target_capability(), LEAST_CAPABILITY)
+    return max(capability for capability in capabilities if capability <= target)
 
 
 @functools.cache

@@ -59,8 +59,7 @@ def choose_tiles(head_dim: int, dtype: Any) -> LocalTiles:
         return _INTERPRETED
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32
-    capability = max(bridge.target_capability(), bridge.LEAST_CAPABILITY)
-    return _TILES[max(c for c, _ in _TILES if c <= capability), max(64, padded(head_dim))]
+    return _TILES[bridge.tuned_for(c for c, _ in _TILES), max(64, padded(head_dim))]
 
 
 class _LocalCall(NamedTuple):

@@ -34,23 +34,30 @@ class RowTiles(NamedTuple):
     key_gradient: RowTile
 
 
-def choose_tiles(tokens: int, head_dim: int, dtype: Any) -> RowTiles:
-    """The sizes of the three kernels, chosen by the compiler's counts of registers and spills."""
+# By the least compute capability that they are for, and whether compressed tokens are more than 128. Chosen by the
+# compiler's counts of registers and spills (`python -m eval.gpu_costs`).
+_TILES = {
+    (90, False): RowTiles(RowTile(128, None, 8, 1), RowTile(64, None, 8, 1), RowTile(64, 64, 4, 2)),
+    (90, True): RowTiles(RowTile(64, None, 8, 1), RowTile(32, None, 8, 1), RowTile(64, 64, 8, 2)),
+    (80, False): RowTiles(RowTile(64, None, 8, 1), RowTile(32, None, 4, 1), RowTile(32, 64, 8, 1)),
+    (80, True): RowTiles(RowTile(32, None, 8, 1), RowTile(32, None, 8, 1), RowTile(32, 64, 8, 1)),
+}
+_FLOAT32 = {
+    False: RowTiles(RowTile(32, None, 8, 1), RowTile(32, None, 8, 1), RowTile(32, 32, 8, 1)),
+    True: RowTiles(RowTile(16, None, 8, 1), RowTile(16, None, 8, 1), RowTile(32, 32, 8, 1)),
+}
+_INTERPRETED = RowTiles(RowTile(32, None, 4, 1), RowTile(32, None, 4, 1), RowTile(16, 16, 4, 1))
+
+
+def choose_tiles(tokens: int, dtype: Any) -> RowTiles:
+    """The sizes for a number of compressed tokens and a type on the GPU that is compiled for."""
     if bridge.interprets():
-        return RowTiles(RowTile(32, None, 4, 1), RowTile(32, None, 4, 1), RowTile(16, 16, 4, 1))
-    wide = padded(tokens) > 128 or padded(head_dim) > 128
-    if jnp.dtype(dtype).itemsize > 2:
-        rows = 16 if wide else 32
-        return RowTiles(RowTile(rows, None, 8, 1), RowTile(rows, None, 8, 1), RowTile(32, 32, 8, 1))
-    if bridge.target_capability() < 90:
-        rows = 32 if wide else 64
-        return RowTiles(
-            RowTile(rows, None, 8, 1), RowTile(32, None, 8 if wide else 4, 1), RowTile(32, 64, 8, 1)
-        )
-    return RowTiles(
-        RowTile(64 if wide else 128, None, 8, 1),
-        RowTile(32 if wide else 64, None, 8, 1),
-        RowTile(64, 64, 8 if wide else 4, 2),
+        return _INTERPRETED
+    many = padded(tokens) > 128
+    return (
+        _FLOAT32[many]
+        if jnp.dtype(dtype).itemsize > 2
+        else _TILES[bridge.tuned_for(c for c, _ in _TILES), many]
     )
 
 
@@ -145,8 +152,8 @@ def _run_forward(call: _PropagateCall):
     from pallas_kernels.gpu.propagate import forward
 
     def run(query, key, value, strength):
-        batch, length, heads, head_dim = query.shape
-        tile = choose_tiles(key.shape[1], head_dim, query.dtype).forward
+        batch, length, heads, _ = query.shape
+        tile = choose_tiles(key.shape[1], query.dtype).forward
         return bridge.launch(
             forward.propagate_forward,
             (query, key, value, strength),
@@ -166,7 +173,7 @@ def _run_backward(call: _PropagateCall):
     def run(query, key, value, strength, d_out):
         batch, length, heads, head_dim = query.shape
         tokens = key.shape[1]
-        tiles = choose_tiles(tokens, head_dim, query.dtype)
+        tiles = choose_tiles(tokens, query.dtype)
         tile = tiles.query_gradient
         blocks = -(-length // tile.block_t)
         rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)

@@ -1,0 +1,59 @@
+"""The way to a GPU kernel, as far as it goes without Triton: the target, the launch, vmap."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu.core import bridge
+
+
+def no_kernel(x, out):
+    """Is never compiled here."""
+
+
+def launch(x):
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return bridge.launch(no_kernel, (x,), (result,), (1,), {"SIZE": 3}, num_warps=4, num_stages=1)[0]
+
+
+def test_the_target_is_given_or_else_hoppers(monkeypatch):
+    monkeypatch.delenv("BRL_JAX_GPU_CAPABILITY", raising=False)
+    assert bridge.target_capability() == 90
+    for given, tuned in (("75", 80), ("80", 80), ("89", 80), ("103", 100)):
+        monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", given)
+        assert bridge.target_capability() == int(given)
+        assert bridge.tuned_for((100, 90, 80)) == tuned
+
+
+def test_a_launch_runs_on_cuda_alone():
+    """It traces anywhere, is dropped where nothing uses it, and is an error in a program for others."""
+    x = jnp.ones((2, 3))
+    traced = jax.jit(launch).trace(x)
+    assert "gpu_kernel_launch" in str(traced.jaxpr)
+    with pytest.raises(
+        NotImplementedError, match=r"the kernel no_kernel runs on CUDA alone, .* lowered for cpu"
+    ):
+        traced.lower(lowering_platforms=("cpu",))
+    with pytest.raises(NotImplementedError, match="runs on CUDA alone"):
+        launch(x)
+    np.testing.assert_array_equal(jax.jit(lambda x: (launch(x), x)[1])(x), x)
+
+
+def test_vmap_is_one_call_on_a_longer_batch():
+    shapes = []
+
+    def run(x, y):
+        shapes.append((x.shape, y.shape))
+        return x + y, x * y
+
+    x, y = (np.random.default_rng(i).normal(size=(5, 2, 3)).astype(np.float32) for i in range(2))
+    folded = bridge.fold_vmap(run)
+    got = jax.vmap(folded)(x, y)
+    assert shapes[-1] == ((10, 3), (10, 3))
+    for a, b in zip(got, (x + y, x * y)):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(jax.vmap(folded, (0, None))(x, y[0]), (x + y[:1], x * y[:1])):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(jax.vmap(jax.vmap(folded))(x[None], y[None]), (x + y, x * y)):
+        np.testing.assert_array_equal(a[0], b)
