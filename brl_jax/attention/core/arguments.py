@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
@@ -80,6 +80,22 @@ def check_bias(bias: Any, query: Array, key: Array) -> Any:
     )
     require(jnp.issubdtype(bias.dtype, jnp.floating), f"bias must be floating point, got {bias.dtype}")
     return jnp.asarray(bias).reshape((1,) * (4 - len(bias.shape)) + tuple(bias.shape))
+
+
+def check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"] | None:
+    """The mask with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
+    if mask is None:
+        return None
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    require(
+        hasattr(mask, "shape") and hasattr(mask, "dtype") and mask.dtype == jnp.bool_,
+        f"mask must be a bool array, got {getattr(mask, 'dtype', type(mask).__name__)}",
+    )
+    require(
+        len(mask.shape) <= 4 and all(s in (1, f) for s, f in zip(mask.shape[::-1], full[::-1])),
+        f"mask must broadcast to (batch, heads, queries, keys) = {full}, got shape {mask.shape}",
+    )
+    return jnp.asarray(mask).reshape((1,) * (4 - len(mask.shape)) + tuple(mask.shape))
 
 
 def check_lengths(name: str, lengths: Any, batch: int) -> Array | None:

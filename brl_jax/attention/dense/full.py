@@ -14,6 +14,7 @@ from brl_jax.attention.core.arguments import (
     check_bias,
     check_dtypes,
     check_lengths,
+    check_mask,
     check_scale,
     check_segments,
     check_sinks,
@@ -85,7 +86,7 @@ def full_attention(
     check_dtypes(query, key, value)
     scale = check_scale(scale, query.shape[3])
     bias = check_bias(bias, query, key)
-    mask = _check_mask(mask, query, key)
+    mask = check_mask(mask, query, key)
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     segments = check_segments(segment_ids, query.shape, key.shape)
@@ -247,22 +248,6 @@ def _without_padding(query, key, value, query_lengths, key_lengths):
         zero_padding(key, key_lengths),
         zero_padding(value, key_lengths),
     )
-
-
-def _check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"] | None:
-    """The mask with four axes; raises ValueError unless it broadcasts to (B, N, T, S)."""
-    if mask is None:
-        return None
-    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    require(
-        hasattr(mask, "shape") and hasattr(mask, "dtype") and mask.dtype == jnp.bool_,
-        f"mask must be a bool array, got {getattr(mask, 'dtype', type(mask).__name__)}",
-    )
-    require(
-        len(mask.shape) <= 4 and all(s in (1, f) for s, f in zip(mask.shape[::-1], full[::-1])),
-        f"mask must broadcast to (batch, heads, queries, keys) = {full}, got shape {mask.shape}",
-    )
-    return jnp.asarray(mask).reshape((1,) * (4 - len(mask.shape)) + tuple(mask.shape))
 
 
 def _visible(

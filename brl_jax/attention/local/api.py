@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import (
     check_bias,
     check_dtypes,
     check_lengths,
+    check_mask,
     check_scale,
     check_segments,
     check_sinks,
@@ -45,11 +46,12 @@ def local_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H"],
+    bias: PositionBias | Float[Array, " ..."] | None = None,
+    mask: Bool[Array, " ..."] | None = None,
     *,
     local_window_size: int | tuple[int, int] | None = None,
     pattern: Pattern | None = None,
     is_causal: bool = False,
-    bias: PositionBias | Float[Array, " ..."] | None = None,
     scale: float | None = None,
     query_seq_lengths: Int[Array, " B"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
@@ -82,6 +84,8 @@ def local_attention(
       is_causal: hides the keys after the query, including those that a window reaches to the right.
       bias: added to the scaled scores: a `PositionBias`, which is called on the absolute positions of one block at a
         time, or an array that broadcasts to (B, N, T, S). Both get gradients.
+      mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True. It is added to an array bias,
+        or to none, as -inf: kernels do not serve it, and a `PositionBias` has no place for it.
       scale: multiplies the scores; 1 / sqrt(H) by default.
       query_seq_lengths, key_value_seq_lengths: (B,) ints; queries and keys from there on are padding. Padding never
         reaches the result, even if it is NaN; padded rows give 0.
@@ -120,7 +124,7 @@ def local_attention(
     pattern = _check_pattern(local_window_size, pattern, is_causal)
     _check_offset("query_offset", query_offset)
     scale = check_scale(scale, query.shape[3])
-    bias = check_bias(bias, query, key)
+    bias = _with_mask(check_bias(bias, query, key), check_mask(mask, query, key))
     query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     query_segments, key_segments = check_segments(segment_ids, query.shape, key.shape)
@@ -206,6 +210,18 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
         x,
         plain=functools.partial(xla.plain, call),
     )
+
+
+def _with_mask(bias: Any, mask: Bool[Array, "#B #N #T #S"] | None) -> Any:
+    """The bias that hides the keys where the mask is False, too."""
+    if mask is None:
+        return bias
+    require(
+        bias is None or isinstance(bias, jax.Array),
+        f"mask must be None with a {type(bias).__name__}; give the bias as an array",
+    )
+    seen = jnp.zeros((), jnp.float32) if bias is None else bias
+    return jnp.where(mask, seen, jnp.array(-jnp.inf, seen.dtype))
 
 
 def _check_pattern(window: Any, pattern: Any, is_causal: bool) -> Pattern:
