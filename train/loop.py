@@ -113,7 +113,7 @@ def evaluate(
     Args:
       eval_step: jitted `make_eval_step(objective)`.
       params: the parameters.
-      held_out: batches, all of one shape.
+      held_out: batches, all with the same number of rows.
       interrupted: called before each batch; where it returns True the result is None.
       place: puts a batch on the devices.
     """

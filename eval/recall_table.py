@@ -1,0 +1,140 @@
+"""Runs of recall as a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from eval.plotting import line_styles, plain_log_axis, shared_legend
+
+Result = Mapping[str, Any]
+
+_NAME = "model.mechanism.name"
+
+
+def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The runs by label; those that differ in their seed only have one label.
+
+    A label is the mechanism's name and the settings in which the runs shown with this mechanism differ.
+    """
+    labels: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda result: result["settings"][_NAME]):
+        settings = result["settings"]
+        alike = [other["settings"] for other in results if other["settings"][_NAME] == settings[_NAME]]
+        differing = [
+            f"{name.rsplit('.', 1)[-1]} {_plain(value)}"
+            for name, value in settings.items()
+            if any(other.get(name) != value for other in alike)
+        ]
+        labels.setdefault(", ".join([settings[_NAME], *differing]), []).append(result)
+    return labels
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _case(result: Result, length: int, pairs: int) -> Mapping[str, Any] | None:
+    return next((c for c in result["cases"] if (c["length"], c["pairs"]) == (length, pairs)), None)
+
+
+def _all_cases(results: Sequence[Result]) -> list[tuple[int, int]]:
+    return sorted({(case["length"], case["pairs"]) for result in results for case in result["cases"]})
+
+
+def _last_trained(result: Result) -> Mapping[str, Any]:
+    """The longest case of training, with the most records; of what was measured where that was not."""
+    cases = [_case(result, *case) for case in sorted(result["trained"], reverse=True)]
+    return next((case for case in cases if case is not None), result["cases"][0])
+
+
+def _spread(values: Sequence[float]) -> str:
+    percent = [100 * value for value in values]
+    mean = f"{np.mean(percent):.1f}"
+    return mean if len(percent) == 1 else f"{mean} ({min(percent):.1f} to {max(percent):.1f})"
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A row for each group of runs that differ in their seed only, and two for what guessing gives."""
+    cases = _all_cases(results)
+    lines = [
+        "Accuracy in percent by tokens/records of a row: mean over the seeds (lowest to highest). Bytes of state are "
+        "those of the longest row of training.",
+        "",
+        "| mechanism | parameters | bytes of state | seeds | step of 90% | "
+        + " | ".join(f"{length}/{pairs}" for length, pairs in cases)
+        + " |",
+        "|---" * (5 + len(cases)) + "|",
+    ]
+    for label, runs in grouped(results).items():
+        cells = []
+        for case in cases:
+            values = [found["accuracy"] for run in runs if (found := _case(run, *case)) is not None]
+            cells.append(_spread(values) if values else "-")
+        learned = ", ".join("never" if run["learned_at"] is None else str(run["learned_at"]) for run in runs)
+        lines.append(
+            f"| {label} | {runs[0]['parameters']} | {_last_trained(runs[0])['state_bytes']} "
+            f"| {', '.join(str(run['seed']) for run in runs)} | {learned} | {' | '.join(cells)} |"
+        )
+    for name, text in (("guess_in_row", "guessing among the row's records"), ("chance", "chance")):
+        guesses = []
+        for case in cases:
+            known = [found for run in results if (found := _case(run, *case)) is not None]
+            guesses.append(" or ".join(sorted({f"{100 * found[name]:.1f}" for found in known})))
+        lines.append(f"| {text} | - | - | - | - | {' | '.join(guesses)} |")
+    return "\n".join(lines)
+
+
+def draw(results: Sequence[Result]) -> Figure:
+    """Accuracy against bytes of state, against records for each compressed token, and against the length."""
+    groups = grouped(results)
+    figure = Figure(figsize=(17, 5.5), layout="constrained")
+    by_bytes, by_records, by_length = figure.subplots(1, 3)
+    styles = line_styles(list(groups))
+    for label, runs in groups.items():
+        style = {**styles[label], "markersize": 6}
+        trained = [_last_trained(run) for run in runs]
+        accuracies = [100 * case["accuracy"] for case in trained]
+        mean = float(np.mean(accuracies))
+        around = [[mean - min(accuracies)], [max(accuracies) - mean]]
+        point = {**style, "linestyle": "none"}
+        by_bytes.errorbar([trained[0]["state_bytes"]], [mean], around, label=label, capsize=3, **point)
+        cases = [
+            (length, pairs, float(np.mean([100 * c["accuracy"] for c in found])))
+            for length, pairs in _all_cases(runs)
+            if (found := [c for run in runs if (c := _case(run, length, pairs)) is not None])
+        ]
+        if runs[0]["num_compressed"]:
+            own = [
+                (pairs / runs[0]["num_compressed"], y) for _, pairs, y in cases if _is_trained(runs, pairs, _)
+            ]
+            by_records.plot(*zip(*sorted(own)), **style)
+        most = max(pairs for _, pairs, _ in cases)
+        line = [(length, y) for length, pairs, y in cases if pairs == most]
+        by_length.plot(*zip(*sorted(line)), **style)
+    for name, text, dashes in (
+        ("guess_in_row", "guessing among the row's records", "--"),
+        ("chance", "chance", ":"),
+    ):
+        lowest = min(100 * case[name] for result in results for case in result["cases"])
+        for axes in (by_bytes, by_records, by_length):
+            axes.axhline(lowest, color="#999999", linestyle=dashes, label=text)
+    by_bytes.set(xlabel="bytes of state of a row (decoding cache)", title="the longest rows of training")
+    by_bytes.set_xscale("log")
+    by_records.set(xlabel="records for each compressed token", title="BRL, the lengths of training")
+    by_length.set(xlabel="tokens of a row", title="the most records")
+    for axes in (by_records, by_length):
+        axes.set_xscale("log", base=2)
+        plain_log_axis(axes.xaxis)
+    for axes in (by_bytes, by_records, by_length):
+        axes.set(ylabel="accuracy, %", ylim=(0, 102))
+        axes.grid(True, alpha=0.3)
+    shared_legend(figure, by_bytes)
+    return figure
+
+
+def _is_trained(runs: Sequence[Result], pairs: int, length: int) -> bool:
+    return [length, pairs] in runs[0]["trained"]

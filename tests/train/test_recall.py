@@ -1,0 +1,289 @@
+"""Recall: the rows against a plain reading of their definition, the objective, the commands as a user runs them."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eval.recall
+import train.recall
+from tests.train.logs import metrics_lines
+from train.config import parse
+from train.data.recall import Case, HeldOutRecall, RecallDataConfig, RecallStream, draw_rows, num_answers
+from train.errors import Stopped, UserError
+from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
+
+TINY = (
+    "--length 24 --pairs 3 --gap 4 --vocabulary 12 --valid_rows 10 --test_rows 12 --num_layers 1 --d_model 16 "
+    "--num_heads 2 --d_ff 16 --batch 8 --warmup_steps 2 --tensorboard False"
+)
+CASES = [
+    # kind, vocabulary, length, pairs, gap: the shortest rows, odd ones, few tokens, many.
+    ("mqar", 8, 15, 4, 0),
+    ("mqar", 8192, 67, 5, 16),
+    ("mqar", 9, 41, 4, 7),
+    ("induction", 3, 3, 1, 0),
+    ("induction", 40, 64, 6, 21),
+    ("copy", 4, 8, 4, 0),
+    ("copy", 18, 65, 9, 30),
+]
+
+
+def config_of(kind, vocabulary, length, pairs, gap):
+    return RecallDataConfig(kind=kind, vocabulary=vocabulary, length=(length,), pairs=(pairs,), gap=gap)
+
+
+def answer_mqar(row, place, config, case):
+    table = {row[2 * i]: (row[2 * i + 1], 2 * i + 1) for i in range(case.pairs)}
+    assert len(table) == case.pairs
+    value, said = table[row[place]]
+    assert row[place] < config.vocabulary // 2 <= value
+    return value, said
+
+
+def answer_induction(row, place, config, case):
+    before = [i for i in range(place) if row[i] == row[place]]
+    assert len(before) == 1
+    assert row[place] < case.pairs
+    return row[before[0] + 1], before[0] + 1
+
+
+def answer_copy(row, place, config, case):
+    separator = row.index(1)
+    assert separator == case.length - case.pairs
+    places = [i for i in range(separator) if row[i] != 0]
+    assert len(places) == case.pairs
+    number = place - separator
+    assert row[separator + 1 :] == [row[i] for i in places[:-1]]
+    return row[places[number]], places[number]
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=lambda sizes: "-".join(map(str, sizes)))
+def test_rows_follow_their_definition(sizes):
+    """Each answer is what a reader finds who goes through the row token by token; no record is near its question."""
+    config = config_of(*sizes)
+    case = config.cases[0]
+    reader = {"mqar": answer_mqar, "induction": answer_induction, "copy": answer_copy}[config.kind]
+    batch = draw_rows(config, case, (0, 1), 50)
+    assert batch["tokens"].shape == (50, case.length)
+    assert batch["tokens"].min() >= 0
+    assert batch["tokens"].max() < config.vocabulary
+    asked = set()
+    for row, places, targets in zip(*(batch[name].tolist() for name in ("tokens", "places", "targets"))):
+        assert sorted(set(places)) == places
+        last_record = -1
+        for place, target in zip(places, targets):
+            answer, said = reader(row, place, config, case)
+            assert answer == target
+            last_record = max(last_record, said)
+            assert said < place
+        assert places[0] - last_record > config.gap
+        if config.kind == "mqar":
+            keys = row[0 : 2 * case.pairs : 2]
+            # Every key is asked for once, and is nowhere else.
+            assert sorted(row[place] for place in places) == sorted(keys)
+            assert sum(token in keys for token in row) == 2 * case.pairs
+        asked.update(places)
+    np.testing.assert_array_equal(batch["weights"], 1)
+    if config.kind == "mqar" and case.length > 60:
+        assert len(asked) > case.pairs  # the places differ from row to row
+
+
+def test_questions_stand_where_zoology_puts_them():
+    """Of the first question place after the pairs and the others, by the power law without replacement."""
+    config = config_of("mqar", 64, 16, 2, 0)
+    places = draw_rows(config, config.cases[0], (3,), 20_000)["places"]
+    weight = np.arange(1, 7) ** (0.01 - 1)
+    share = weight / weight.sum()
+    first = [
+        share[i] + sum(share[j] * share[i] / (1 - share[j]) for j in range(6) if j != i) for i in range(6)
+    ]
+    counted = [np.mean(np.any(places == 4 + 2 * i, axis=1)) for i in range(6)]
+    np.testing.assert_allclose(counted, first, atol=0.015)
+
+
+@pytest.mark.parametrize("kind", ["mqar", "induction", "copy"])
+def test_answers_are_uniform(kind):
+    """The best that can be done without the records is 1 / num_answers."""
+    config = config_of(kind, 12, 24, 3, 4)
+    targets = draw_rows(config, config.cases[0], (3,), 6000)["targets"]
+    values, counts = np.unique(targets, return_counts=True)
+    assert len(values) == num_answers(config, 3)
+    np.testing.assert_allclose(counts / targets.size, 1 / num_answers(config, 3), rtol=0.08)
+
+
+def test_batches_and_splits_are_all_different_and_the_same_again():
+    config = dataclasses.replace(config_of("mqar", 64, 20, 2, 0), length=(20, 30), pairs=(2, 4), valid_rows=7)
+
+    def take(seed, count, **kwargs):
+        return [b for b, _ in zip(RecallStream(config, batch=4, seed=seed, **kwargs), range(count))]
+
+    batches = take(0, 4)
+    assert [batch["tokens"].shape for batch in batches] == [(4, 20), (4, 30), (4, 20), (4, 30)]
+    for batch, again, part in zip(batches, take(0, 4), take(0, 4, rows=[3, 1])):
+        for name, array in batch.items():
+            np.testing.assert_array_equal(array, again[name])
+            if name != "reset":
+                np.testing.assert_array_equal(array[[3, 1]], part[name])
+    stream = RecallStream(config, batch=4, seed=0)
+    stream.set_state({"step": 2, "batch": 4, "seed": 0})
+    np.testing.assert_array_equal(next(stream)["tokens"], batches[2]["tokens"])
+
+    def rows_of(batches):
+        return {tuple(row) for b in batches for row, w in zip(b["tokens"], b["weights"]) if w.all()}
+
+    held_out = {split: rows_of(HeldOutRecall(config, batch=4, split=split)) for split in ("valid", "test")}
+    assert held_out["valid"] == rows_of(HeldOutRecall(config, batch=3))  # whatever the batch
+    assert (len(held_out["valid"]), len(held_out["test"])) == (14, 1024)
+    trained = rows_of(batches + take(1, 4))
+    assert len(trained) == 32
+    assert not trained & held_out["valid"]
+    assert not trained & held_out["test"]
+    assert not held_out["valid"] & held_out["test"]
+
+
+def tiny_model(more=""):
+    config = RECALL.sized(parse(PRESETS, "full", f"{TINY} {more}".split(), prog="", about=""))
+    model = RECALL.build(config)
+    params = jax.tree.map(
+        lambda box: box.unbox(),
+        recall_objective(model).init(jax.random.key(0)),
+        is_leaf=lambda leaf: hasattr(leaf, "unbox"),
+    )
+    return config, model, params
+
+
+def test_the_loss_is_that_of_the_answers_alone():
+    config, model, params = tiny_model()
+    batch = draw_rows(config.data, config.data.cases[0], (0,), 4)
+    batch["weights"][1] = 0.0
+    total, weight, _, averages = recall_objective(model).loss(params, None, batch, None)
+    logits = np.asarray(model.apply({"params": params}, jnp.asarray(batch["tokens"]))[0], np.float64)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    counted = [0, 2, 3]
+    expected = right = 0.0
+    for row in counted:
+        for place, target in zip(batch["places"][row], batch["targets"][row]):
+            expected -= logs[row, place, target]
+            right += logs[row, place].argmax() == target
+    assert float(weight) == 9
+    assert float(averages["accuracy"]) == right
+    np.testing.assert_allclose(float(total), expected, rtol=1e-5)
+    # Tokens after the last question change nothing; the records before it do.
+    later, earlier = (dict(batch, tokens=batch["tokens"].copy()) for _ in range(2))
+    last = batch["places"][0, -1]
+    later["tokens"][0, last + 1 :] = 0
+    earlier["tokens"][0, 1] += 1
+    before, unchanged, changed = (
+        np.asarray(answer_logits(model, params, b, None)) for b in (batch, later, earlier)
+    )
+    np.testing.assert_array_equal(before, unchanged)
+    assert np.abs(before[0] - changed[0]).min(axis=-1).max() > 0
+
+
+def run(workdir, more=""):
+    train.recall.main(
+        f"full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+    )
+
+
+MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a finished run."""
+    folder = tmp_path_factory.mktemp("runs")
+    run(folder / "full", "--length 24 32 --pairs 3 4")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
+    take = RecallStream.__next__
+
+    def stopping(self):
+        if self.get_state()["step"] == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return take(self)
+
+    monkeypatch.setattr(RecallStream, "__next__", stopping)
+    with pytest.raises(Stopped, match="after step 5 of 6"):
+        run(tmp_path, "--length 24 32 --pairs 3 4")
+    monkeypatch.setattr(RecallStream, "__next__", take)
+    run(tmp_path, "--length 24 32 --pairs 3 4")
+    assert metrics_lines(tmp_path, MEASURED) == metrics_lines(runs / "full", MEASURED)
+    with pytest.raises(UserError, match=r"is of another configuration: .*gap 4 -> 5"):
+        run(tmp_path, "--length 24 32 --pairs 3 4 --gap 5")
+
+
+def test_measuring_and_the_table(runs, capsys):
+    lines = metrics_lines(runs / "full", MEASURED)
+    assert [line["step"] for line in lines if "val_accuracy" in line] == [3, 6]
+    eval.recall.main(["--workdir", str(runs / "full"), "--length", "24", "40", "--pairs", "1", "4"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(case["length"], case["pairs"]) for case in result["cases"]] == [
+        (24, 1),
+        (24, 4),
+        (40, 1),
+        (40, 4),
+    ]
+    assert [case["answers"] for case in result["cases"]] == [12, 48, 12, 48]
+    # One layer's keys and values of width 16, in float32; what else a cache holds is a few counters.
+    for case in result["cases"]:
+        assert 0 <= case["state_bytes"] - 2 * 16 * 4 * case["length"] < 64
+    assert not (runs / "full" / "recall_test.json").exists()
+    picture = runs / "recall.png"
+    eval.recall.main(["--table", str(runs), "--picture", str(picture)])
+    text = capsys.readouterr().out
+    assert "| 24/3 | 32/4 | 64/3 | 64/4 | 128/3 | 128/4 |" in text
+    assert "| chance | - | - | - | - | 16.7 |" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((runs / "full" / "recall_test.json").read_text())
+    assert kept["learned_at"] is None
+    assert 0 < kept["cases"][0]["accuracy"] < 0.6  # six steps teach nothing
+    with pytest.raises(UserError, match="length must be at least 259 with 64 pairs and gap 4, got 24"):
+        eval.recall.main(["--workdir", str(runs / "full"), "--length", "24", "--pairs", "64"])
+
+
+def test_state_and_cases():
+    """A window keeps its tokens at any length, full attention all of them."""
+    _, full, _ = tiny_model()
+    _, local, _ = tiny_model("--mechanism local --mechanism.window 8")
+    assert eval.recall.state_bytes(full, 400) > 9 * eval.recall.state_bytes(full, 40)
+    assert eval.recall.state_bytes(local, 400) == eval.recall.state_bytes(local, 40)
+    data = RecallDataConfig(length=(32, 64), pairs=(2, 8))
+    assert eval.recall.chosen_cases(data, (), ()) == (
+        Case(32, 2), Case(64, 8), Case(128, 2), Case(128, 8), Case(256, 2), Case(256, 8)
+    )  # fmt: skip
+    assert eval.recall.chosen_cases(data, (), (4,)) == (Case(32, 4), Case(64, 4))
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("full", "local")])
+def test_presets_fit(preset):
+    """Traced, not compiled; and a gap beyond the reach of the windows, where there is one."""
+    config = RECALL.sized(parse(PRESETS, preset, [], prog="", about=""))
+    RECALL.build(config)
+    reach = config.model.num_layers * (PRESETS["local"].model.mechanism.window - 1)
+    assert config.data.gap >= reach or preset.startswith("zoology")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--length 8", "--length must be at least 15 with 3 pairs and gap 4, got 8"),
+        ("--pairs 3 4", "--pairs must be one number or one for each of the 1 lengths"),
+        ("--gap -1", "--gap must be at least 0, got -1"),
+        ("--kind recall", "--kind"),
+        ("--vocabulary 5", "--vocabulary must be at least 6 with 3 pairs, got 5"),
+        ("--mechanism linformer", "mechanism: .*no causal form"),
+    ],
+)
+def test_bad_options(options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "run", options)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,269 @@
+"""Recall tasks: rows that state records early and ask for them later. Rows are drawn as they are needed.
+
+"mqar", multi-query associative recall (Arora et al. 2023, Zoology, arXiv:2312.04927):
+
+    k_1 v_1 k_2 v_2 ... k_P v_P  [gap]  noise with each key once more, in any order; the answer to a key is its value
+
+"induction", induction heads (Olsson et al. 2022, arXiv:2209.11895; with one record, the task of Gu and Dao 2023,
+arXiv:2312.00752): trigger tokens stand at random places in noise, each followed by a token; at the end of the row the
+triggers return, and the answer to each is the token that followed it.
+
+"copy", selective copying (arXiv:2312.00752), answered token by token as in Jelassi et al. 2024 (arXiv:2402.01032):
+symbols at random places among blanks; after a separator they are repeated in their order, each answer being the next
+input.
+
+Every question stands more than `gap` tokens after every record. A network of L layers that each see the w - 1 tokens
+before reaches L (w - 1) tokens back, so that with a gap of at least that much no answer is within its reach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from train.data.repeated import RepeatedBatches
+from train.data.streams import check_rows
+from train.errors import UserError
+from train.fields import Free
+
+Kind = Literal["mqar", "induction", "copy"]
+
+# First numbers of the seeds, which keep the streams of random numbers apart.
+_TRAIN, _VALID, _TEST = range(3)
+# Zoology draws the places of the questions from a power law: the s-th possible place has weight s^(a - 1), a = 0.01.
+_POWER = 0.01
+# Tokens of "copy" that are not symbols.
+_BLANK, _SEPARATOR, _SYMBOLS = range(3)
+
+
+class Case(NamedTuple):
+    """A kind of row: its number of tokens and of records."""
+
+    length: int
+    pairs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallDataConfig:
+    """The rows."""
+
+    kind: Kind = "mqar"
+    """The task: multi-query associative recall, induction heads or selective copying."""
+    vocabulary: int = 256
+    """Number of tokens."""
+    length: tuple[int, ...] = (128,)
+    """Tokens of a row; several lengths take turns from batch to batch."""
+    pairs: tuple[int, ...] = (8,)
+    """Records of a row (a key and its value, a trigger and its token, or a symbol); one number, or one for each
+    length."""
+    gap: int = 0
+    """Every question is more than this many tokens after every record."""
+    valid_rows: int = 256
+    """Rows of each length in an evaluation while training."""
+    test_rows: Free[int] = 512
+    """Rows of each length and number of records that eval.recall measures on."""
+
+    def __post_init__(self):
+        check_choice("kind", self.kind, get_args(Kind))
+        check_at_least(self, "valid_rows", "test_rows", "vocabulary")
+        check_at_least(self, "gap", least=0)
+        if not self.length:
+            raise ValueError("length must be one or more numbers of tokens, got none")
+        if len(self.pairs) not in (1, len(self.length)):
+            raise ValueError(
+                f"pairs must be one number or one for each of the {len(self.length)} lengths, got {self.pairs}"
+            )
+        for case in self.cases:
+            complaint = obstacle(self, case)
+            if complaint is not None:
+                raise ValueError(complaint)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The kinds of rows, which take turns from batch to batch."""
+        pairs = self.pairs * len(self.length) if len(self.pairs) == 1 else self.pairs
+        return tuple(map(Case, self.length, pairs))
+
+
+def obstacle(config: RecallDataConfig, case: Case) -> str | None:
+    """Why there are no rows of this case, naming the option, or None if there are."""
+    length, pairs = case
+    if pairs < 1:
+        return f"pairs must be at least 1, got {pairs}"
+    records, questions, tokens = {
+        "mqar": (2 * pairs, 2 * pairs - 1, 2 * pairs),
+        "induction": (2 * pairs, 2 * pairs - 1, pairs + 2),
+        "copy": (pairs, pairs, _SYMBOLS + 2),
+    }[config.kind]
+    least = records + config.gap + questions
+    if length < least:
+        return f"length must be at least {least} with {pairs} pairs and gap {config.gap}, got {length}"
+    if config.vocabulary < tokens:
+        return f"vocabulary must be at least {tokens} with {pairs} pairs, got {config.vocabulary}"
+    return None
+
+
+def num_answers(config: RecallDataConfig, pairs: int) -> int:
+    """How many tokens an answer is drawn from, all alike; one over it is the accuracy of guessing."""
+    firsts = {"mqar": config.vocabulary // 2, "induction": pairs, "copy": _SYMBOLS}
+    return config.vocabulary - firsts[config.kind]
+
+
+def _shuffled(rng: np.random.Generator, rows: int, size: int) -> Int[np.ndarray, "R S"]:
+    """The numbers 0..size-1 in a random order, anew for each row."""
+    return np.argsort(rng.random((rows, size)), axis=1)
+
+
+def _draw_mqar(config: RecallDataConfig, case: Case, rng: np.random.Generator, rows: int) -> tuple[Any, ...]:
+    """Keys are the first half of the vocabulary, values the second.
+
+    Noise is any token but the row's own keys, so that with a small vocabulary too a key has one value.
+    """
+    length, pairs = case
+    half = config.vocabulary // 2
+    keys = _shuffled(rng, rows, half)
+    values = rng.integers(half, config.vocabulary, (rows, pairs))
+    noise = rng.integers(config.vocabulary - pairs, size=(rows, length))
+    unused = np.take_along_axis(keys, np.minimum(noise + pairs, half - 1), axis=1)
+    tokens = np.where(noise < half - pairs, unused, noise + pairs)
+    tokens[:, 0 : 2 * pairs : 2] = keys[:, :pairs]
+    tokens[:, 1 : 2 * pairs : 2] = values
+    first = 2 * pairs + config.gap
+    slots = np.arange((length - first + 1) // 2)
+    # The largest of log-weights plus Gumbel noise are a draw without replacement.
+    scores = (_POWER - 1) * np.log1p(slots) + rng.gumbel(size=(rows, len(slots)))
+    chosen = np.sort(np.argsort(-scores, axis=1)[:, :pairs], axis=1)
+    places = first + 2 * chosen
+    asked = _shuffled(rng, rows, pairs)
+    np.put_along_axis(tokens, places, np.take_along_axis(keys, asked, axis=1), axis=1)
+    return tokens, places, np.take_along_axis(values, asked, axis=1)
+
+
+def _draw_induction(
+    config: RecallDataConfig, case: Case, rng: np.random.Generator, rows: int
+) -> tuple[Any, ...]:
+    """The triggers are the tokens 0..P-1; all others are noise or follow a trigger."""
+    length, pairs = case
+    tokens = rng.integers(pairs, config.vocabulary, (rows, length))
+    first = length - 2 * pairs + 1
+    places = 2 * np.sort(_shuffled(rng, rows, (first - config.gap) // 2)[:, :pairs], axis=1)
+    triggers = _shuffled(rng, rows, pairs)
+    np.put_along_axis(tokens, places, triggers, axis=1)
+    followers = np.take_along_axis(tokens, places + 1, axis=1)
+    asked = _shuffled(rng, rows, pairs)
+    tokens[:, first::2] = np.take_along_axis(triggers, asked, axis=1)
+    questions = np.broadcast_to(np.arange(first, length, 2), (rows, pairs))
+    return tokens, questions, np.take_along_axis(followers, asked, axis=1)
+
+
+def _draw_copy(config: RecallDataConfig, case: Case, rng: np.random.Generator, rows: int) -> tuple[Any, ...]:
+    """Token 0 is the blank, 1 the separator; the others are symbols."""
+    length, pairs = case
+    symbols = rng.integers(_SYMBOLS, config.vocabulary, (rows, pairs))
+    tokens = np.full((rows, length), _BLANK)
+    first = length - pairs
+    places = np.sort(_shuffled(rng, rows, first - config.gap)[:, :pairs], axis=1)
+    np.put_along_axis(tokens, places, symbols, axis=1)
+    tokens[:, first] = _SEPARATOR
+    tokens[:, first + 1 :] = symbols[:, :-1]
+    return tokens, np.broadcast_to(np.arange(first, length), (rows, pairs)), symbols
+
+
+_DRAW: dict[Kind, Callable[..., tuple[Any, ...]]] = {
+    "mqar": _draw_mqar,
+    "induction": _draw_induction,
+    "copy": _draw_copy,
+}
+
+
+def draw_rows(
+    config: RecallDataConfig, case: Case, seed: Sequence[int], rows: int
+) -> dict[str, Int[np.ndarray, "R _"] | Float[np.ndarray, "R P"]]:
+    """Rows that depend on the seed and the case alone.
+
+    Returns:
+      tokens: (R, T) int32. places: (R, P) int32, ascending, where the questions are. targets: (R, P) int32, the
+      answers, which a decoder predicts at these places. weights: (R, P) float32, all 1.
+    """
+    tokens, places, targets = _DRAW[config.kind](config, case, np.random.default_rng([*seed, *case]), rows)
+    arrays = {"tokens": tokens, "places": places, "targets": targets}
+    return {
+        **{name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()},
+        "weights": np.ones((rows, case.pairs), np.float32),
+    }
+
+
+class RecallStream(RepeatedBatches):
+    """Endless training batches of fresh rows; batch s is drawn from the seed and s alone.
+
+    A batch is what `draw_rows` returns, and "reset": True. The cases take turns. One of several processes yields some
+    of the rows. The state is the number of batches so far.
+
+    Args:
+      config: the rows. batch: rows of all processes together. seed: of all of them. rows: the indices of this
+        process's rows; all by default.
+
+    Raises:
+      UserError: batch or seed out of range.
+    """
+
+    def __init__(
+        self,
+        config: RecallDataConfig,
+        *,
+        batch: int,
+        seed: int = 0,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        if seed < 0:
+            raise UserError(f"--seed: expected 0 or more, got {seed}")
+        chosen, cases = check_rows(batch, rows), config.cases
+
+        def make(index: int, _: int) -> dict[str, Any]:
+            drawn = draw_rows(config, cases[index % len(cases)], (_TRAIN, seed, index), batch)
+            return {**{name: array[chosen] for name, array in drawn.items()}, "reset": np.bool_(True)}
+
+        super().__init__(make, 1, {"batch": batch, "seed": seed})
+
+
+class HeldOutRecall:
+    """The same rows in every pass, none of them drawn for training; one case after the other.
+
+    Args:
+      config: the rows. batch: rows of all processes together; the last batch of a case is padded with rows of weight 0.
+      split: "valid" (valid_rows rows of each case) or "test" (test_rows). rows: the indices of this process's rows; all
+        by default. cases: by default those of training.
+    """
+
+    num_bytes = None
+
+    def __init__(
+        self,
+        config: RecallDataConfig,
+        *,
+        batch: int,
+        split: str = "valid",
+        rows: Sequence[int] | np.ndarray | None = None,
+        cases: Sequence[Case] | None = None,
+    ):
+        self.batch = batch
+        self._config, self._rows = config, check_rows(batch, rows)
+        self._cases = tuple(dict.fromkeys(config.cases if cases is None else cases))
+        self._count, self._seed = (
+            (config.valid_rows, _VALID) if split == "valid" else (config.test_rows, _TEST)
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for case in self._cases:
+            drawn = draw_rows(self._config, case, (self._seed, 0, 0), self._count)
+            for first in range(0, self._count, self.batch):
+                numbers = first + self._rows
+                exists = numbers < self._count
+                batch = {name: array[np.where(exists, numbers, 0)] for name, array in drawn.items()}
+                batch["weights"] = batch["weights"] * exists[:, None].astype(np.float32)
+                yield {**batch, "reset": np.bool_(True)}

@@ -1,0 +1,25 @@
+"""Trains a decoder to recall records from far back: python -m train.recall [PRESET] [OPTIONS].
+
+Multi-query associative recall (Zoology, arXiv:2312.04927), induction heads (arXiv:2312.00752) and selective copying
+(arXiv:2402.01032), with any causal mechanism; --kind, --length, --pairs, --gap and --vocabulary size the rows, which
+are drawn anew for each step. The run's folder holds config.json, metrics.jsonl and checkpoints/; the same command again
+resumes the run where it stopped, bit for bit. `python -m eval.recall --workdir DIR` measures it at other lengths too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from train.errors import command
+from train.main import train_main
+from train.tasks.recall import RECALL
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains; see the module's text and --help."""
+    train_main([RECALL], argv, name="train.recall", measured_by="eval.recall")
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "train.recall"))

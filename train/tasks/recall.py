@@ -1,0 +1,192 @@
+"""The task of `python -m train.recall`: a decoder that answers questions about records far back in its row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from brl_jax.layers import BRLConfig, DeltaNetConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.models import DecoderConfig, DecoderLM
+from train.config import LoopConfig, RunConfig
+from train.data.recall import Case, HeldOutRecall, Kind, RecallDataConfig, RecallStream, num_answers
+from train.fields import Decided, Flat
+from train.loop import evaluate
+from train.mesh import host_rows
+from train.mup import make_rates
+from train.optimizer import OptimizerConfig
+from train.step import Batch, Objective, make_eval_step, means
+from train.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallModelConfig(DecoderConfig):
+    """The network."""
+
+    vocab_size: Decided[int] = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallConfig(RunConfig):
+    """A decoder trained to recall records."""
+
+    data: Annotated[RecallDataConfig, Flat]
+    model: Annotated[RecallModelConfig, Flat]
+
+
+def _small(mechanism: Mechanism, kind: Kind = "mqar", pairs: int = 8, vocabulary: int = 64) -> RecallConfig:
+    """A minute or two on two CPU cores. Two layers of window 8 reach 14 tokens, fewer than the gap."""
+    return RecallConfig(
+        loop=LoopConfig(steps=800, batch=32, eval_every=50, checkpoint_every=400, keep_checkpoints=1),
+        data=RecallDataConfig(kind=kind, vocabulary=vocabulary, length=(64,), pairs=(pairs,), gap=16),
+        model=RecallModelConfig(num_layers=2, d_model=64, num_heads=4, d_ff=128, mechanism=mechanism),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, weight_decay=0.0),
+    )
+
+
+def _zoology(mechanism: Mechanism) -> RecallConfig:
+    """The lengths, pairs and vocabulary of Zoology's section 4 (arXiv:2312.04927); batch and steps are our choice."""
+    return RecallConfig(
+        loop=LoopConfig(steps=20_000, batch=256, eval_every=1_000, checkpoint_every=1_000),
+        data=RecallDataConfig(vocabulary=8192, length=(64, 128, 256, 256, 256), pairs=(4, 8, 16, 32, 64)),
+        model=RecallModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=256, mechanism=mechanism),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1_000),
+    )
+
+
+_LOCAL = LocalConfig(window=8)
+_BRL = BRLConfig(window=8, num_compressed=16, block_size=16, history_size=64, memory="layer")
+_BRL_OUTPUT = dataclasses.replace(_BRL, memory="output")
+
+PRESETS: dict[str, RecallConfig] = {
+    "brl": _small(_BRL),
+    "brl-output": _small(_BRL_OUTPUT),
+    "local": _small(_LOCAL),
+    "full": _small(FullConfig()),
+    "deltanet": _small(DeltaNetConfig()),
+    "induction": _small(_BRL, kind="induction", pairs=4),
+    "copy": _small(_BRL, kind="copy", vocabulary=18),
+    "zoology-full": _zoology(FullConfig()),
+    "zoology-brl": _zoology(dataclasses.replace(_BRL, num_compressed=64, history_size=256)),
+}
+
+
+def answer_logits(model: DecoderLM, params: Any, batch: Batch, key: Array | None) -> Float[Array, "B P V"]:
+    """The logits at a batch's questions, in float32; those of other places are not computed."""
+    variables, rngs = {"params": params}, {} if key is None else {"dropout": key}
+    hidden: Any = model.apply(
+        variables, batch["tokens"], deterministic=key is None, rngs=rngs, method="hidden"
+    )[0]
+    asked = jnp.take_along_axis(hidden, batch["places"][..., None], axis=1)
+    logits: Any = model.apply(variables, asked, method="logits")
+    return logits
+
+
+def recall_objective(model: DecoderLM) -> Objective:
+    """Cross-entropy and accuracy at the questions of what `train.data.recall.draw_rows` returns; no memory passes from
+    row to row."""
+
+    def init(key: Array) -> Any:
+        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+        logits, targets, weights = (
+            answer_logits(model, params, batch, key),
+            batch["targets"],
+            batch["weights"],
+        )
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+        averages = {"accuracy": jnp.sum(right * weights)}
+        return jnp.sum(losses * weights), jnp.sum(weights), memory, averages
+
+    return Objective(init, loss, lambda rows: None, averages=("accuracy",), rates=make_rates(model.config))
+
+
+class RecallTask(Task[RecallConfig, None]):
+    """Recall; the rows are drawn as they are needed, so that there is nothing to load."""
+
+    name = "recall"
+    about = "Trains a decoder to recall records from far back."
+    config_class = RecallConfig
+    presets = PRESETS
+    default_preset = "brl"
+
+    def sized(self, config: RecallConfig, data: None = None) -> RecallConfig:
+        """The rows decide the vocabulary."""
+        model = dataclasses.replace(config.model, vocab_size=config.data.vocabulary)
+        return dataclasses.replace(config, model=model)
+
+    def model(self, config: RecallConfig) -> DecoderLM:
+        return DecoderLM(config.model)
+
+    def objective(self, model: DecoderLM, config: RecallConfig) -> Objective:
+        return recall_objective(model)
+
+    def batch_shapes(self, config: RecallConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        length, pairs = max(config.data.cases)
+        answers = jax.ShapeDtypeStruct((rows, pairs), jnp.int32)
+        return {
+            "tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32),
+            "places": answers,
+            "targets": answers,
+            "weights": jax.ShapeDtypeStruct((rows, pairs), jnp.float32),
+        }
+
+    def load(self, config: RecallConfig, splits: Sequence[str]) -> None:
+        return None
+
+    def training_stream(self, config: RecallConfig, data: None, mesh: Mesh) -> RecallStream:
+        return RecallStream(
+            config.data,
+            batch=config.loop.batch,
+            seed=config.loop.seed,
+            rows=host_rows(mesh, config.loop.batch),
+        )
+
+    def held_out(
+        self, config: RecallConfig, data: None, split: str, mesh: Mesh | None = None
+    ) -> HeldOutRecall:
+        rows = config.loop.microbatch
+        return HeldOutRecall(
+            config.data, batch=rows, split=split, rows=None if mesh is None else host_rows(mesh, rows)
+        )
+
+    def measure(
+        self, config: RecallConfig, model: DecoderLM, params: Any, data: None, split: str
+    ) -> dict[str, Any]:
+        """The loss and the accuracy for each of the configuration's lengths and numbers of records."""
+        cases = tuple(dict.fromkeys(config.data.cases))
+        return {"cases": self.measure_cases(config, model, params, split, cases)}
+
+    def measure_cases(
+        self, config: RecallConfig, model: DecoderLM, params: Any, split: str, cases: Sequence[Case]
+    ) -> list[dict[str, Any]]:
+        """The loss and the accuracy for each of some cases, and what guessing gives: any answer that is possible
+        ("chance"), or any of the row's own ("guess_in_row")."""
+        objective = self.objective(model, config)
+        eval_step = jax.jit(make_eval_step(objective))
+        measured = []
+        for case in cases:
+            rows = HeldOutRecall(config.data, batch=config.loop.microbatch, split=split, cases=[case])
+            sums = evaluate(eval_step, objective, params, rows)
+            assert sums is not None
+            measured.append(
+                {
+                    **case._asdict(),
+                    **means(sums),
+                    "answers": round(sums["weight"]),
+                    "chance": 1 / num_answers(config.data, case.pairs),
+                    "guess_in_row": 1 / case.pairs,
+                }
+            )
+        return measured
+
+
+RECALL = RecallTask()
