@@ -95,8 +95,10 @@ def boundaries(config: DecoderConfig, length: int) -> Boundaries:
     reach, histories, blocks = 0, [], []
     for mechanism in config.mechanisms:
         local = mechanism.local if isinstance(mechanism, BRLConfig) else mechanism
-        is_window = isinstance(local, LocalConfig) and local.pattern == "sliding"
-        reach += local.window - 1 if is_window else length
+        if isinstance(local, LocalConfig) and local.pattern == "sliding":
+            reach += local.window - 1
+        else:
+            reach += length
         if isinstance(mechanism, BRLConfig) and mechanism.num_compressed:
             histories.append(mechanism.history + mechanism.block_size - 1)
             blocks.append(mechanism.block_size)

@@ -36,11 +36,14 @@ def decoder(mechanism, layers=2):
     return DecoderConfig(num_layers=layers, d_model=16, num_heads=2, mechanism=mechanism)
 
 
-def test_boundaries_are_what_a_prediction_can_depend_on():
-    """The local part by differentiating: the token at the reach matters, the one before it does not."""
+def test_boundaries():
     brl = BRLConfig(window=4, num_compressed=2, block_size=8, history_size=16, memory="layer")
     assert boundaries(decoder(brl), 64) == Boundaries(6, 23, 8)
     assert boundaries(decoder(FullConfig()), 64) == Boundaries(64, 64, 64)
+
+
+@pytest.mark.slow
+def test_the_token_at_the_reach_matters_and_the_one_before_it_does_not():
     config = decoder(LocalConfig(window=4))
     reach = boundaries(config, 64).reach
     model = DecoderLM(config)
