@@ -100,8 +100,8 @@ def boundaries(config: DecoderConfig, length: int) -> Boundaries:
         else:
             reach += length
         if isinstance(mechanism, BRLConfig) and mechanism.num_compressed:
-            histories.append(mechanism.history + mechanism.block_size - 1)
-            blocks.append(mechanism.block_size)
+            histories.append(mechanism.history + mechanism.block - 1)
+            blocks.append(mechanism.block)
     return Boundaries(min(reach, length), max(histories, default=length), min([*blocks, length]))
 
 

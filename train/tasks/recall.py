@@ -20,7 +20,7 @@ from train.loop import evaluate
 from train.mesh import host_rows
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, make_eval_step, means
+from train.step import Batch, Objective, make_eval_step, means, random_streams
 from train.task import Task
 
 
@@ -78,9 +78,9 @@ PRESETS: dict[str, RecallConfig] = {
 
 def answer_logits(model: DecoderLM, params: Any, batch: Batch, key: Array | None) -> Float[Array, "B P V"]:
     """The logits at a batch's questions, in float32; those of other places are not computed."""
-    variables, rngs = {"params": params}, {} if key is None else {"dropout": key}
+    variables = {"params": params}
     hidden: Any = model.apply(
-        variables, batch["tokens"], deterministic=key is None, rngs=rngs, method="hidden"
+        variables, batch["tokens"], deterministic=key is None, rngs=random_streams(key), method="hidden"
     )[0]
     asked = jnp.take_along_axis(hidden, batch["places"][..., None], axis=1)
     logits: Any = model.apply(variables, asked, method="logits")
