@@ -32,10 +32,11 @@ from brl_jax.layers import BRLConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.context_table import draw, markdown
 from eval.plotting import picture_path, save
-from eval.runs import Run, mechanism_names, open_run
+from eval.runs import Run, open_run
 from train.config import parse_options
 from train.data import Corpus
 from train.errors import UserError, command
+from train.summary import mechanism_names
 from train.tasks.lm import LM, held_out_stream
 from train.tasks.lm_config import LmConfig
 

@@ -26,10 +26,11 @@ from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
 from eval.main import Evaluation, Measured, TableOptions
 from eval.recall_table import draw, markdown
-from eval.runs import Run, num_parameters
+from eval.runs import Run
 from train.config_file import flatten, to_json
 from train.data.recall import Case, RecallDataConfig, obstacle
 from train.errors import UserError, command
+from train.summary import num_parameters
 from train.tasks.recall import RECALL
 
 # A run has learned its task where the held-out accuracy reaches this.

@@ -18,7 +18,7 @@ from train.tasks.recall import RECALL
 
 def main(argv: Sequence[str]) -> None:
     """Trains; see the module's text and --help."""
-    train_main([RECALL], argv, name="train.recall", measured_by="eval.recall")
+    train_main([RECALL], argv, name="train.recall")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ import pytest
 import eval.recall
 import train.recall
 from tests.train.logs import metrics_lines
+from tests.train.resume import stop_and_go_on
 from train.config import parse
 from train.data.recall import Case, HeldOutRecall, RecallDataConfig, RecallStream, draw_rows, num_answers
-from train.errors import Stopped, UserError
+from train.errors import UserError
 from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
 
 TINY = (
@@ -206,18 +206,7 @@ def runs(tmp_path_factory):
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     cases = "--length 24 32 --pairs 3 4"
     run(tmp_path / "whole", cases)
-    take = RecallStream.__next__
-
-    def stopping(self):
-        if self.get_state()["step"] == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return take(self)
-
-    monkeypatch.setattr(RecallStream, "__next__", stopping)
-    with pytest.raises(Stopped, match="after step 5 of 6"):
-        run(tmp_path / "stopped", cases)
-    monkeypatch.setattr(RecallStream, "__next__", take)
-    run(tmp_path / "stopped", cases)
+    stop_and_go_on(monkeypatch, RecallStream, lambda: run(tmp_path / "stopped", cases))
     assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
     with pytest.raises(UserError, match=r"is of another configuration: .*gap 4 -> 5"):
         run(tmp_path / "stopped", f"{cases} --gap 5")

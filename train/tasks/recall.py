@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -141,6 +142,18 @@ class RecallTask(Task[RecallConfig, None]):
 
     def load(self, config: RecallConfig, splits: Sequence[str]) -> None:
         return None
+
+    def describe_data(self, config: RecallConfig, data: None) -> str:
+        cases = ", ".join(f"{length} tokens with {pairs} records" for length, pairs in config.data.cases)
+        return f"{config.data.kind}, drawn while training: {cases}"
+
+    def next_commands(self, config: RecallConfig, data: None) -> Sequence[Sequence[str]]:
+        workdir = config.loop.workdir
+        picture = str(Path(workdir) / "recall.png")
+        return (
+            ("eval.recall", "--workdir", workdir),
+            ("eval.recall", "--table", workdir, "--picture", picture),
+        )
 
     def training_stream(self, config: RecallConfig, data: None, mesh: Mesh) -> RecallStream:
         return RecallStream(
