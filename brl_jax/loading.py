@@ -39,7 +39,7 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") -> LoadedRun:
-    """Reads a network that `train.lm`, `train.lra`, `train.regression` or `train.forecast` trained.
+    """Reads a network that `train.lm`, `train.lra`, `train.recall`, `train.regression` or `train.forecast` trained.
 
     Args:
       workdir: the run's folder, with config.json and checkpoints.
@@ -92,7 +92,7 @@ def _network(config: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
         raise ValueError("config.json must be an object with a part 'model'")
     values = config["model"]
     match config.get("task"):
-        case "lm" | "forecast_tokens":
+        case "lm" | "recall" | "forecast_tokens":
             return DecoderLM(configuration(DecoderConfig, values, "model")), _TOKENS
         case "lra":
             encoder = configuration(EncoderConfig, values, "model")

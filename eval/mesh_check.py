@@ -50,6 +50,7 @@ _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _OPTIONS = {
     "lm": "--length 64 --tokenizer chars:max=64",
     "lra": "--length 64 --buckets 64",
+    "recall": "--length 64",
     "regression": "--pairs 32 --input_dim 4 --mup_base_width 32",
     "forecast": "--lookback 32 --horizon 32 --split 96 96 96",
     "forecast_tokens": "--lookback 32 --horizon 33 --split 96 96 96 --bins 64",
