@@ -3,9 +3,11 @@
 Compiles local attention, compress and propagate in Triton, forward and with the backward pass, for an A100, an H100
 and a B200, and prints for each program how many kernels it launches, how many bytes these read and write beside the
 least that is possible (every argument and result once), and the registers, spilled bytes and shared memory of our own
-kernels. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), and neither a driver nor a device.
+kernels. A second table has the launches of the mechanisms that compute all chunks at once, at two lengths. Needs
+`pip install '.[gpu]'` (the CUDA plugin brings its assembler), and neither a driver nor a device.
 
-The exit status is 1 if a kernel spills, does not compile, or launches more kernels for twice the tokens.
+The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens,
+or if a mechanism exceeds the limits in `eval.gpu_mechanisms`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from eval import gpu_mechanisms
 from eval.program_costs import computations, trips
 from train.config import parse_options
 from train.errors import RunError, UserError, command
@@ -85,8 +88,10 @@ class CostOptions:
     """Out of a100, h100, b200."""
     operations: tuple[str, ...] = ("local", "compress", "propagate")
     """Out of local, compress, propagate."""
+    mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
+    """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag; compiled for the first target."""
     length: int = 16384
-    """Tokens; every program is compiled for twice as many as well."""
+    """Tokens of the operations; every program is compiled for twice as many as well."""
     heads: int = 8
     """Heads of query, key and value."""
     head_dim: int = 128
@@ -99,7 +104,12 @@ class CostOptions:
     """File for the figures."""
 
     def __post_init__(self) -> None:
-        for name, known in (("targets", TARGETS), ("operations", ("local", "compress", "propagate"))):
+        choices: dict[str, Iterable[str]] = {
+            "targets": TARGETS,
+            "operations": ("local", "compress", "propagate"),
+            "mechanisms": gpu_mechanisms.NAMES,
+        }
+        for name, known in choices.items():
             for given in getattr(self, name):
                 if given not in known:
                     raise ValueError(f"{name} must be out of {', '.join(known)}, got {given}")
@@ -154,18 +164,21 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
         ),
     }
 
-    def with_backward(function: Callable) -> Callable:
-        def run(cotangent: Any, *arguments: Any) -> Any:
-            result, pull = jax.vjp(function, *arguments)
-            return result, pull(cotangent)
-
-        return run
-
     for name in options.operations:
-        function, arguments = functions[name]
-        yield name, "forward", function, arguments
-        out = jax.eval_shape(function, *arguments)
-        yield name, "forward + backward", with_backward(function), (out, *arguments)
+        for passes, function, arguments in both_passes(*functions[name]):
+            yield name, passes, function, arguments
+
+
+def both_passes(function: Callable, arguments: tuple) -> Iterator[tuple[str, Callable, tuple]]:
+    """(pass, function, arguments) of a function and of the function with its gradients."""
+    import jax
+
+    def with_backward(cotangent: Any, *arguments: Any) -> Any:
+        result, pull = jax.vjp(function, *arguments)
+        return result, pull(cotangent)
+
+    yield "forward", function, arguments
+    yield "forward + backward", with_backward, (jax.eval_shape(function, *arguments), *arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,6 +354,28 @@ def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
         )
 
 
+def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list[str], list[str]]]:
+    """A row of the second table for each mechanism and pass, and what is wrong with it."""
+    for name in options.mechanisms:
+        programs = (
+            both_passes(*gpu_mechanisms.program(name, length, options.heads, options.head_dim))
+            for length in gpu_mechanisms.LENGTHS
+        )
+        for both in zip(*programs):
+            compiled = [_compile(function, arguments, target) for _, function, arguments in both]
+            counts, temporary = (
+                tuple(measured)
+                for measured in (
+                    [launches(c.as_text())[0] for c in compiled],
+                    [c.memory_analysis().temp_size_in_bytes for c in compiled],
+                )
+            )
+            passes = both[0][0]
+            cells = [str(n) for n in counts] + [f"{n / 2**20:.0f}" for n in temporary]
+            print(f"{target}: {name}, {passes}", file=sys.stderr, flush=True)
+            yield [name, passes, *cells], gpu_mechanisms.problems(name, passes, counts, temporary)
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints the table; see the module's text and --help."""
     options = parse_options(
@@ -379,9 +414,19 @@ def main(argv: Sequence[str]) -> None:
                 )  # fmt: skip
                 costs.append(cost)
     console.print(table)
+    problems = [problem for cost in costs for problem in cost.problems]
+    short, long = (f"{length} tokens" for length in gpu_mechanisms.LENGTHS)
+    chunked = Table(
+        "mechanism", "pass", f"launches, {short}", long, f"temporary MiB, {short}", long,
+        title=f"all chunks at once, {options.targets[0]}",
+    )  # fmt: skip
+    os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[options.targets[0]].capability)
+    for row, found in measure_mechanisms(options, options.targets[0]):
+        chunked.add_row(*row)
+        problems += found
+    console.print(chunked)
     if options.json is not None:
         Path(options.json).write_text(json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
-    problems = [problem for cost in costs for problem in cost.problems]
     if problems:
         raise RunError("; ".join(problems))
 

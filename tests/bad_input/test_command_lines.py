@@ -146,6 +146,7 @@ OTHERS = {
     ("eval.gpu_costs", "--targets t4"): "--targets must be out of",
     ("eval.gpu_costs", "--length 0"): "--length must be",
     ("eval.gpu_costs", "--operations full"): "--operations must be out of",
+    ("eval.gpu_costs", "--mechanisms full"): "--mechanisms must be out of",
 }
 
 ROWS = [("train.lm", line, message) for line, message in LM.items()]

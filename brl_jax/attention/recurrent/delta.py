@@ -73,7 +73,9 @@ def delta_rule(
     WY form (section 3.2 of the paper): with A the strictly lower part of diag(beta) K K^T, all corrected values of a
     chunk are R = (I + A)^-1 diag(beta) (V - K S), the outputs are Q S + tril(Q K^T) R and the next state is S + K^T R.
     The inverse is computed from products of blocks of doubling size, so that nothing loops over tokens, forward or
-    backward. `reference.delta_rule` is the plain recurrence.
+    backward. A GPU computes all chunks at once: a chunk maps the state S to A S + B, and the maps are joined in a tree,
+    in float32. Their products do not grow for beta |k|^2 between 0 and 2; beyond, where the recurrence itself diverges,
+    they may overflow earlier than it does. `reference.delta_rule` is the plain recurrence.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.

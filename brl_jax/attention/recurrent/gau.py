@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
@@ -16,6 +18,9 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks, segment_numbers
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
+
+# Scores that a GPU computes at once; 256 MiB in float32.
+_GPU_SCORES = 2**26
 
 
 class GauState(NamedTuple):
@@ -87,7 +92,8 @@ def gau_attention(
       state: from `init_gau_state` or an earlier call (causal only, without segment_ids).
       return_state: if True, the result is (out, state) with the state after these tokens; requires a state, which
         determines the largest number of tokens.
-      chunk_size: the number of queries that are computed at once; it changes time and memory but not the result.
+      chunk_size: the number of queries that are computed at once, at least that on a GPU; it changes time and memory
+        but not the result.
 
     Returns:
       (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `GauState`.
@@ -139,8 +145,19 @@ def gau_attention(
         out = jnp.einsum("bkrs,bksv->bkrv", weights, values)
         return None, ungroup_rows(out, chunk["query"].shape[1]).astype(query.dtype)
 
+    def attend(queries: int, inputs: Any) -> Array:
+        return scan_chunks(step, None, inputs, chunk_size=queries)[1]
+
+    # A GPU takes as many queries at once as a bounded memory holds: its time would go into the launches of short loops.
+    rows = batch if is_int(batch) else 1  # an exported program may leave the batch open
+    most = max(chunk_size, _GPU_SCORES // (rows * query.shape[2] * key.shape[1]))
     inputs = {"query": query, "positions": query_positions, "segments": query_segments}
-    _, out = scan_chunks(step, None, inputs, chunk_size=chunk_size)
+    if length <= chunk_size:
+        out = attend(chunk_size, inputs)
+    else:
+        many = functools.partial(attend, most)
+        few = functools.partial(attend, chunk_size)
+        out = lax.platform_dependent(inputs, cuda=many, rocm=many, default=few)
     return out if state is None or not return_state else (out, state)
 
 

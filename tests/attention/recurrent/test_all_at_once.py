@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import brl_jax
+from brl_jax.attention.recurrent import gau, reference
 from tests.attention.recurrent.test_state_functions import close
 
 HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
@@ -198,6 +199,18 @@ def test_both_directions_see_their_segment(name, all_at_once):
     got = jax.jit(functools.partial(function, chunk_size=8))(query, key, value, segment_ids=ids)
     for a, b in itertools.pairwise(cuts):
         close(got[:, a:b], function(*(x[:, a:b] for x in (query, key, value))))
+
+
+def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
+    """Pieces of 24 queries, as many as the memory holds, although 8 are asked for."""
+    rng = np.random.default_rng(4)
+    arrays = [rng.standard_normal((2, 70, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    query, key, value = (jnp.asarray(x, jnp.float32) for x in arrays)
+    monkeypatch.setattr(gau, "_GPU_SCORES", 2 * HEADS * 70 * 24)
+    attend = functools.partial(brl_jax.gau_attention, is_causal=True, chunk_size=8)
+    text = str(jax.make_jaxpr(attend)(query, key, value))
+    assert "length=3" in text
+    close(jax.jit(attend)(query, key, value), reference.gau_attention(query, key, value, is_causal=True))
 
 
 @pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True), ("tpu", True)])

@@ -1,0 +1,67 @@
+"""The mechanisms whose chunks a GPU computes all at once, for `eval.gpu_costs`: how many kernels a call launches.
+
+A loop over chunks launches kernels in proportion to the tokens, and a GPU waits for each of them. The programs here are
+compiled by XLA from JAX operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: The most launches of a pass over the longer of the lengths.
+MOST = {"forward": 60, "forward + backward": 150}
+LENGTHS = (4096, 16384)
+#: The most launches of the longer length over those of the shorter one. Four times the tokens are two more levels of a
+#: tree over chunks; of a loop they would be four times the launches.
+GROWTH = 1.5
+#: GAU's cost is quadratic, and so is its number of launches beyond what its bounded memory takes at once.
+QUADRATIC = ("gau",)
+NAMES = ("linear", "norm", "cosformer", "performer", "deltanet", "gau", "flash", "bsbr", "diag")
+
+
+def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The mechanism's causal call, and the shapes of its arguments, in bfloat16. GAU has one head, as its layer has."""
+    import jax
+    import jax.numpy as jnp
+
+    import brl_jax
+
+    heads = 1 if name == "gau" else heads
+    tokens = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
+    more: dict[str, tuple[Any, ...]] = {
+        "deltanet": (jax.ShapeDtypeStruct((1, length, heads), jnp.float32),),
+        "performer": (jax.ShapeDtypeStruct((2 * head_dim, head_dim), jnp.float32),),
+        "flash": (tokens, tokens),
+        "bsbr": (tokens, tokens),
+    }
+    functions: dict[str, Callable[..., Any]] = {
+        "linear": lambda q, k, v: brl_jax.linear_attention(q, k, v, is_causal=True),
+        "norm": lambda q, k, v: brl_jax.norm_attention(q, k, v, is_causal=True),
+        "cosformer": lambda q, k, v: brl_jax.cosformer_attention(q, k, v, max_length=length, is_causal=True),
+        "performer": lambda q, k, v, w: brl_jax.performer_attention(q, k, v, projection=w, is_causal=True),
+        "deltanet": brl_jax.delta_rule,
+        "gau": lambda q, k, v: brl_jax.gau_attention(q, k, v, is_causal=True),
+        "flash": lambda q, k, v, lq, lk: brl_jax.mixed_chunk_attention(q, k, lq, lk, v, is_causal=True),
+        "bsbr": lambda q, k, v, rq, rk: brl_jax.bsbr_attention(q, k, v, rq, rk, is_causal=True),
+        "diag": lambda q, k, v: brl_jax.diag_attention(q, k, v, is_causal=True),
+    }
+    return functions[name], (tokens, tokens, tokens, *more.get(name, ()))
+
+
+def problems(name: str, passes: str, counts: tuple[int, int], temporary: tuple[int, int]) -> list[str]:
+    """What is wrong with the launches and the temporary bytes at the two lengths."""
+    short, long = LENGTHS
+    found = []
+    if counts[1] > MOST[passes]:
+        found.append(f"{name}, {passes}: {counts[1]} launches for {long} tokens, more than {MOST[passes]}")
+    if name not in QUADRATIC and counts[1] > GROWTH * counts[0]:
+        found.append(
+            f"{name}, {passes}: {counts[0]} launches for {short} tokens grow to {counts[1]} for {long}"
+        )
+    if temporary[1] > 1.1 * long / short * temporary[0]:
+        found.append(
+            f"{name}, {passes}: {temporary[0]} bytes of temporary memory for {short} tokens grow to "
+            f"{temporary[1]} for {long}"
+        )
+    return found
