@@ -47,19 +47,25 @@ _TILES = {
     (80, 128): LocalTiles(LocalTile(64, 64, 4, 2), LocalTile(64, 64, 8, 1), LocalTile(64, 64, 8, 1)),
     (80, 256): LocalTiles(LocalTile(64, 32, 8, 1), LocalTile(32, 32, 8, 1), LocalTile(32, 32, 8, 1)),
 }
+# Where the derivative of a soft cap takes registers beside.
+_CAPPED = {
+    (90, 128): _TILES[90, 128]._replace(key_gradient=LocalTile(64, 64, 8, 2)),
+    (90, 256): _TILES[90, 256]._replace(query_gradient=LocalTile(32, 32, 8, 1)),
+}
 # float32 takes twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = LocalTiles(LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1))
 # Small tiles keep Triton's interpreter quick and show every kind of edge.
 _INTERPRETED = LocalTiles(LocalTile(32, 16, 4, 1), LocalTile(32, 16, 4, 1), LocalTile(16, 32, 4, 1))
 
 
-def choose_tiles(head_dim: int, dtype: Any) -> LocalTiles:
-    """The sizes for a head dimension and a type on the GPU that is compiled for."""
+def choose_tiles(head_dim: int, dtype: Any, capped: bool) -> LocalTiles:
+    """The sizes for a head dimension and a type, with a soft cap or without, on the GPU that is compiled for."""
     if bridge.interprets():
         return _INTERPRETED
     if jnp.dtype(dtype).itemsize > 2:
         return _FLOAT32
-    return _TILES[bridge.tuned_for(c for c, _ in _TILES), max(64, padded(head_dim))]
+    size = bridge.tuned_for(c for c, _ in _TILES), max(64, padded(head_dim))
+    return _CAPPED.get(size, _TILES[size]) if capped else _TILES[size]
 
 
 class _LocalCall(NamedTuple):
@@ -221,7 +227,7 @@ def _run_forward(call: _LocalCall):
 
     def run(query, key, value, query_ids, key_ids, sinks):
         batch, length, heads, _ = query.shape
-        tile = choose_tiles(query.shape[3], query.dtype).forward
+        tile = choose_tiles(query.shape[3], query.dtype, call.soft_cap is not None).forward
         lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
         return bridge.launch(
             forward.local_forward,
@@ -245,7 +251,7 @@ def _run_backward(call: _LocalCall):
     def run(query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
         ids = (query_ids, key_ids)
         batch, length, heads, _ = query.shape
-        tiles = choose_tiles(query.shape[3], query.dtype)
+        tiles = choose_tiles(query.shape[3], query.dtype, call.soft_cap is not None)
         tile = tiles.query_gradient
         lists = make_lists(call.pattern, tile.block_q, tile.block_k, False)
         d_query, delta = bridge.launch(

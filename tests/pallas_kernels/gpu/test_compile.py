@@ -38,9 +38,10 @@ def local(query, key, value, sinks, ids):
     )  # fmt: skip
 
 
-MANY, FEW, HEADS = half(1, 1024, 8, 64), half(1, 64, 8, 64), jax.ShapeDtypeStruct((8,), jnp.float32)
+MANY, FEW, WIDE = half(1, 1024, 8, 64), half(1, 64, 8, 64), half(1, 1024, 8, 128)
+HEADS = jax.ShapeDtypeStruct((8,), jnp.float32)
 OPERATIONS: dict[str, tuple[Any, tuple]] = {
-    "local": (local, (MANY, MANY, MANY, HEADS, jax.ShapeDtypeStruct((1, 1024), jnp.int32))),
+    "local": (local, (WIDE, WIDE, WIDE, HEADS, jax.ShapeDtypeStruct((1, 1024), jnp.int32))),
     "compress": (
         lambda q, k, c, v, g: gpu.compress(q, k, c, v, gamma=g, scale=0.1),
         (FEW, MANY, MANY, MANY, HEADS),
