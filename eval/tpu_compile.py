@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from eval.stages import stages
 from eval.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from pallas_kernels import tpu
 from train.config import parse_options
@@ -151,33 +152,35 @@ def main(argv: Sequence[str]) -> None:
     table = Table(title=f"{options.heads} heads, bfloat16: MiB of temporary memory, forward and backward")
     for title in ("chip", "head dim", "work", *(f"n = {length}" for length in lengths), "for 2 n"):
         table.add_column(title)
-    for chip, head_dim in itertools.product(options.chips, options.head_dims):
-        device = described_devices(chip)[0]
-        rows: dict[str, list[int | None]] = collections.defaultdict(list)
-        for length in (*lengths, 2 * lengths[-1]):
-            for what, function, shapes in cases(options, chip, length, head_dim):
-                started = time.monotonic()
-                try:
-                    rows[what].append(temporary_bytes(function, shapes, device))
-                except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-                    rows[what].append(None)
-                    failures.append(
-                        f"{chip}, head dim {head_dim}, n = {length}, {what} does not compile: {one_line(error)}"
+    with stages("tpu_compile") as begin:
+        for chip, head_dim in itertools.product(options.chips, options.head_dims):
+            begin(f"compiling for {chip}, head dimension {head_dim}")
+            device = described_devices(chip)[0]
+            rows: dict[str, list[int | None]] = collections.defaultdict(list)
+            for length in (*lengths, 2 * lengths[-1]):
+                for what, function, shapes in cases(options, chip, length, head_dim):
+                    started = time.monotonic()
+                    try:
+                        rows[what].append(temporary_bytes(function, shapes, device))
+                    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+                        rows[what].append(None)
+                        failures.append(
+                            f"{chip}, head dim {head_dim}, n = {length}, {what} does not compile: {one_line(error)}"
+                        )
+                    console.print(
+                        f"{chip} {head_dim} n={length} {what}: {rows[what][-1]} bytes"
+                        f" ({time.monotonic() - started:.1f} s)",
+                        style="dim",
+                        highlight=False,
                     )
-                console.print(
-                    f"{chip} {head_dim} n={length} {what}: {rows[what][-1]} bytes"
-                    f" ({time.monotonic() - started:.1f} s)",
-                    style="dim",
-                    highlight=False,
-                )
-        for what, sizes in rows.items():
-            cells = ["fails" if size is None else f"{size / 2**20:.2f}" for size in sizes[:-1]]
-            words, faster = growth(*sizes[-2:])
-            table.add_row(chip, str(head_dim), what, *cells, words)
-            if faster:
-                failures.append(
-                    f"{chip}, head dim {head_dim}, {what} takes {words} times the memory at n = {2 * lengths[-1]}"
-                )
+            for what, sizes in rows.items():
+                cells = ["fails" if size is None else f"{size / 2**20:.2f}" for size in sizes[:-1]]
+                words, faster = growth(*sizes[-2:])
+                table.add_row(chip, str(head_dim), what, *cells, words)
+                if faster:
+                    failures.append(
+                        f"{chip}, head dim {head_dim}, {what} takes {words} times the memory at n = {2 * lengths[-1]}"
+                    )
     console.print(table)
     if failures:
         raise RunError(f"{len(failures)} failures, the first: {failures[0]}")
