@@ -35,7 +35,6 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
     task = next(task for task in tasks if task.config_class is type(config))
     join(config.hosts)
     check_shared(config.loop.workdir, task.to_json(config))
-    log(f"{name}: {task.name} in {config.loop.workdir}, reading the data")  # which may take minutes
     mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
     if task.is_sized_by_data:
         data = _load(task, config)
