@@ -346,8 +346,8 @@ MUTANTS = (
     Mutant(
         "low_rank/Nystromformer counts the padding in its segments",
         "brl_jax/attention/low_rank/nystromformer.py",
-        "& inside[..., None]",
-        "& (inside | True)[..., None]",
+        "jnp.minimum(lengths, count)[:, None] // jnp.maximum(lengths, 1)[:, None]",
+        "jnp.minimum(length, count) // length + 0 * lengths[:, None]",
         (LAWS, "-k", "law_4_padding and nystromformer"),
     ),
     Mutant(

@@ -93,11 +93,13 @@ def nystrom_attention(
 
 
 def _segment_means(lengths: Int[Array, " B"], length: int, count: int) -> Float[Array, "B T R"]:
-    """The matrix that takes the mean of each segment: 1 / its number of tokens for each of them, 0 for padding."""
+    """The matrix that takes the mean of each segment: 1 / its number of tokens for each of them.
+
+    Padding belongs to segments beyond those of its row, which no landmark of the row is.
+    """
     places = jnp.arange(length, dtype=jnp.int32)[None]
-    inside = places < lengths[:, None]
     segment = places * jnp.minimum(lengths, count)[:, None] // jnp.maximum(lengths, 1)[:, None]
-    members = (segment[..., None] == jnp.arange(count, dtype=jnp.int32)[None, None]) & inside[..., None]
+    members = segment[..., None] == jnp.arange(count, dtype=jnp.int32)[None, None]
     members = members.astype(jnp.float32)
     return members / jnp.maximum(members.sum(1, keepdims=True), 1)
 

@@ -1,5 +1,8 @@
 """What landmarks become where they are as many as the tokens, and what the function refuses."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,24 +11,51 @@ from brl_jax import full_attention, nystrom_attention
 from tests.attention.local.test_local import random_qkv
 from tests.attention.oracles import relative_error
 
+attend = jax.jit(nystrom_attention, static_argnames=("num_landmarks", "iterations"))
 
+
+@pytest.mark.slow
 def test_a_landmark_for_each_token_is_full_attention():
     """Where the matrix of weights is far from singular, so that the iteration converges."""
     query, key, value, _ = random_qkv(5, heads=2)
     query = key = 6 * jnp.eye(5, key.shape[3])[None, :, None] + 0.1 * key
     expected = full_attention(query, key, value)
-    assert relative_error(nystrom_attention(query, key, value, iterations=12), expected) < 1e-4
-    assert relative_error(nystrom_attention(query, key, value, num_landmarks=2), expected) > 1e-2
+    assert relative_error(attend(query, key, value, iterations=12), expected) < 1e-4
+    assert relative_error(attend(query, key, value, num_landmarks=2), expected) > 1e-2
 
 
 def test_a_convolution_alone():
     """A kernel with a single 1 moves the values of its head."""
     query, key, value, _ = random_qkv(9, heads=2)
-    kernel = jnp.zeros((2, 3)).at[0, 0].set(1.0)
-    moved = nystrom_attention(query, key, value, value_kernel=kernel) - nystrom_attention(query, key, value)
+    one, none = jnp.zeros((2, 3)).at[0, 0].set(1.0), jnp.zeros((2, 3))
+    moved = np.asarray(attend(query, key, value, value_kernel=one))
+    moved = moved - np.asarray(attend(query, key, value, value_kernel=none))
     np.testing.assert_allclose(moved[:, 1:, 0], value[:, :-1, 0], atol=1e-5)
     np.testing.assert_allclose(moved[:, 0], 0, atol=1e-5)
     np.testing.assert_allclose(moved[:, :, 1], 0, atol=1e-5)
+
+
+def test_a_row_shorter_than_the_landmarks_is_what_it_is_alone():
+    """NaN beyond the lengths, one of which is 0: finite outputs and gradients, and 0 for padding."""
+    query, key, value, d_out = random_qkv(9, batch=3)
+    lengths = jnp.asarray([3, 9, 0])
+    inside = (jnp.arange(9)[None] < lengths[:, None])[..., None, None]
+    poisoned = [jnp.where(inside, x, jnp.nan) for x in (query, key, value)]
+
+    @jax.jit
+    def padded(*arrays):
+        call = functools.partial(nystrom_attention, num_landmarks=5, key_value_seq_lengths=lengths)
+        out, pull = jax.vjp(call, *arrays)
+        return out, pull(d_out)
+
+    out, gradients = padded(*poisoned)
+    alone = jax.jit(functools.partial(nystrom_attention, num_landmarks=5))(
+        *(x[:1, :3] for x in (query, key, value))
+    )
+    assert relative_error(out[:1, :3], alone) < 1e-5
+    for array in (out, *gradients):
+        assert np.isfinite(np.asarray(array)).all()
+        assert not np.asarray(jnp.where(inside, 0, array)).any()
 
 
 @pytest.mark.parametrize(
