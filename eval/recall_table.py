@@ -101,7 +101,7 @@ def draw(results: Sequence[Result]) -> Figure:
         mean = float(np.mean(accuracies))
         around = [[mean - min(accuracies)], [max(accuracies) - mean]]
         point = {**style, "linestyle": "none"}
-        by_bytes.errorbar([trained[0]["state_bytes"]], [mean], around, label=label, capsize=3, **point)
+        by_bytes.errorbar([trained[0]["state_bytes"] / 1024], [mean], around, label=label, capsize=3, **point)
         cases = [
             (length, pairs, float(np.mean([100 * c["accuracy"] for c in found])))
             for length, pairs in _all_cases(runs)
@@ -122,13 +122,13 @@ def draw(results: Sequence[Result]) -> Figure:
         lowest = min(100 * case[name] for result in results for case in result["cases"])
         for axes in (by_bytes, by_records, by_length):
             axes.axhline(lowest, color="#999999", linestyle=dashes, label=text)
-    by_bytes.set(xlabel="bytes of state of a row (decoding cache)", title="the longest rows of training")
-    by_bytes.set_xscale("log")
+    by_bytes.set(xlabel="KiB of state of a row (decoding cache)", title="the longest rows of training")
     by_records.set(xlabel="records for each compressed token", title="BRL, the lengths of training")
     by_length.set(xlabel="tokens of a row", title="the most records")
-    for axes in (by_records, by_length):
-        axes.set_xscale("log", base=2)
+    for axes in (by_bytes, by_records, by_length):
+        axes.set_xscale("log")
         plain_log_axis(axes.xaxis)
+    by_length.set_xticks(sorted({length for length, _ in _all_cases(results)}))
     for axes in (by_bytes, by_records, by_length):
         axes.set(ylabel="accuracy, %", ylim=(0, 102))
         axes.grid(True, alpha=0.3)
