@@ -102,7 +102,7 @@ def test_runs_side_by_side(tmp_path, capsys):
         f"--data text:{text} --steps 3 --batch 2 --length 32 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
         "--sample_tokens 0 --tensorboard False --mechanism.window 4"
     )
-    brl = "--mechanism brl --mechanism.block_size 8 --mechanism.num_compressed 4 --mechanism.memory layer"
+    brl = "--mechanism brl --mechanism.block_size 8 --mechanism.num_compressed 4 --mechanism.history_size 8"
     for name, options in (("brl", brl), ("local", "--mechanism local")):
         train.lm.main(f"small {options} --workdir {tmp_path / name} {sizes}".split())
     capsys.readouterr()
