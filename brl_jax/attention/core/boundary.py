@@ -1,4 +1,4 @@
-"""What every public function does before it looks at its arguments: symbolic batch sizes and explicit meshes."""
+"""What public functions do before they look at arguments: absent batch axes, symbolic batch sizes, explicit meshes."""
 
 from __future__ import annotations
 
@@ -56,6 +56,35 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
             changing = [i for i in arrays if any(map(jax.export.is_symbolic_dim, leaves[i].shape))]
         options = {"implementation": "xla"} if named else {}
         return _one_by_one(functools.partial(of_leaves, **options), [leaves[i] for i in changing])
+
+    return call
+
+
+def batch_optional(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, for query, key and value without a batch axis as well, as in `jax.nn.dot_product_attention`.
+
+    Where all three have three axes, they get a batch of 1, as do segment ids and lengths (those of shape (1,), which
+    `jax.nn` takes, have it already); bias and mask broadcast as they are. The results lose it again.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if getattr(args[0] if args else kwargs.get("query"), "ndim", None) != 3:
+            return function(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        names = ("query", "key", "value")
+        if any(getattr(given[name], "ndim", None) != 3 for name in names):
+            return function(*args, **kwargs)
+        for name in (*names, "segment_ids"):
+            if given.get(name) is not None:
+                given[name] = jax.tree.map(lambda x: x[None], given[name])
+        for name in ("query_seq_lengths", "key_value_seq_lengths"):
+            lengths = given.get(name)
+            if lengths is not None:
+                given[name] = lengths[None] if getattr(lengths, "ndim", None) == 0 else lengths
+        return jax.tree.map(lambda x: x[0], function(*bound.args, **bound.kwargs))
 
     return call
 

@@ -106,6 +106,14 @@ def normalise(sums: SoftmaxSums) -> tuple[Float[Array, "*rows V"], Float[Array, 
     return out, jnp.where(sees, sums.maximum + jnp.log(normaliser), -MASKED)
 
 
+def residual(
+    log_sum_exp: Float[Array, "*rows"], sinks: Float[Array, " N"] | None = None
+) -> Float[Array, "*rows"]:
+    """The log-sum-exp that users see: -inf, or the sink, for rows that see no key, which `normalise` gives -MASKED."""
+    nothing = -jnp.inf if sinks is None else jnp.broadcast_to(sinks, log_sum_exp.shape)
+    return jnp.where(jnp.abs(log_sum_exp) < -MASKED, log_sum_exp, nothing)
+
+
 def sums_of_normalised(
     out: Float[Array, "*rows V"], log_sum_exp: Float[Array, "*rows"], dtype: Any = jnp.float32
 ) -> SoftmaxSums:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,36 @@ from brl_jax.attention.core.arguments import (
     zero_padding,
 )
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.boundary import attention_function, batch_optional
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.cudnn import obstacle_of_cudnn
+from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.attention.core.softmax import MASKED
 
 
+@overload
+def full_attention(
+    query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
+    query_offset: int | Array = 0, sinks: Array | None = None, logits_soft_cap: float | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[False] = False,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def full_attention(
+    query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None, segment_ids: Array | tuple[Array, Array] | None = None,
+    query_offset: int | Array = 0, sinks: Array | None = None, logits_soft_cap: float | None = None,
+    implementation: Implementation | None = None, return_residual: Literal[True],
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@batch_optional
 @attention_function
 def full_attention(
     query: Float[Array, "B T N H"],
@@ -48,12 +70,17 @@ def full_attention(
     sinks: Float[Array, " N"] | None = None,
     logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N V"]:
+    return_residual: bool = False,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
 
     It differs from `jax.nn.dot_product_attention` in special cases: a query that sees no key gives 0 and zero gradients
-    instead of the mean of all values, padding may contain NaN, arrays must have a batch axis, and queries may be at an
+    instead of the mean of all values, padding may contain NaN, the residual has gradients, and queries may be at an
     offset, as in generation with a cache. `reference.full_attention` is the plain form.
+
+    As there, query, key and value may all lack the batch axis: (T, N, H), (S, K, H) and (S, K, V). Then bias and mask
+    broadcast to (N, T, S), segment ids are (T,), or (T,) and (S,), lengths have the shape () or (1,), and the results
+    lack the axis too.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
@@ -75,9 +102,12 @@ def full_attention(
         in Gemma 2 (arXiv:2408.00118, section 2).
       implementation: None selects cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call,
         and XLA otherwise; "xla" works everywhere; "cudnn" raises if it does not support the call.
+      return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. cuDNN
+        does not serve it.
 
     Returns:
-      (B, T, N, V) in the dtype of the query. The softmax is computed in float32.
+      (B, T, N, V) in the dtype of the query. The softmax is computed in float32. With return_residual a pair of it and
+      the log-sum-exp, (B, T, N) in the dtype of the query, -inf or its sink for a query that sees no key.
 
     Raises:
       ValueError: shapes, dtypes or an implementation that do not fit, naming the argument.
@@ -101,18 +131,23 @@ def full_attention(
     )
     sinks = check_sinks(sinks, query.shape[2])
     cap = check_soft_cap(logits_soft_cap)
+    missing = _missing_for_cudnn(
+        query, value, bias, mask, segments, query_offset, is_causal, sinks, cap, return_residual
+    )
+    query_offset = jnp.asarray(query_offset, jnp.int32)
     arguments = (query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, sinks)
-    with_xla = functools.partial(_with_xla, scale=scale, is_causal=is_causal, cap=cap)
+    with_xla = functools.partial(
+        _with_xla, scale=scale, is_causal=is_causal, cap=cap, return_residual=return_residual
+    )
     if implementation == "xla":
         return with_xla(*arguments)
 
-    missing = _missing_for_cudnn(query, value, bias, mask, segments, query_offset, is_causal, sinks, cap)
     with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
         require(
             not missing, f"implementation='cudnn' serves full attention only with {'; with '.join(missing)}"
         )
-        return with_cudnn(*arguments)
+        return differentiable(with_cudnn, with_xla)(*arguments)
     # XLA takes calls with lengths, because it is not specified what cuDNN writes to rows without a visible key.
     if (
         missing
@@ -121,7 +156,8 @@ def full_attention(
         or obstacle_of_cudnn(with_cudnn, *arguments) is not None
     ):
         return with_xla(*arguments)
-    return lax.platform_dependent(*arguments, cuda=with_cudnn, default=with_xla)
+    fast = functools.partial(lax.platform_dependent, cuda=with_cudnn, default=with_xla)
+    return differentiable(fast, with_xla)(*arguments)
 
 
 def _missing_for_cudnn(
@@ -134,6 +170,7 @@ def _missing_for_cudnn(
     is_causal: bool,
     sinks: Array | None,
     cap: float | None,
+    return_residual: bool,
 ) -> list[str]:
     """The requirements of cuDNN that this call does not meet."""
     head_dim = query.shape[3]
@@ -148,6 +185,7 @@ def _missing_for_cudnn(
         or (is_int(query_offset) and query_offset == 0),
         "no sinks": sinks is None,
         "no logits_soft_cap": cap is None,
+        "no return_residual": not return_residual,
     }
     return [need for need, met in needs.items() if not met]
 
@@ -198,6 +236,7 @@ def _with_xla(
     scale,
     is_causal,
     cap,
+    return_residual,
 ):
     """Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
     promotion."""
@@ -229,7 +268,17 @@ def _with_xla(
         "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
     out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
-    return _zero_unseen(out, seen, query_lengths)
+    out = _zero_unseen(out, seen, query_lengths)
+    if not return_residual:
+        return out
+    log_sums = jax.nn.logsumexp(scores, axis=-1).reshape(batch, heads, num_queries).swapaxes(1, 2)
+    log_sums = log_sums if sinks is None else jnp.logaddexp(log_sums, sinks[None, None])
+    if query_lengths is not None:
+        inside = (jnp.arange(num_queries, dtype=jnp.int32)[None] < query_lengths[:, None])[..., None, None]
+        seen = inside if seen is None else seen & inside
+    nothing = -jnp.inf if sinks is None else jnp.broadcast_to(sinks, log_sums.shape)
+    log_sums = log_sums if seen is None else jnp.where(seen[..., 0], log_sums, nothing)
+    return out, log_sums.astype(query.dtype)
 
 
 def _softmax_with_sinks(

@@ -8,7 +8,7 @@ see.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from brl_jax.attention.core.arguments import (
     is_int,
 )
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.boundary import attention_function, batch_optional
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import (
@@ -41,6 +41,29 @@ from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
 
+@overload
+def local_attention(
+    query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
+    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
+    sinks: Array | None = None, logits_soft_cap: float | None = None, implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+) -> Array: ...  # fmt: skip
+
+
+@overload
+def local_attention(
+    query: Array, key: Array, value: Array, bias: PositionBias | Array | None = None, mask: Array | None = None, *,
+    local_window_size: int | tuple[int, int] | None = None, pattern: Pattern | None = None, is_causal: bool = False,
+    scale: float | None = None, query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None, query_offset: int = 0, key_offset: int | Array = 0,
+    sinks: Array | None = None, logits_soft_cap: float | None = None, implementation: Implementation | None = None,
+    return_residual: Literal[True],
+) -> tuple[Array, Array]: ...  # fmt: skip
+
+
+@batch_optional
 @attention_function
 def local_attention(
     query: Float[Array, "B T N H"],
@@ -61,7 +84,8 @@ def local_attention(
     sinks: Float[Array, " N"] | None = None,
     logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
+    return_residual: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
 
     out_i = sum_j p_ij v_j with p_i = softmax over the visible j of (scale q_i . k_j + bias_ij): BRL-Attention (Liu et
@@ -75,6 +99,10 @@ def local_attention(
         query 4   . . x x x x . .       with is_causal: . . x x x . . .
 
     The "window w" of the papers is `SlidingWindow.of_width(w, is_causal)`.
+
+    As in `jax.nn.dot_product_attention`, query, key and value may all lack the batch axis: (T, N, H), (S, K, H) and
+    (S, K, H). Then bias and mask broadcast to (N, T, S), segment ids are (T,), or (T,) and (S,), lengths have the shape
+    () or (1,), and the results lack the axis too.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
@@ -109,9 +137,12 @@ def local_attention(
         goes to the kernels only when they are asked for. With None, a call that the kernels do not serve (ALiBi and T5
         among them) runs through XLA on a TPU or GPU too, at the same O(n w), and lowering it logs a warning with the
         reason, once.
+      return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. It has
+        gradients, which that of `jax.nn.dot_product_attention` has not. cuDNN does not serve it.
 
     Returns:
-      (B, T, N, H) in query's dtype. The softmax is computed in float32.
+      (B, T, N, H) in query's dtype. The softmax is computed in float32. With return_residual a pair of it and the
+      log-sum-exp, (B, T, N) in query's dtype, -inf or its sink for a query that sees no key.
 
     Raises:
       ValueError: on shapes, dtypes, windows, patterns or implementations that do not match; the error names the
@@ -144,6 +175,7 @@ def local_attention(
         int(query_offset),
         static_key_offset,
         soft_cap,
+        bool(return_residual),
     )
     arrays = CallArrays(
         query,
@@ -161,7 +193,8 @@ def local_attention(
         return differentiable(functools.partial(cudnn.attend, call), functools.partial(xla.plain, call))(
             arrays
         )
-    return _choose(call, implementation, arrays)
+    result = _choose(call, implementation, arrays)
+    return (result[0], result[1].astype(query.dtype)) if return_residual else result
 
 
 # Compiled on its own, so that a call outside jit traces the kernel once and not every time.
@@ -173,7 +206,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 
         return bias_obstacle(x.bias) or tpu.obstacle(call, x.query, x.key)
 
-    def run_on_tpu(x: CallArrays, *, interpret: bool) -> Array:
+    def run_on_tpu(x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
         from brl_jax.attention.local import tpu
 
         return tpu.attend(call, x, interpret=interpret)
@@ -183,7 +216,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 
         return bias_obstacle(x.bias) or gpu.obstacle(call, x)
 
-    def run_on_gpu(x: CallArrays, *, interpret: bool) -> Array:
+    def run_on_gpu(x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
         from brl_jax.attention.local import gpu
 
         return gpu.attend(call, x, interpret=interpret)

@@ -26,6 +26,7 @@ class PatternCall:
       query_offset: query i stands at key index i + query_offset.
       key_offset: the absolute position of key 0; None if it is known only at run time.
       logits_soft_cap: bounds the scaled scores; None for no bound.
+      return_residual: whether backends return (output, log-sum-exp), and not the output alone.
     """
 
     pattern: Pattern
@@ -36,6 +37,7 @@ class PatternCall:
     query_offset: int
     key_offset: int | None
     logits_soft_cap: float | None = None
+    return_residual: bool = False
 
     @property
     def first_position(self) -> int:

@@ -70,6 +70,7 @@ def _missing(call: PatternCall, x: CallArrays) -> list[str]:
             "a bias given as an array, or none": needs_array,
             "no sinks": x.sinks is not None,
             "no logits_soft_cap": call.logits_soft_cap is not None,
+            "no return_residual": call.return_residual,
         }.items()
         if fails
     ]

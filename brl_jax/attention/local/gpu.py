@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Dilated, Fixed, SlidingWindow, Strided
@@ -22,10 +22,10 @@ def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     return gpu.local_obstacle(x.query, x.key, x.value)
 
 
-def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Float[Array, "B T N H"]:
-    """`local_attention` without a bias, on the kernel."""
+def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
+    """`local_attention` without a bias, on the kernel; with the residual in float32 if the call returns it."""
     gpu.check_interpretation(interpret)
-    result = gpu.local_attention(
+    return gpu.local_attention(
         x.query,
         x.key,
         x.value,
@@ -37,9 +37,8 @@ def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Float[Array,
         key_segment_ids=x.key_segments,
         query_lengths=x.query_lengths,
         key_lengths=x.key_lengths,
+        return_log_sum_exp=call.return_residual,
     )
-    assert not isinstance(result, tuple)
-    return result
 
 
 def _listed(call: PatternCall) -> gpu.Pattern:

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.softmax import merge_sums, normalise, sink_sums, sums_of_normalised
+from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
 from pallas_kernels import tpu
@@ -47,17 +47,18 @@ def obstacle(call: PatternCall, query: Array, key: Array) -> str | None:
     return next((why for step in _launches(call, query, key) if (why := step.obstacle())), None)
 
 
-def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Float[Array, "B T N H"]:
-    """`local_attention` without a bias, on the kernels."""
+def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
+    """`local_attention` without a bias, on the kernels; with the residual in float32 if the call returns it."""
     results = [step.run(x, interpret) for step in _launches(call, x.query, x.key)]
     if len(results) == 1 and x.sinks is None:
-        return results[0][0]
+        return results[0] if call.return_residual else results[0][0]
     parts = [sums_of_normalised(*result) for result in results]
     if x.sinks is not None:
         rows = jnp.broadcast_to(x.sinks, parts[0].maximum.shape)
         parts.append(sink_sums(rows, x.value.shape[3]))
-    out, _ = normalise(merge_sums(*parts))
-    return out.astype(x.query.dtype)
+    out, lse = normalise(merge_sums(*parts))
+    out = out.astype(x.query.dtype)
+    return (out, residual(lse)) if call.return_residual else out
 
 
 @dataclasses.dataclass(frozen=True)

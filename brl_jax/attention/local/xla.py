@@ -28,6 +28,7 @@ from brl_jax.attention.core.softmax import (
     empty_sums,
     merge_sums,
     normalise,
+    residual,
     sums_of_normalised,
 )
 from brl_jax.attention.core.varying import vary_like
@@ -49,21 +50,28 @@ from brl_jax.attention.local.parts import Part
 from brl_jax.attention.local.xla_cpu import WindowTiling
 
 
-def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
-    """`local_attention` on every platform."""
+def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
+    """`local_attention` on every platform: the output, and the residual (B, T, N) in float32 if the call returns it."""
     # Under shard_map each device computes a part of the gradient of a replicated array. Made to vary like the other
     # arrays, its gradients are summed over the devices.
-    return _attend(call, vary_like(x, x))
+    x = vary_like(x, x)
+    return _returned(call, x, *_attend(call, x))
 
 
-def plain(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
+def plain(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
     """`attend` of operations that JAX differentiates in every mode and any number of times."""
-    return _outputs(call, x, loop=False)[0]
+    return _returned(call, x, *_outputs(call, x, loop=False))
+
+
+def _returned(
+    call: PatternCall, x: CallArrays, out: Float[Array, "B T N H"], lse: Float[Array, "B K G T"]
+) -> Array | tuple[Array, Array]:
+    return (out, residual(_by_row(lse)[..., 0], x.sinks)) if call.return_residual else out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
-    return _outputs(call, x)[0]
+def _attend(call: PatternCall, x: CallArrays) -> tuple[Float[Array, "B T N H"], Float[Array, "B K G T"]]:
+    return _outputs(call, x)
 
 
 def _outputs(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tuple[Array, Array]:
@@ -77,17 +85,19 @@ def _outputs(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tupl
 
 def _attend_forward(call: PatternCall, x: CallArrays):
     out, lse = _outputs(call, x)
-    return out, (x, out, lse)
+    return (out, lse), (x, out, lse)
 
 
-def _attend_backward(call: PatternCall, saved, d_out):
+def _attend_backward(call: PatternCall, saved, cotangents):
     x, out, lse = saved
+    d_out, d_lse = cotangents if call.return_residual else (cotangents[0], None)
     # With sinks in out and lse, the keys' gradients follow as without them.
-    gradients = _backward(call, x, out, lse, d_out)
+    gradients = _backward(call, x, out, lse, d_out, d_lse)
     if x.sinks is not None:
         # A sink is one more key, whose value is 0.
         d_out = zero_padding(d_out, x.query_lengths).astype(jnp.float32)
         delta = jnp.sum(d_out * out.astype(jnp.float32), -1)
+        delta = delta if d_lse is None else delta - _by_row(d_lse)[..., 0]
         weights = jnp.exp(_by_head(x.sinks, lse) - lse)
         gradients = gradients._replace(sinks=-jnp.sum(_by_row(weights)[..., 0] * delta, (0, 1)))
     return (gradients,)
@@ -245,8 +255,14 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tupl
     return lax.platform_dependent(x, cpu=functools.partial(run, True), default=functools.partial(run, False))
 
 
-def _backward(call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: Array) -> CallArrays:
-    """Gradients of query, key, value and bias."""
+def _backward(
+    call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: Array, d_lse: Array | None = None
+) -> CallArrays:
+    """Gradients of query, key, value and bias.
+
+    The gradient of a score is weight * (d_weight - delta + d_lse), as the weight is also the derivative of the
+    log-sum-exp.
+    """
     num_queries, num_keys, kv_heads = call.num_queries, call.num_keys, x.key.shape[2]
 
     def on_part(part: Part, loop: bool, x: CallArrays, q, k, v, do, lse, delta):
@@ -299,16 +315,17 @@ def _backward(call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: A
         dk, dv = (part.keys.restore(y, 3, num_keys) for y in (dk, dv))
         return rows.restore(dq, 3, num_queries), dk, dv, d_bias
 
-    def run(loop: bool, x: CallArrays, out, lse, d_out):
+    def run(loop: bool, x: CallArrays, out, lse, d_out, d_lse):
         out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
         x = _without_padding(x)
         tiling = _tiling(call, x) if loop else None
         if tiling is not None:
-            gradients = xla_cpu.backward(tiling, call, x, out, lse, d_out)
+            gradients = xla_cpu.backward(tiling, call, x, out, lse, d_out, d_lse)
             return *(y.astype(x.query.dtype) for y in gradients), None
         q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
         k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
         delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
+        delta = delta if d_lse is None else delta - d_lse
         parts = [on_part(part, loop, x, q, k, v, do, lse, delta) for part in _parts(call, loop)]
         if not parts:
             d_bias = jax.tree.map(lambda y: jnp.zeros(y.shape, jnp.float32), _floats_of(x.bias))
@@ -322,7 +339,7 @@ def _backward(call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: A
         return merge_heads(dq).astype(x.query.dtype), dk, dv, d_bias
 
     d_query, d_key, d_value, d_bias = lax.platform_dependent(
-        x, out, lse, d_out, cpu=functools.partial(run, True), default=functools.partial(run, False)
+        x, out, lse, d_out, d_lse, cpu=functools.partial(run, True), default=functools.partial(run, False)
     )
     if isinstance(x.bias, jax.Array):
         d_bias = d_bias.astype(x.bias.dtype)

@@ -147,13 +147,13 @@ def forward(tiling: WindowTiling, call: PatternCall, x: CallArrays):
     return out[:, : query.shape[1]], lse[..., : query.shape[1]]
 
 
-def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d_out):
-    """Gradients of query, key and value, in float32. lse is as `forward` gives it."""
+def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d_out, d_lse=None):
+    """Gradients of query, key and value, in float32. lse is as `forward` gives it; d_lse is its cotangent, if any."""
     query, key, value = x.query, x.key, x.value
     walk = _Walk.of(tiling, call, x)
     k, v = tiling.pad_keys(key), tiling.pad_keys(value)
     q, o, do = (tiling.pad_queries(x) for x in (query, out, d_out))
-    lse = _pad(lse, 0, tiling.size - lse.shape[3], axis=3)
+    lse, d_lse = (y if y is None else _pad(y, 0, tiling.size - y.shape[3], axis=3) for y in (lse, d_lse))
     tile, before = tiling.tile, tiling.before
     total = jnp.zeros((key.shape[0], before * tile + tiling.size, *key.shape[2:]), jnp.float32)
 
@@ -167,6 +167,8 @@ def backward(tiling: WindowTiling, call: PatternCall, x: CallArrays, out, lse, d
             stretch = slice(i, i + before + 1)
             do_tile = walk.query_tile(do, step, i)
             delta = jnp.sum(do_tile * walk.query_tile(o, step, i), -1)
+            if d_lse is not None:
+                delta = delta - walk.lse_tile(d_lse, step, i).reshape(delta.shape)
             chain = walk.chain(step, i, walk.query_tile(q, step, i), keys[stretch])
             dq_tile, weights, d_scores = _softmax_gradient(
                 chain,
