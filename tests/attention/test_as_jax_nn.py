@@ -179,3 +179,31 @@ def test_cudnn_refuses_the_residual(function):
     options = {} if function is full_attention else {"local_window_size": (3, 0)}
     with pytest.raises(ValueError, match=r"cudnn' serves .* only with no return_residual"):
         function(query, key, value, implementation="cudnn", return_residual=True, **options)
+
+
+def test_residual_of_long_windows():
+    """Long enough for the tiles of a CPU, against `full_attention`, which is compared with `jax.nn` above."""
+    length, left, right = 150, 20, 5
+    random = np.random.default_rng(2)
+    shapes = [(2, length, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    query, key, value, d_out = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+    d_lse = random.normal(size=d_out.shape[:-1]).astype(np.float32)
+    sinks = jnp.linspace(-1.0, 1.0, HEADS)
+    distance = np.arange(length)[None] - np.arange(length)[:, None]
+    mask = jnp.asarray((distance >= -left) & (distance <= right))
+    lengths = np.array([length, 90], np.int32)
+
+    def gradients(attend, **options):
+        def loss(query, key, value, sinks):
+            out, lse = attend(
+                query, key, value, sinks=sinks, query_seq_lengths=lengths, key_value_seq_lengths=lengths,
+                return_residual=True, **options,
+            )  # fmt: skip
+            return jnp.sum(out * d_out) + jnp.sum(lse * d_lse), (out, lse)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(query, key, value, sinks)
+
+    got = gradients(local_attention, local_window_size=(left, right))
+    expected = gradients(full_attention, mask=mask)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-5)

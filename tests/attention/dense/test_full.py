@@ -1,6 +1,7 @@
 """full_attention against the float64 oracle, and what it does at the edges."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -231,3 +232,26 @@ def test_mask(shape):
 def test_bad_mask(mask, message):
     with pytest.raises(ValueError, match=message):
         full_attention(*random_qkv(12)[:3], mask=mask)
+
+
+def test_cudnn_can_be_differentiated_again(monkeypatch):
+    """With a stand-in for cuDNN that can be differentiated once, in reverse mode, as cuDNN can."""
+    query, key, value, d_out = random_qkv(6, dtype=jnp.bfloat16)
+    plain = functools.partial(full_attention, implementation="xla")
+    kernel = jax.custom_vjp(lambda *x: plain(*x))
+    kernel.defvjp(lambda *x: (plain(*x), x), lambda saved, d_out: jax.vjp(plain, *saved)[1](d_out))
+    module = sys.modules[full_attention.__module__]
+    monkeypatch.setattr(module, "_with_cudnn", lambda *x, **options: kernel(*x[:3]))
+
+    def tangents(attend):
+        def gradient(query):
+            return jax.vjp(lambda query: attend(query, key, value), query)[1](d_out)[0]
+
+        def attend_and_gradient(query):
+            return attend(query, key, value), gradient(query)
+
+        return jax.jit(lambda query: jax.jvp(attend_and_gradient, (query,), (d_out,)))(query)
+
+    got = tangents(functools.partial(full_attention, implementation="cudnn"))
+    expected = [x.astype(jnp.float32) for x in jax.tree.leaves(tangents(plain))]
+    assert_close(jax.tree.leaves(got), expected, 2e-2)
