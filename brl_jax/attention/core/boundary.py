@@ -25,7 +25,7 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
 
     Explicit meshes: heads are split, merged and padded on the way, which JAX refuses to do with a sharded axis whose
     result has no unambiguous sharding. Inside, the compiler divides the work, as with an automatic mesh. The output
-    is sharded as the query is, and states by batch only.
+    is sharded as the query is, and states and residuals by batch only.
 
     The first argument must be the queries or the tokens, with the batch as first axis.
     """
