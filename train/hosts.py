@@ -123,7 +123,8 @@ def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
         problem = f"does not find in {workdir} what the first process wrote there"
     failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem)))
     if is_lead():
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it could not be written
+            path.unlink(missing_ok=True)
         if is_new and len(failed):
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()

@@ -96,7 +96,9 @@ class Watchdog:
             self._forward(signum)
         if signum in (signal.SIGTERM, signal.SIGINT):
             seconds = STOP_SECONDS if signum == signal.SIGTERM else INTERRUPT_SECONDS
-            self._stop = self._stop or (time.monotonic() + seconds, signum, seconds)
+            stop = (time.monotonic() + seconds, signum, seconds)
+            # Ctrl-C after SIGTERM shortens the time; a repeated signal does not lengthen it.
+            self._stop = stop if self._stop is None else min(self._stop, stop)
 
     def _resume(self) -> str:
         started_again = f"; started again, all resume from the last checkpoint in {self._workdir}"

@@ -5,9 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import brl_jax
+from brl_jax import full_attention
+from brl_jax.attention.core import derivatives
 from tests.attention.calls import CALLS
+from tests.marks import slow_unless
 
 # In the fast tests: one function with a gradient of its own, and one of kernels alone.
 _QUICK = ("local_both_sides", "propagate")
@@ -80,3 +85,30 @@ def test_an_explicit_mesh(name, devices):
     heads = 3 if name == "compress_blocks" else 2  # its outputs are (B, C, M, N, H)
     assert (spec[0], spec[heads]) == ("batch", "heads")
     assert not any(spec[1:heads])
+
+
+@pytest.mark.parametrize("name", slow_unless(["diag", "mlr", "long_short"], ("diag",)))
+def test_gradients_outside_jit_are_traced_once(name, monkeypatch):
+    make, call = CALLS[name]
+    gradient = jax.grad(lambda *arrays: jnp.square(call(*arrays)).sum())
+    arrays = make(1)
+    gradient(*arrays)
+    traced = []
+    monkeypatch.setattr(derivatives._Function, "linearise", lambda *_: traced.append(name))
+    gradient(*arrays)
+    assert not traced
+
+
+def test_a_symbolic_batch_on_an_explicit_mesh():
+    """It exports. JAX cannot call such an export yet, of whatever function: it fails to refine the shapes."""
+    (batch,) = export.symbolic_shape("batch")
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    tokens, everywhere = NamedSharding(mesh, P(None, None, "heads")), NamedSharding(mesh, P())
+    call = lambda x, bias, lengths: full_attention(x, x, x, bias, key_value_seq_lengths=lengths)  # noqa: E731
+    with jax.set_mesh(mesh):
+        exported = export.export(jax.jit(call))(
+            jax.ShapeDtypeStruct((batch, 8, 2, 4), jnp.float32, sharding=tokens),
+            jax.ShapeDtypeStruct((1, 2, 8, 8), jnp.float32, sharding=everywhere),
+            jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=everywhere),
+        )
+    assert exported.out_avals[0].shape == (batch, 8, 2, 4)

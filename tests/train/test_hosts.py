@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from train import watchdog
 from train.hosts import HostsConfig
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +165,27 @@ def test_a_stuck_process_ends_with_a_line(limit, signum, status, line):
     assert done.returncode == status, done.stderr
     assert f"process 0 of 1 {line}" in done.stderr
     assert done.stderr.endswith("all resume from the last checkpoint in runs/x\n")
+
+
+def test_ctrl_c_shortens_the_time_that_sigterm_leaves(monkeypatch):
+    ended = []
+
+    def end(reason: str, status: int) -> None:
+        ended.append((reason, status))
+        raise SystemExit  # `_watch` never returns by itself
+
+    monkeypatch.setattr(watchdog, "INTERRUPT_SECONDS", 0.0)
+    reader, writer = os.pipe()
+    dog = watchdog.Watchdog(end)
+    with dog.watching("runs/x"):
+        os.write(writer, bytes([signal.SIGTERM, signal.SIGINT, signal.SIGTERM]))
+        # Without this limit a watchdog that keeps SIGTERM's time would wait for that.
+        monkeypatch.setattr(watchdog, "IDLE_SECONDS", 1.0)
+        with pytest.raises(SystemExit):
+            dog._watch(reader)
+    assert ended[0][1] == 130, ended
+    assert "got SIGINT 0 seconds ago" in ended[0][0]
+    os.close(reader), os.close(writer)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,10 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
 
         def of_leaves(*given: Any, **options: Any) -> Any:
             args, kwargs = jax.tree.unflatten(structure, _replace(leaves, changing, given))
-            return function(*args, **{**options, **kwargs})
+            # Inside the automatic mesh the batch may still be symbolic.
+            return (call if explicit else function)(*args, **{**options, **kwargs})
 
-        changing = symbolic or arrays
+        changing = arrays if explicit else symbolic
         if explicit:
             given = [*args, *(kwargs[name] for name in names[len(args) : 2])]
             return _with_automatic_mesh(of_leaves, [leaves[i] for i in arrays], *given[:2])

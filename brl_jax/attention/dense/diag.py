@@ -189,6 +189,8 @@ class _Rule(NamedTuple):
     is_causal: bool
 
 
+# Compiled on its own, so that a call outside jit is traced once and not every time.
+@functools.partial(jax.jit, static_argnums=0)
 def _attend(
     rule: _Rule,
     query: Float[Array, "B C t N H"],

@@ -106,6 +106,8 @@ def _attend_backward(call: PatternCall, saved, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+# Compiled on its own, so that a call outside jit is traced once and not every time.
+@functools.partial(jax.jit, static_argnums=0)
 def attend_beside(
     call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
 ) -> Float[Array, "B T N H"]:

@@ -43,6 +43,8 @@ class MlrPlan:
     divide: bool
 
 
+# Compiled on its own, so that a call outside jit is traced once and not every time.
+@functools.partial(jax.jit, static_argnums=0)
 def attend(
     plan: MlrPlan,
     query: Float[Array, "B T N H"],
