@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -166,6 +166,7 @@ def train(
     held_out: HeldOut,
     full_held_out: HeldOut | None = None,
     mesh: Mesh | None = None,
+    introduction: Sequence[str] = (),
 ) -> Trained:
     """Trains until `loop.steps`, from the newest whole checkpoint in the run's folder.
 
@@ -178,6 +179,7 @@ def train(
       held_out, full_held_out: the data of the evaluations on the way, and of the last one (by default the same).
       mesh: what the arrays are sharded over; by default all devices in the default shape. The streams give the rows of
         this process (`train.mesh.host_rows`).
+      introduction: lines that are logged before the first step, once the run's folder is known to serve.
 
     Returns:
       The last state and the last measures.
@@ -199,6 +201,7 @@ def train(
             held_out=held_out,
             full_held_out=held_out if full_held_out is None else full_held_out,
             mesh=mesh,
+            introduction=introduction,
         )
 
 
@@ -213,12 +216,15 @@ def _train(
     held_out: HeldOut,
     full_held_out: HeldOut,
     mesh: Mesh,
+    introduction: Sequence[str],
 ) -> Trained:
     eval_step = jax.jit(make_eval_step(objective))
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
 
     programs = training_programs(mesh, objective, optimizer_config, loop)
     state, meta = _begin(loop, config, free, programs.fresh, checkpoints)
+    for text in introduction:
+        log(text)
     step = int(state.step)
     # The line of a step is written when its evaluation is done; a run that was stopped before that left the line in
     # the checkpoint.

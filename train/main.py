@@ -46,15 +46,14 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
         data = _load(task, config)
     streams = task.streams(config, data, mesh)
     objective = task.objective(model, config)
-    for line in beginning(
+    introduction = beginning(
         config.loop,
         config.model,
         parameters=num_parameters(jax.eval_shape(objective.init, jax.random.key(0))),
         mesh=mesh,
         data=task.describe_data(config, data),
         tokens=num_tokens(task.batch_shapes(config, config.loop.batch)),
-    ):
-        log(line)
+    )
     began = time.monotonic()
     state, measured = train(
         objective,
@@ -66,6 +65,7 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
         held_out=streams.held_out,
         full_held_out=streams.full_held_out,
         mesh=mesh,
+        introduction=introduction,
     )
     seconds = time.monotonic() - began
     log(ending(config.loop, step=int(state.step), seconds=seconds, measured=measured))

@@ -148,7 +148,10 @@ def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, impl
     }
     xla_form = functools.partial(_compress, xla.read, **static)
     plain = functools.partial(_compress, xla.plain_read, **static)
-    return dispatch("compress", implementation, backends, xla_form, *operands, plain=plain)
+    communicates = static["axis_name"] is not None
+    return dispatch(
+        "compress", implementation, backends, xla_form, *operands, plain=plain, communicates=communicates
+    )
 
 
 def _compress(read, query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):

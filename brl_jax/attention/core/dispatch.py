@@ -49,6 +49,7 @@ def dispatch(
     xla: Callable[..., Any],
     *operands: Any,
     plain: Callable[..., Any] | None = None,
+    communicates: bool = False,
 ) -> Any:
     """Runs one call of the function `name` on the backend of the platform it is lowered for, or through XLA.
 
@@ -64,6 +65,8 @@ def dispatch(
       operands: pytrees of arrays.
       plain: the function from which derivatives of gradients and forward-mode derivatives are taken (see
         `differentiable`); None if `xla` can be differentiated in every way.
+      communicates: whether the functions exchange values over a named axis. They then keep the gradient that they
+        have, of the first order: `differentiable` could not map them by `jax.vmap` over that axis.
 
     Raises:
       ValueError: for a name that this function does not have.
@@ -74,7 +77,10 @@ def dispatch(
     for backend in (backend for row in backends.values() for backend in row):
         names += [backend.implementation, f"{backend.implementation}_interpret"]
     check_implementation(implementation, *names)
-    serve = functools.partial(differentiable, plain=plain or xla)
+
+    def serve(fast: Callable[..., Any]) -> Callable[..., Any]:
+        return fast if communicates else differentiable(fast, plain or xla)
+
     with_xla = xla if plain is None else serve(xla)
     if implementation == "xla":
         return with_xla(*operands)
