@@ -149,7 +149,7 @@ def test_residual_of_a_query_without_keys(function):
         (local_attention, {"local_window_size": LENGTH, "implementation": "pallas_interpret"}),
         (local_attention, {"pattern": Strided(1), "implementation": "pallas_interpret"}),
     ],
-    ids=str,
+    ids=("full", "local", "local-kernel", "strided-kernel"),
 )
 def test_sinks_and_soft_cap_are_in_the_residual(function, options):
     query, key, value, *_ = _arrays(True)

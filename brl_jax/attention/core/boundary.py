@@ -29,7 +29,8 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
 
     The first argument must be the queries or the tokens, with the batch as first axis.
     """
-    names = tuple(inspect.signature(function).parameters)
+    signature = inspect.signature(function)
+    names = tuple(signature.parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,6 +48,7 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
 
         changing = arrays if explicit else symbolic
         if explicit:
+            signature.bind(*args, **kwargs)  # raises the TypeError of a missing argument
             given = [*args, *(kwargs[name] for name in names[len(args) : 2])]
             return _with_automatic_mesh(of_leaves, [leaves[i] for i in arrays], *given[:2])
         named = "implementation" in names and kwargs.get("implementation") is None

@@ -219,7 +219,7 @@ def _transpose(cotangents: Any, *args: Any, map_: _LinearMap) -> list:
     residuals, values = _split(map_, args)
     given = [ad.instantiate_zeros(c) for c in cotangents]
     outs = _apply(map_.transpose(), residuals, given)
-    # A value that is known here is a zero that no derivative is wanted for.
+    # Values that are known here are zeros that stand for values without a tangent; they get no cotangent.
     wanted = [out if ad.is_undefined_primal(value) else None for out, value in zip(outs, values)]
     return [None] * len(residuals) + wanted
 

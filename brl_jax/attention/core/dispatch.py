@@ -1,7 +1,8 @@
 """The choice of a backend: a table from platform to functions, consulted when a call is lowered.
 
-Nothing here asks which devices this process has: a program that is compiled ahead of time on a CPU host for a TPU gets
-the TPU's functions.
+Nothing here asks which platform this process has: a program that is compiled ahead of time on a CPU host for a TPU gets
+the TPU's functions. Which generation of GPU kernels are for is the backends' own question
+(`pallas_kernels.gpu.core.bridge.target_capability`).
 """
 
 from __future__ import annotations
@@ -56,10 +57,9 @@ def dispatch(
     Args:
       name: the function's name, for messages.
       implementation: None takes, when the call is lowered, the first of the platform's backends that serves the call,
-        and XLA where none does. A call that none of the backends of a platform it is lowered for could serve logs a
-        warning, once. "xla"
-        takes XLA on every platform. A backend's name takes that backend, and refuses to be lowered for another
-        platform; the name followed by "_interpret" interprets it on every platform.
+        and XLA where none does. A call that no backend of its platform could serve logs a warning, once. "xla" takes
+        XLA on every platform. A backend's name takes that backend, and refuses to be lowered for another platform; the
+        name followed by "_interpret" interprets it on every platform.
       backends: the table from platform, as `jax.lax.platform_dependent` names them, to backends in order of preference.
       xla: `xla(*operands)`.
       operands: pytrees of arrays.

@@ -142,22 +142,32 @@ def full_attention(
     if implementation == "xla":
         return with_xla(*arguments)
 
-    with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
+    through_cudnn = functools.partial(_through_cudnn, *arguments, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
         require(
             not missing, f"implementation='cudnn' serves full attention only with {'; with '.join(missing)}"
         )
-        return differentiable(with_cudnn, with_xla)(*arguments)
+        return through_cudnn(everywhere=True)
     # XLA takes calls with lengths, because it is not specified what cuDNN writes to rows without a visible key.
     if (
         missing
         or query_lengths is not None
         or key_lengths is not None
-        or obstacle_of_cudnn(with_cudnn, *arguments) is not None
+        or obstacle_of_cudnn(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
+        is not None
     ):
         return with_xla(*arguments)
-    fast = functools.partial(lax.platform_dependent, cuda=with_cudnn, default=with_xla)
-    return differentiable(fast, with_xla)(*arguments)
+    return through_cudnn(everywhere=False)
+
+
+# Compiled on its own, so that gradients outside jit are traced once and not every time.
+@functools.partial(jax.jit, static_argnames=("scale", "is_causal", "everywhere"))
+def _through_cudnn(*arguments, scale, is_causal, everywhere):
+    """By cuDNN, on a GPU or `everywhere`: a call without sinks, soft cap and residual (`_missing_for_cudnn`)."""
+    with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
+    with_xla = functools.partial(_with_xla, scale=scale, is_causal=is_causal, cap=None, return_residual=False)
+    on_gpus = functools.partial(lax.platform_dependent, cuda=with_cudnn, default=with_xla)
+    return differentiable(with_cudnn if everywhere else on_gpus, with_xla)(*arguments)
 
 
 def _missing_for_cudnn(

@@ -20,8 +20,8 @@ from brl_jax.attention.local.patterns import SlidingWindow
 def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     """Why a call does not go to cuDNN by itself; None if it does.
 
-    Stricter than `attend`: it is not specified what cuDNN writes to rows without a visible key, which lengths can make,
-    and what JAX gives it a bias for is an array of all pairs.
+    Stricter than `attend`. It is not specified what cuDNN writes to rows without a visible key, which lengths can
+    cause; and a bias for cuDNN would be an array of all pairs of tokens.
     """
     head_dim = x.query.shape[3]
     if x.bias is not None or x.query_lengths is not None or x.key_lengths is not None:

@@ -19,7 +19,7 @@ Join = Callable[[Any, Any, Bool[Array, "B chunks"] | None], Any]
 #: (state, summary of the chunks that follow, keeps of those) -> the state after them; leading axes (B, chunks) or (B,).
 Apply = Callable[[Any, Any, Bool[Array, "*leading"] | None], Any]
 
-# So many chunks follow each other faster than they are joined.
+# Up to this many summaries, one application after the other is faster than joining them in a tree.
 _FEW = 4
 
 

@@ -83,6 +83,8 @@ def target_capability() -> int:
     that of the first GPU of this process; else Hopper's.
     """
     given = os.environ.get("BRL_JAX_GPU_CAPABILITY")
+    if given and not given.isdigit():
+        raise ValueError(f"BRL_JAX_GPU_CAPABILITY must be a whole number such as 80 or 90, got {given!r}")
     return int(given) if given else _device_capability()
 
 

@@ -24,6 +24,9 @@ def test_the_target_is_given_or_else_hoppers(monkeypatch):
         monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", given)
         assert bridge.target_capability() == int(given)
         assert bridge.tuned_for((100, 90, 80)) == tuned
+    monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", "9.0")
+    with pytest.raises(ValueError, match=r"BRL_JAX_GPU_CAPABILITY must be a whole number .* got '9.0'"):
+        bridge.target_capability()
 
 
 def test_a_launch_runs_on_cuda_alone():
