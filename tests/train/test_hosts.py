@@ -128,9 +128,11 @@ def test_processes_that_do_not_belong_together_end(more, same_folder, message, t
     assert {path.name for path in tmp_path.iterdir()} <= {"train.txt", "valid.txt", "compiled"}
 
 
-# The main thread waits in C, as in a collective operation, where no Python handler of signals runs.
+# The main thread waits in C, as in a collective operation, where no Python handler of signals runs. A shell's
+# background jobs, and with them this suite where it is one, inherit that SIGINT is ignored.
 _STUCK = """
 import ctypes, os, signal, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from train import watchdog
 watchdog.{limit} = 0.3
 watchdog.WATCHDOG.start()
