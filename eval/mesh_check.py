@@ -140,7 +140,11 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
                 text[..., t] = np.where(follows, (text[..., t - 1] * 5 + 1) % size, text[..., t])
             batch["tokens"], batch["targets"] = text[..., :-1], text[..., 1:]
         elif name == "targets" and shapes["tokens"].shape != x.shape:
-            batch[name] = rng.integers(config.model.num_classes, size=x.shape).astype(np.int32)
+            model = config.model  # recall's answers are tokens
+            classes = model.num_classes if hasattr(model, "num_classes") else model.vocab_size
+            batch[name] = rng.integers(classes, size=x.shape).astype(np.int32)
+        elif name == "places":
+            batch[name] = rng.integers(shapes["tokens"].shape[-1], size=x.shape).astype(np.int32)
         elif name == "lengths":
             batch[name] = np.full(x.shape, shapes["tokens"].shape[-1], np.int32)
         elif name == "weights":
