@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.derivatives import replaced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,9 +43,9 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
         def of_leaves(*given: Any, **options: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, _replace(leaves, changing, given))
+            args, kwargs = jax.tree.unflatten(structure, replaced(leaves, changing, given))
             # Inside the automatic mesh the batch may still be symbolic.
-            return (call if explicit else function)(*args, **{**options, **kwargs})
+            return (call if explicit else function)(*args, **{**kwargs, **options})
 
         changing = arrays if explicit else symbolic
         if explicit:
@@ -52,13 +53,8 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
             given = [*args, *(kwargs[name] for name in names[len(args) : 2])]
             return _with_automatic_mesh(of_leaves, [leaves[i] for i in arrays], *given[:2])
         named = "implementation" in names and kwargs.get("implementation") is None
-        if named:
-            kwargs.pop("implementation", None)
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-            changing = [i for i in arrays if any(map(jax.export.is_symbolic_dim, leaves[i].shape))]
         options = {"implementation": "xla"} if named else {}
-        return _one_by_one(functools.partial(of_leaves, **options), [leaves[i] for i in changing])
+        return _one_by_one(functools.partial(of_leaves, **options), [leaves[i] for i in symbolic])
 
     return call
 
@@ -90,13 +86,6 @@ def batch_optional(function: Callable[P, R]) -> Callable[P, R]:
         return jax.tree.map(lambda x: x[0], function(*bound.args, **bound.kwargs))
 
     return call
-
-
-def _replace(leaves: list, places: list[int], others: Any) -> list:
-    given = list(leaves)
-    for i, x in zip(places, others):
-        given[i] = x
-    return given
 
 
 def _one_by_one(function: Callable[..., Any], arrays: list) -> Any:

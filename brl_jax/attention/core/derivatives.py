@@ -61,7 +61,7 @@ class _Function:
         moving = [i for i, change in enumerate(changes) if _moves(change)]
 
         def of_moving(function: Callable[..., list], leaves: Any) -> Callable[..., list]:
-            return lambda *values: function(*_replace(leaves, moving, values))
+            return lambda *values: function(*replaced(leaves, moving, values))
 
         count = len(leaves)
         pull_structure: Any = None
@@ -101,7 +101,8 @@ class _Function:
         return outs, _apply(map_, [*leaves, *kept], [changes[i] for i in moving])
 
 
-def _replace(values: Any, places: list[int], others: Any) -> list:
+def replaced(values: Any, places: list[int], others: Any) -> list:
+    """The values as a list, with others at some places."""
     given = list(values)
     for i, x in zip(places, others):
         given[i] = x
@@ -210,7 +211,7 @@ def _differentiate(args: Any, tangents: Any, *, map_: _LinearMap) -> tuple[list,
     d_outs = _apply(map_, residuals, d_values)
     if moving:
         primals, changes = ([xs[i] for i in moving] for xs in (residuals, d_residuals))
-        more = jax.jvp(lambda *xs: map_.plain(_replace(residuals, moving, xs), values), primals, changes)[1]
+        more = jax.jvp(lambda *xs: map_.plain(replaced(residuals, moving, xs), values), primals, changes)[1]
         d_outs = [a + b for a, b in zip(d_outs, more)]
     return outs, d_outs
 
