@@ -112,3 +112,10 @@ def test_a_symbolic_batch_on_an_explicit_mesh():
             jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=everywhere),
         )
     assert exported.out_avals[0].shape == (batch, 8, 2, 4)
+
+
+def test_a_missing_argument_on_an_explicit_mesh():
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(AxisType.Explicit,))
+    query = jax.device_put(jnp.ones((2, 4, 2, 8)), NamedSharding(mesh, P("batch")))
+    with jax.set_mesh(mesh), pytest.raises(TypeError, match="missing a required argument: 'key'"):
+        brl_jax.linear_attention(query)
