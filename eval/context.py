@@ -28,10 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.layers import BRLConfig, LocalConfig
+from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.context_table import draw, markdown
 from eval.plotting import picture_path, save
+from eval.reach import window_reach
 from eval.runs import Run, open_run
 from train.config import parse_options
 from train.data import Corpus
@@ -93,17 +94,12 @@ class Boundaries(NamedTuple):
 
 def boundaries(config: DecoderConfig, length: int) -> Boundaries:
     """Those of a decoder that reads rows of a length; where a mechanism has no window, its reach is the row."""
-    reach, histories, blocks = 0, [], []
-    for mechanism in config.mechanisms:
-        local = mechanism.local if isinstance(mechanism, BRLConfig) else mechanism
-        if isinstance(local, LocalConfig) and local.pattern == "sliding":
-            reach += local.window - 1
-        else:
-            reach += length
-        if isinstance(mechanism, BRLConfig) and mechanism.num_compressed:
-            histories.append(mechanism.history + mechanism.block - 1)
-            blocks.append(mechanism.block)
-    return Boundaries(min(reach, length), max(histories, default=length), min([*blocks, length]))
+    memories = [m for m in config.mechanisms if isinstance(m, BRLConfig) and m.num_compressed]
+    return Boundaries(
+        window_reach(config.mechanisms, length + 1),
+        max((m.history + m.block - 1 for m in memories), default=length),
+        min([*(m.block for m in memories), length]),
+    )
 
 
 def last_distances(stream: Int[np.ndarray, " N"], ngram: int) -> Int[np.ndarray, " M"]:

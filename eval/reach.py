@@ -1,0 +1,23 @@
+"""How far back a network's windows see without compressed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.layers import BRLConfig, LocalConfig, Mechanism
+
+
+def window_reach(mechanisms: Sequence[Mechanism], length: int, is_causal: bool = True) -> int:
+    """The distance in tokens beyond which layers of sliding windows pass nothing on (BRL-Attention, OpenReview
+    Vpyg3fqXbl, proposition 2.2); `length` - 1 where a layer has no window. What BRL's compressed tokens add is not
+    counted.
+    """
+    reach = 0
+    for mechanism in mechanisms:
+        local = mechanism.local if isinstance(mechanism, BRLConfig) else mechanism
+        if not isinstance(local, LocalConfig) or local.pattern != "sliding":
+            return length - 1
+        window = SlidingWindow.of_width(local.window, is_causal)
+        reach += max(window.left, window.right)
+    return min(reach, length - 1)
