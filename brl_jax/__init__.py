@@ -54,6 +54,7 @@ from brl_jax.attention.recurrent.performer import (
     performer_attention,
     performer_projection,
 )
+from brl_jax.attention.sorting.native_sparse import BlockSizes, compression_blocks, native_sparse_attention
 from brl_jax.attention.sorting.prob_sparse import (
     init_prob_sparse_state,
     prob_sparse_attention,
@@ -87,6 +88,7 @@ from brl_jax.layers import (
     LongShortConfig,
     Mechanism,
     MLRConfig,
+    NativeSparseConfig,
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
@@ -122,6 +124,7 @@ __all__ = [
     "BilinearMLRConfig",
     "BlockDiagonal",
     "BlockMask",
+    "BlockSizes",
     "Bucketed",
     "Classifier",
     "CosformerConfig",
@@ -149,6 +152,7 @@ __all__ = [
     "LongShortConfig",
     "MLRConfig",
     "Mechanism",
+    "NativeSparseConfig",
     "NormConfig",
     "NystromformerConfig",
     "PairClassifier",
@@ -173,6 +177,7 @@ __all__ = [
     "btt_factors",
     "compress",
     "compress_blocks",
+    "compression_blocks",
     "cosformer_attention",
     "delta_rule",
     "diag_attention",
@@ -205,6 +210,7 @@ __all__ = [
     "mixed_chunk_attention",
     "mlr_attention",
     "mlr_attention_step",
+    "native_sparse_attention",
     "norm_attention",
     "nystrom_attention",
     "performer_attention",

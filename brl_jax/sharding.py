@@ -51,6 +51,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "pixel": (),
     "inputs": (),
     "projected": (),
+    "block_tokens": (),
+    "gates": (),
     "classes": (),
     "outputs": (),
     "block_in": (),

@@ -22,6 +22,7 @@ from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.registry import MECHANISMS, mechanism_name
 from brl_jax.layers.sorting.informer import InformerConfig
+from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
 from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
 from brl_jax.layers.structured.global_window import GlobalWindowConfig
 from brl_jax.layers.structured.mlr import MLRConfig
@@ -50,6 +51,7 @@ __all__ = [
     "LongShortConfig",
     "MLRConfig",
     "Mechanism",
+    "NativeSparseConfig",
     "NormConfig",
     "NystromformerConfig",
     "PerformerConfig",

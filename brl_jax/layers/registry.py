@@ -26,6 +26,7 @@ from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.sorting.informer import InformerConfig
+from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
 from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
 from brl_jax.layers.structured.global_window import GlobalWindowConfig
 from brl_jax.layers.structured.mlr import MLRConfig
@@ -42,6 +43,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "skyformer": SkyformerConfig,
         "long_short": LongShortConfig,
         "informer": InformerConfig,
+        "native_sparse": NativeSparseConfig,
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
         "deltanet": DeltaNetConfig,

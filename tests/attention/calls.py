@@ -57,6 +57,12 @@ def _bilinear_btt(x, value):
     return bj.bilinear_btt_attention(x, value, right=right, left=left, is_causal=True)
 
 
+def _native_sparse(query, key, value):
+    sizes = bj.BlockSizes(compressed=2, stride=1, selected=2, blocks=4)
+    blocks = (bj.compression_blocks(x, sizes).mean(2) for x in (key, value))
+    return bj.native_sparse_attention(query, key, value, *blocks, query[..., :3], sizes=sizes, window=3)
+
+
 def _with_beta(batch):
     return *qkv(batch), jax.nn.sigmoid(_normal(14, batch, LENGTH, KV_HEADS))
 
@@ -130,6 +136,7 @@ CALLS = {
         qkv,
         lambda q, k, v: bj.long_short_attention(q, k, v, k[..., :2], window=3, chunk_size=4, is_causal=True),
     ),
+    "native_sparse": (qkv, _native_sparse),
     "prob_sparse": (qkv, lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=jax.random.key(0), factor=1)),
     "skyformer": (qkv, lambda q, k, v: bj.skyformer_attention(q, k, v, samples=_SAMPLES)),
 }

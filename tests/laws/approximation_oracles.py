@@ -144,7 +144,66 @@ def informer_mix(u, p, m, d):
     return merge(heads, p)
 
 
+def native_sparse_mix(u, p, m, d):
+    """Token by token, one branch after the other."""
+    n, group, scale = len(u), d.num_heads // d.num_kv_heads, 1 / np.sqrt(d.head_dim)
+    length, stride, size = m.compressed_size, m.stride, m.selected_size
+    turned = [rotary(project(u, p[name]), np.arange(n)) for name in ("query", "key", "window_key")]
+    q, k, k_window = turned
+    v, v_window = project(u, p["value"]), project(u, p["window_value"])
+    gates = 1 / (1 + np.exp(-project(u, p["gates"])))
+    starts = range(0, n - length + 1, stride)
+
+    def compressed(name):
+        """(C, K, h): a network of one hidden layer with GELU by tanh over the tokens of each block."""
+        x, blocks = project(u, p[f"compressed_{name}"]), []
+        for start in starts:
+            block = np.moveaxis(x[start : start + length], 0, 2) + p[f"compress_{name}_places"]
+            hidden = np.tensordot(block, p[f"compress_{name}_hidden"]["kernel"], axes=2)
+            cubic = np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)
+            blocks.append(hidden * (1 + np.tanh(cubic)) / 2 @ p[f"compress_{name}_out"]["kernel"])
+        return np.reshape(blocks, (len(blocks), *x.shape[1:])) if blocks else np.zeros((0, *x.shape[1:]))
+
+    key_blocks = rotary(compressed("key"), np.array(starts))
+    value_blocks = compressed("value")
+
+    def read(query, keys, values):
+        if not len(keys):
+            return np.zeros(values.shape[1]), np.zeros(len(keys))
+        w = softmax(scale * (keys @ query)[None], np.ones((1, len(keys)), bool))
+        return (w @ values)[0], w[0]
+
+    out = []
+    for t in range(n):
+        ended = sum(start + length <= t + 1 for start in starts)
+        for b in range(d.num_kv_heads):
+            heads = range(b * group, (b + 1) * group)
+            far = [read(q[t, a], key_blocks[:ended, b], value_blocks[:ended, b]) for a in heads]
+            # The weight of a block of tokens: for each of its strides, that of the blocks that cover the stride.
+            weight = sum(np.real(w) for _, w in far)
+            own = t // size
+            rank = {}
+            for j in range(1, own - 1):
+                pieces = range(j * size // stride, (j + 1) * size // stride)
+                rank[j] = sum(
+                    weight[i]
+                    for x in pieces
+                    for i in range(x - length // stride + 1, x + 1)
+                    if 0 <= i < ended
+                )
+            best = sorted(rank, key=lambda j: -rank[j])[: max(m.num_selected - 3, 0)]
+            blocks = {*[own, own - 1, 0][: m.num_selected], *best} - {-1}
+            chosen = [i for j in sorted(blocks) for i in range(j * size, min((j + 1) * size, t + 1))]
+            near = slice(max(0, t - m.window + 1), t + 1)
+            for a, (first, _) in zip(heads, far):
+                second, _ = read(q[t, a], k[chosen, b], v[chosen, b])
+                third, _ = read(q[t, a], k_window[near, b], v_window[near, b])
+                out.append(gates[t, a, 0] * first + gates[t, a, 1] * second + gates[t, a, 2] * third)
+    return np.tensordot(np.reshape(out, q.shape), p["out"]["kernel"], axes=2)
+
+
 NETWORKS = {
+    "native_sparse": residual_network(native_sparse_mix),
     "informer": residual_network(informer_mix),
     "long_short": residual_network(long_short_mix),
     "kernelized": residual_network(kernelized_mix),

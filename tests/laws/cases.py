@@ -39,6 +39,7 @@ from brl_jax.layers import (
     LongShortConfig,
     Mechanism,
     MLRConfig,
+    NativeSparseConfig,
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
@@ -130,6 +131,10 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "hopfield": {"": Case(HopfieldConfig(steps=2, beta=1.0))},
     "kernelized": {"": Case(KernelizedConfig(), repeats="hopfield")},
     "informer": {"": Case(InformerConfig(factor=1))},
+    # The last of a row's 27 tokens have four blocks of which they choose two; compressed blocks overlap.
+    "native_sparse": {
+        "": Case(NativeSparseConfig(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)),
+    },
     "linear": {
         "": Case(LinearConfig(chunk_size=8)),
     },
@@ -208,6 +213,7 @@ KERNELS = {
     "brl-layer-laplace": _WINDOW,
     "bsbr": _ANY_PATTERN,
     "global_window": _WINDOW,
+    "native_sparse": _WINDOW,
     "tlinformer": _COMPRESS,
 }
 

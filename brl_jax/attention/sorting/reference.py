@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES, BlockSizes
 from brl_jax.attention.sorting.prob_sparse import sampled_fractions
 
 
@@ -53,3 +54,53 @@ def prob_sparse_attention(
     uniform = visible.astype(jnp.float32) / (1 if is_causal else length)
     weights = jnp.where(attends[..., None], weights, uniform[None, None])
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def native_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    compressed_key: Float[Array, "B C K H"],
+    compressed_value: Float[Array, "B C K H"],
+    gates: Float[Array, "B T N 3"],
+    *,
+    sizes: BlockSizes = DEFAULT_SIZES,
+    window: int = 512,
+) -> Float[Array, "B T N H"]:
+    """Three masked softmaxes, the second over the blocks with the largest weights of the first (arXiv:2502.11089).
+
+    Runs outside of `jax.jit`.
+    """
+    length, group = query.shape[1], query.shape[2] // key.shape[2]
+    scale = 1 / math.sqrt(query.shape[3])
+    t, s = np.arange(length)[:, None], np.arange(length)[None]
+    starts = np.arange(compressed_key.shape[1]) * sizes.stride
+
+    def weights(keys: Array, mask: np.ndarray) -> Array:
+        scores = jnp.einsum("btnh,bsnh->bnts", query, jnp.repeat(keys, group, axis=2)) * scale
+        return jax.nn.softmax(scores, axis=-1, where=mask)
+
+    def read(weights: Array, values: Array) -> Array:
+        return jnp.einsum("bnts,bsnv->btnv", weights, jnp.repeat(values, group, axis=2))
+
+    far = weights(compressed_key, starts[None] + sizes.compressed <= t + 1)
+    # How many strides each compressed block shares with each block of tokens.
+    blocks = np.arange(-(-length // sizes.selected)) * sizes.selected
+    ends = np.minimum(starts[:, None] + sizes.compressed, blocks[None] + sizes.selected)
+    shared = np.maximum(ends - np.maximum(starts[:, None], blocks[None]), 0) // sizes.stride
+    rank = np.einsum("bntc,cj->bntj", np.asarray(far), shared)
+    rank = rank.reshape(rank.shape[0], -1, group, *rank.shape[2:]).sum(2)
+    own, j = t // sizes.selected, np.arange(len(blocks))[None]
+    rank = np.where((j > 0) & (j < own - 1), rank, -1.0)
+    for place, fixed in enumerate((own == j, own - 1 == j, (j == 0) & (own > 1))):
+        if place < sizes.blocks:
+            rank = np.where(fixed, np.inf, rank)
+    free = max(sizes.blocks - 3, 0)
+    limit = np.sort(np.where(np.isinf(rank), -1.0, rank), axis=-1)[..., ::-1][..., : free + 1][..., -1:]
+    enough = rank > (limit if free < len(blocks) else -1.0)
+    chosen = np.isinf(rank) | (enough & (rank >= 0)) if free else np.isinf(rank)
+    mask = np.repeat(np.repeat(chosen, sizes.selected, axis=-1)[..., :length], group, axis=1) & (s <= t)
+    near = weights(key, mask)
+    last = weights(key, (s <= t) & (t - s < window))
+    parts = (read(far, compressed_value), read(near, value), read(last, value))
+    return jnp.stack([gates[..., i, None] * part for i, part in enumerate(parts)]).sum(0)

@@ -1,0 +1,342 @@
+"""Native sparse attention: compressed blocks, the blocks they choose, and a window (Yuan et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from brl_jax.attention.core.arguments import check_dtypes, check_scale, check_sizes
+from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.local.api import local_attention
+
+# Queries at a time: each has num_selected * selected_size keys of its own, which are the largest array in memory.
+_QUERY_BLOCK = 64
+# Blocks that every query reads whatever their weight: its own, the one before that, and the first of the sequence.
+_FIXED = 3
+
+
+class BlockSizes(NamedTuple):
+    """Sizes in tokens, and a number of blocks.
+
+    Attributes:
+      compressed: tokens of a compressed block [l].
+      stride: from the start of a compressed block to that of the next [d].
+      selected: tokens of a block that is chosen as a whole [l'].
+      blocks: how many blocks each query reads [n], the fixed ones among them.
+    """
+
+    compressed: int = 32
+    stride: int = 16
+    selected: int = 64
+    blocks: int = 16
+
+    def check(self) -> None:
+        """Raises ValueError for sizes below 1, or that are not multiples of the stride."""
+        check_sizes(**{f"sizes.{name}": size for name, size in self._asdict().items()})
+        for name in ("compressed", "selected"):
+            size = getattr(self, name)
+            require(
+                size % self.stride == 0,
+                f"sizes.{name} must be a multiple of sizes.stride={self.stride}, got {size}",
+            )
+
+
+DEFAULT_SIZES = BlockSizes()
+
+
+class Tokens(NamedTuple):
+    """Keys and values, of tokens or of compressed blocks."""
+
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+
+
+class Lists(NamedTuple):
+    """First tokens of blocks, in ascending order; entries beyond the last block are past the row's end.
+
+    Attributes:
+      compressed: of the compressed blocks.
+      candidates: of the whole blocks that can be chosen.
+      first: (B, T), the first token of each query's sequence.
+    """
+
+    compressed: Int[Array, "#B C"]
+    candidates: Int[Array, "#B J"]
+    first: Int[Array, "B T"]
+
+
+def first_tokens(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The place of the first token of each token's sequence in a packed row."""
+    places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    return lax.associative_scan(jnp.maximum, jnp.where(begins, places, 0), axis=1)
+
+
+def block_starts(
+    length: int, size: int, stride: int, segment_ids: Int[Array, "B T"] | None = None
+) -> Int[Array, "#B C"]:
+    """The first tokens of all whole blocks of `size` tokens, one every `stride` tokens of a sequence, ascending.
+
+    Packed rows have at most length // stride of them, as stride <= size; places without a block are `length`.
+    """
+    if segment_ids is None:
+        return (jnp.arange(max((length - size) // stride + 1, 0), dtype=jnp.int32) * stride)[None]
+    first = first_tokens(segment_ids)
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+    last = jnp.take(first, jnp.minimum(places[0] + size - 1, length - 1), axis=1)
+    whole = ((places - first) % stride == 0) & (last == first) & (places + size <= length)
+    return jnp.sort(jnp.where(whole, places, length), axis=1)[:, : length // stride]
+
+
+def gather_blocks(
+    x: Float[Array, "B S K H"], starts: Int[Array, "#B C"], size: int
+) -> Float[Array, "B C L K H"]:
+    """The `size` tokens from each start on; tokens past the row's end are its last one."""
+    places = jnp.minimum(starts[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None], x.shape[1] - 1)
+    if places.shape[0] == 1:
+        return jnp.take(x, places[0], axis=1)
+    return jax.vmap(lambda x, places: jnp.take(x, places, axis=0))(x, places)
+
+
+def compression_blocks(
+    x: Float[Array, "B T K H"],
+    sizes: BlockSizes = DEFAULT_SIZES,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B C L K H"]:
+    """The tokens of the compressed blocks, from which `native_sparse_attention` wants one key and value each.
+
+    Args:
+      x: keys or values. sizes, segment_ids: as there.
+
+    Returns:
+      (B, C, L, K, H): C blocks of L = sizes.compressed tokens. In packed rows the places after the last block hold
+      anything, and are never read.
+    """
+    sizes.check()
+    return gather_blocks(
+        x, block_starts(x.shape[1], sizes.compressed, sizes.stride, segment_ids), sizes.compressed
+    )
+
+
+def _candidate_scores(
+    weights: Float[Array, "B T K C"], lists: Lists, sizes: BlockSizes
+) -> Float[Array, "B T K J"]:
+    """Eq. 9: the weight of each candidate block is that of the compressed blocks that overlap it, times how many
+    strides they share."""
+    starts, candidates = lists.compressed, lists.candidates
+    overlapping = (sizes.compressed + sizes.selected) // sizes.stride - 1
+    begin = jax.vmap(jnp.searchsorted)(starts, candidates - sizes.compressed + 1).astype(jnp.int32)
+    places = begin[..., None] + jnp.arange(overlapping, dtype=jnp.int32)[None, None]
+    # Past the last compressed block there is none, and the last one must not count again.
+    missing = places >= starts.shape[1]
+    places = jnp.minimum(places, starts.shape[1] - 1)
+    low = jax.vmap(lambda starts, places: jnp.take(starts, places))(starts, places)
+    block = candidates[..., None]
+    shared = jnp.minimum(low + sizes.compressed, block + sizes.selected) - jnp.maximum(low, block)
+    shared = jnp.where(missing, 0, jnp.maximum(shared, 0) // sizes.stride).astype(weights.dtype)
+    if places.shape[0] == 1:
+        return jnp.einsum("btkjr,jr->btkj", jnp.take(weights, places[0], axis=-1), shared[0])
+    return jax.vmap(
+        lambda weights, places, shared: jnp.einsum("tkjr,jr->tkj", jnp.take(weights, places, axis=-1), shared)
+    )(weights, places, shared)
+
+
+def choose_blocks(
+    weights: Float[Array, "B T K C"],
+    lists: Lists,
+    first: Int[Array, "B T"],
+    positions: Int[Array, " T"],
+    sizes: BlockSizes,
+) -> tuple[Int[Array, "B T K M"], Bool[Array, "B T K M"]]:
+    """The first tokens of the blocks that each query reads, and which of these blocks exist (eqs. 10, 11).
+
+    Args:
+      weights: of the compressed blocks, summed over the query heads that share a key head.
+      first: of the queries' sequences. positions: the places of the queries.
+    """
+    batch, length, kv_heads, _ = weights.shape
+    own = first + (positions[None] - first) // sizes.selected * sizes.selected
+    fixed = jnp.stack([own, own - sizes.selected, first], -1)
+    exists = jnp.stack([own >= first, own > first, own - sizes.selected > first], -1)
+    fixed, exists = (
+        jnp.broadcast_to(x[:, :, None, : sizes.blocks], (batch, length, kv_heads, min(_FIXED, sizes.blocks)))
+        for x in (fixed, exists)
+    )
+    free = min(max(sizes.blocks - _FIXED, 0), lists.candidates.shape[1])
+    if free == 0:
+        return fixed, exists
+    if weights.shape[3] == 0:
+        scores = jnp.zeros((batch, length, kv_heads, lists.candidates.shape[1]), weights.dtype)
+    else:
+        scores = _candidate_scores(weights, lists, sizes)
+    candidates = lists.candidates[:, None]
+    eligible = (candidates > first[..., None]) & (candidates < (own - sizes.selected)[..., None])
+    scores = jnp.where(eligible[:, :, None], scores, -1.0)
+    best, places = lax.top_k(scores, free)
+    rows = jnp.broadcast_to(candidates[:, :, None], scores.shape)
+    chosen = jnp.take_along_axis(rows, places, axis=-1)
+    return jnp.concatenate([fixed, chosen], -1), jnp.concatenate([exists, best >= 0], -1)
+
+
+def far_attention(
+    query: Float[Array, "B T N H"],
+    compressed: Tokens,
+    tokens: Tokens,
+    lists: Lists,
+    sizes: BlockSizes,
+    scale: float,
+    offset: Any = 0,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
+    """What queries read from compressed blocks, and from the blocks that these choose, in float32.
+
+    Args:
+      tokens: of all places up to the queries' own. lists: their places count from the first of these.
+      offset: the place of the first query.
+    """
+    kv_heads = tokens.key.shape[2]
+    by_head = Tokens(*(jnp.moveaxis(x, 2, 1) for x in tokens))
+
+    def attend(query: Array, first: Any, offset: Any) -> tuple[Array, Array]:
+        batch, length, heads, head_dim = query.shape
+        positions = offset + jnp.arange(length, dtype=jnp.int32)
+        rows = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+        merge = lambda x: x.reshape(batch, length, heads, -1)  # noqa: E731
+        scores = jnp.einsum("btkgh,bckh->btkgc", rows, compressed.key, preferred_element_type=jnp.float32)
+        starts = lists.compressed[:, None]
+        seen = (starts >= first[..., None]) & (starts + sizes.compressed <= positions[None, :, None] + 1)
+        weights = softmax_weights(scores * scale, seen[:, :, None, None])
+        far = jnp.einsum(
+            "btkgc,bckv->btkgv",
+            weights.astype(compressed.value.dtype),
+            compressed.value,
+            preferred_element_type=jnp.float32,
+        )
+        # Which blocks are chosen has no gradient.
+        shared = lax.stop_gradient(weights.sum(3))
+        chosen, exists = choose_blocks(shared, lists, first, positions, sizes)
+        places = chosen[..., None] + jnp.arange(sizes.selected, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+        seen = exists[..., None] & (places <= positions[None, :, None, None, None])
+        places, seen = (x.reshape(batch, length, kv_heads, -1) for x in (places, seen))
+        places = jnp.clip(places, 0, tokens.key.shape[1] - 1)
+
+        def read(x: Array) -> Array:
+            """(B, K, S, F) at the places: (B, T, K, P, F)."""
+            return jax.vmap(jax.vmap(lambda x, at: x[at], (0, 1), 1))(x, places)
+
+        scores = jnp.einsum("btkgh,btkph->btkgp", rows, read(by_head.key), preferred_element_type=jnp.float32)
+        weights = softmax_weights(scores * scale, seen[:, :, :, None])
+        value = read(by_head.value)
+        near = jnp.einsum(
+            "btkgp,btkpv->btkgv", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+        )
+        return merge(far), merge(near)
+
+    return by_query_blocks(attend, _QUERY_BLOCK, query, lists.first, offset)
+
+
+@attention_function
+def native_sparse_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    compressed_key: Float[Array, "B C K H"],
+    compressed_value: Float[Array, "B C K H"],
+    gates: Float[Array, "B T N 3"],
+    *,
+    sizes: BlockSizes = DEFAULT_SIZES,
+    window: int = 512,
+    window_key: Float[Array, "B T K H"] | None = None,
+    window_value: Float[Array, "B T K H"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N H"]:
+    """Causal attention to compressed blocks, to the blocks of tokens that these choose, and to a window.
+
+      out_t = g_1 softmax(scale q_t K_c^T) V_c + g_2 softmax(scale q_t K_s^T) V_s + g_3 softmax(scale q_t K_w^T) V_w
+
+    Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), eqs. 3 to 12; `reference.native_sparse_attention` is
+    the plain form. K_c are one key for each block of sizes.compressed tokens, every sizes.stride tokens, that ends at
+    or before t. K_s are the keys up to t of sizes.blocks blocks of sizes.selected tokens: the block of t, the one
+    before it, the sequence's first, and those with the largest sum of the weights of K_c over the query heads of a key
+    head. (In eq. 9 as printed the first index has the wrong sign.) Choosing has no gradient. K_w are the keys of the
+    window: t and the window - 1 tokens before it.
+
+    Time is O(T (window + sizes.blocks sizes.selected) + T^2 / sizes.stride), memory linear in T but for the scores of
+    64 queries.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key, value: (B, T, K, H), of which blocks are chosen; K divides N.
+      compressed_key, compressed_value: (B, C, K, H), one of each block of `compression_blocks`.
+      gates: (B, T, N, 3), the weights of the compressed blocks, the chosen blocks and the window.
+      sizes: as above.
+      window: as above.
+      window_key, window_value: those that the window reads; `key` and `value` by default.
+      segment_ids: (B, T) ints, equal for the tokens of one of several sequences that lie one after the other in a row.
+        Blocks are counted from a sequence's first token, and no token sees another sequence.
+      scale: the scale of the scores; 1 / sqrt(H) by default.
+      implementation: that of the window, as for `local_attention`; the rest runs through XLA.
+
+    Returns:
+      (B, T, N, H) in the dtype of the query. Softmax and gates are computed in float32.
+
+    Raises:
+      ValueError: shapes, dtypes, sizes or an implementation that do not fit, naming the argument.
+    """
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    sizes.check()
+    check_sizes(window=window)
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    require(
+        key.shape[1] == length and value.shape[3] == head_dim,
+        f"key and value must have query's length and head_dim {length}, {head_dim}, got {value.shape}",
+    )
+    starts = block_starts(length, sizes.compressed, sizes.stride, segment_ids)
+    window_key = key if window_key is None else window_key
+    window_value = value if window_value is None else window_value
+    expected = {
+        "compressed_key": (compressed_key, (batch, starts.shape[1], kv_heads, head_dim)),
+        "compressed_value": (compressed_value, (batch, starts.shape[1], kv_heads, head_dim)),
+        "window_key": (window_key, key.shape),
+        "window_value": (window_value, value.shape),
+        "gates": (gates, (batch, length, heads, 3)),
+    }
+    for name, (array, shape) in expected.items():
+        require(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
+    scale = check_scale(scale, head_dim)
+    first = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else first_tokens(segment_ids)
+    lists = Lists(starts, block_starts(length, sizes.selected, sizes.selected, segment_ids), first)
+    far, near = far_attention(
+        query, Tokens(compressed_key, compressed_value), Tokens(key, value), lists, sizes, scale
+    )
+    last = local_attention(
+        query,
+        window_key,
+        window_value,
+        local_window_size=(window - 1, 0),
+        is_causal=True,
+        scale=scale,
+        segment_ids=segment_ids,
+        implementation=implementation,
+    )
+    return mix_branches(gates, far, near, last).astype(query.dtype)
+
+
+def mix_branches(gates: Float[Array, "B T N 3"], *branches: Array) -> Float[Array, "B T N V"]:
+    """The sum of the branches' outputs, each times its gate, in float32."""
+    weights = gates.astype(jnp.float32)
+    parts = [weights[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(branches)]
+    return sum(parts[1:], parts[0])

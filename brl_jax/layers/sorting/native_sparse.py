@@ -1,0 +1,231 @@
+"""Native sparse attention as a layer; its cache has all tokens, the compressed blocks so far, and a window."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.sorting.native_sparse import (
+    BlockSizes,
+    Lists,
+    Tokens,
+    block_starts,
+    compression_blocks,
+    far_attention,
+    mix_branches,
+    native_sparse_attention,
+)
+from brl_jax.layers.core.caches import KeyValueCache, WindowCache, slide, window_segments
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeSparseConfig(Mechanism):
+    """Compressed blocks, the blocks that they choose, and a window (Native Sparse Attention, arXiv:2502.11089).
+
+    Decoders only. The time for compressed blocks grows with length^2 / stride, and generation keeps all tokens."""
+
+    bidirectional: ClassVar[bool] = False
+    packs: ClassVar[bool] = True
+
+    window: int = 512
+    """Width of the window [w]: a token and those before it."""
+    compressed_size: int = 32
+    """Tokens of a compressed block [l]."""
+    stride: int = 16
+    """Tokens from the start of a compressed block to that of the next [d]."""
+    selected_size: int = 64
+    """Tokens of a block that is chosen as a whole [l']."""
+    num_selected: int = 16
+    """Blocks that each token reads [n]: its own, the one before it, the first, and the best of the others."""
+
+    def __post_init__(self):
+        check_at_least(self, "window", "compressed_size", "stride", "selected_size", "num_selected")
+        for name in ("compressed_size", "selected_size"):
+            if getattr(self, name) % self.stride:
+                raise ValueError(
+                    f"{name} must be a multiple of stride={self.stride}, got {getattr(self, name)}"
+                )
+
+    @property
+    def sizes(self) -> BlockSizes:
+        """The sizes as the function takes them."""
+        return BlockSizes(self.compressed_size, self.stride, self.selected_size, self.num_selected)
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return NativeSparseAttention(self, dimensions, **kwargs)
+
+
+class NativeSparseCache(NamedTuple):
+    """A decoding cache.
+
+    Attributes:
+      tokens: keys and values of all tokens, of which blocks are chosen.
+      window: those of the window.
+      recent: keys and values to be compressed, of the last compressed_size tokens; the newest come last.
+      compressed: one key and value of each compressed block so far, with room for later ones.
+    """
+
+    tokens: KeyValueCache
+    window: WindowCache
+    recent: Tokens
+    compressed: Tokens
+
+    @property
+    def num_tokens(self) -> Any:
+        """() int32, how many tokens there have been."""
+        return self.tokens.num_tokens
+
+
+class NativeSparseAttention(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `native_sparse_attention` for the mathematics.
+
+    Each of the three branches has keys and values of its own. A block is compressed by a network of one hidden layer
+    over its tokens with learned places in the block (eq. 7), alike for all heads; its key stands where it begins.
+    """
+
+    mechanism: NativeSparseConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> NativeSparseCache:
+        d, m = self.dimensions, self.mechanism
+
+        def shape(tokens: int) -> tuple[int, ...]:
+            return batch, tokens, d.num_kv_heads, d.head_dim
+
+        def both(tokens: int) -> Tokens:
+            return Tokens(jnp.zeros(shape(tokens), d.dtype), jnp.zeros(shape(tokens), d.dtype))
+
+        blocks = block_starts(length, m.compressed_size, m.stride).shape[1]
+        return NativeSparseCache(
+            KeyValueCache.empty(shape(length), shape(length), d.dtype),
+            WindowCache.empty(shape(min(m.window, length + 1) - 1), d.dtype),
+            both(m.compressed_size),
+            both(blocks),
+        )
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, m = self.dimensions, self.mechanism
+        heads = ("embed", "heads", "head_dim")
+        query = dense(d, (d.num_heads, d.head_dim), heads, name="query")(x)
+        query = scale_scores(self._turn(query, call.positions), d.head_score_factor)
+
+        def project(name: str) -> Array:
+            return dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name=name)(x)
+
+        tokens, window = (
+            Tokens(self._turn(project(f"{name}key"), call.positions), project(f"{name}value"))
+            for name in ("", "window_")
+        )
+        raw = Tokens(project("compressed_key"), project("compressed_value"))
+        gates = jax.nn.sigmoid(dense(d, (d.num_heads, 3), ("embed", "heads", "gates"), name="gates")(x))
+        if call.cache is not None:
+            out, cache = self._step(query, tokens, window, raw, gates, call)
+            return merge_heads(d, out), cache
+        blocks = Tokens(*(compression_blocks(a, m.sizes, call.segment_ids) for a in raw))
+        starts = block_starts(x.shape[1], m.compressed_size, m.stride, call.segment_ids)
+        rows = jnp.broadcast_to(call.positions, (starts.shape[0], x.shape[1]))
+        if call.positions.shape[0] > 1:
+            rows, starts = call.positions, jnp.broadcast_to(starts, (x.shape[0], starts.shape[1]))
+        places = jnp.take_along_axis(rows, jnp.minimum(starts, x.shape[1] - 1), axis=1)
+        compressed = self._compress(blocks, places)
+        options: dict[str, Any] = {
+            "sizes": m.sizes,
+            "window": m.window,
+            "segment_ids": call.segment_ids,
+            "implementation": d.implementation,
+        }
+
+        def attend(value: Array, compressed_value: Array, window_value: Array) -> Array:
+            return native_sparse_attention(
+                query, tokens.key, value, compressed.key, compressed_value, gates,
+                window_key=window.key, window_value=window_value, **options,
+            )  # fmt: skip
+
+        # One matrix for the three branches: as if they had the same values, and blocks were compressed to their means.
+        blocks_of = functools.partial(compression_blocks, sizes=m.sizes, segment_ids=call.segment_ids)
+        sow_weights(self, lambda value: attend(value, blocks_of(value).mean(2), value), tokens.value)
+        out = attend(tokens.value, compressed.value, window.value)
+        return merge_heads(d, out), None
+
+    def _turn(self, x: Array, positions: Any) -> Array:
+        theta = self.dimensions.rope_theta
+        return x if theta is None else rotate(x, positions, theta)
+
+    def _compress(self, blocks: Tokens, positions: Any) -> Tokens:
+        """One key and value (B, C, K, H) for each block of tokens (B, C, L, K, H), whose first tokens stand at
+        positions (B or 1, C)."""
+        d = self.dimensions
+
+        def apply(x: Array, name: str) -> Array:
+            shape = (d.head_dim, x.shape[2])
+            place = parameter(
+                self, f"{name}_places", nn.initializers.normal(0.02), shape, ("head_dim", "block_tokens")
+            )
+            x = rearrange(x, "b c l k h -> b c k h l") + place.astype(x.dtype)[None, None, None]
+            axes = ("head_dim", "block_tokens", "mlp")
+            hidden = dense(d, d.head_dim, axes, name=f"{name}_hidden", contract=2)(x)
+            return dense(d, d.head_dim, ("mlp", "head_dim"), name=f"{name}_out")(jax.nn.gelu(hidden))
+
+        key, value = apply(blocks.key, "compress_key"), apply(blocks.value, "compress_value")
+        return Tokens(self._turn(key, positions), value)
+
+    def _step(self, query, tokens, window, raw, gates, call: LayerCall):
+        """The branches' mixed outputs for new tokens, and the new cache."""
+        d, m = self.dimensions, self.mechanism
+        cache, start, length = call.cache, call.start, query.shape[1]
+        count = call.num_new(length)
+        kept = cache.tokens.append(*tokens, call.count)
+        raw, recent = zip(*(slide(old, new, count) for old, new in zip(cache.recent, raw)))
+        compressed = self._append_blocks(cache.compressed, Tokens(*raw), call, length)
+        lists = Lists(
+            jnp.arange(compressed.key.shape[1], dtype=jnp.int32)[None] * m.stride,
+            block_starts(kept.key.shape[1], m.selected_size, m.selected_size),
+            jnp.zeros(query.shape[:2], jnp.int32),
+        )
+        far, near = far_attention(
+            query, compressed, Tokens(kept.key, kept.value), lists, m.sizes, d.head_dim**-0.5, start
+        )
+        reach = cache.window.key.shape[1]
+        key, last_keys = slide(cache.window.key, window.key, count)
+        value, last_values = slide(cache.window.value, window.value, count)
+        last = local_attention(
+            query,
+            key,
+            value,
+            local_window_size=(reach, 0),
+            is_causal=True,
+            segment_ids=window_segments(query.shape[0], length, reach, start),
+            query_offset=reach,
+            key_offset=start - reach,
+            implementation=d.implementation,
+        )
+        out = mix_branches(gates, far, near, last).astype(query.dtype)
+        new = WindowCache(last_keys, last_values, start + count)
+        return out, NativeSparseCache(kept, new, Tokens(*recent), compressed)
+
+    def _append_blocks(self, compressed: Tokens, raw: Tokens, call: LayerCall, length: int) -> Tokens:
+        """The compressed blocks with those that `length` new tokens complete; `raw` are the last compressed_size tokens
+        before them, and they."""
+        m, start = self.mechanism, call.start
+        size, room = m.compressed_size, compressed.key.shape[1]
+        first = jnp.maximum((start - size + m.stride) // m.stride, 0)
+        numbers = first + jnp.arange(length // m.stride + 1, dtype=jnp.int32)
+        begins = numbers * m.stride
+        places = begins[:, None] - start + size + jnp.arange(size, dtype=jnp.int32)[None]
+        places = jnp.clip(places, 0, size + length - 1)
+        blocks = Tokens(*(jnp.take(x, places, axis=1) for x in raw))
+        done = self._compress(blocks, call.positions[:, :1] - start + begins[None])
+        slots = jnp.where(begins + size <= start + call.num_new(length), numbers, room)
+        return Tokens(*(x.at[:, slots].set(new, mode="drop") for x, new in zip(compressed, done)))

@@ -1,0 +1,123 @@
+"""Native sparse attention: what is chosen, packed rows, its memory, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import BlockSizes, compression_blocks, full_attention, native_sparse_attention
+from brl_jax.attention.sorting import native_sparse, reference
+from tests.attention.local.test_local import random_qkv
+from tests.attention.oracles import relative_error
+
+SIZES = BlockSizes(compressed=4, stride=2, selected=4, blocks=5)
+
+
+def arguments(length, batch=2, seed=0):
+    """Queries, keys, values and gates."""
+    rng = np.random.default_rng(seed)
+    shapes = ((batch, length, 4, 8), (batch, length, 2, 8), (batch, length, 2, 8), (batch, length, 4, 3))
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def attend(query, key, value, gates, sizes=SIZES, segment_ids=None, **options):
+    """Blocks are compressed to their means."""
+    blocks = (compression_blocks(x, sizes, segment_ids).mean(2) for x in (key, value))
+    return native_sparse_attention(
+        query, key, value, *blocks, gates, sizes=sizes, window=3, segment_ids=segment_ids, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SIZES,
+        pytest.param(BlockSizes(6, 2, 4, 4), marks=pytest.mark.slow),
+        pytest.param(BlockSizes(2, 2, 8, 4), marks=pytest.mark.slow),
+        pytest.param(BlockSizes(3, 3, 3, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_the_function_is_its_reference(sizes, monkeypatch):
+    monkeypatch.setattr(native_sparse, "_QUERY_BLOCK", 16)
+    query, key, value, gates = arguments(37)
+    blocks = [compression_blocks(x, sizes).mean(2) for x in (key, value)]
+    expected = reference.native_sparse_attention(query, key, value, *blocks, gates, sizes=sizes, window=3)
+    got = jax.jit(attend, static_argnums=4)(query, key, value, gates, sizes)
+    assert relative_error(got, expected) < 1e-5
+
+
+def test_with_all_blocks_the_second_branch_is_full_attention():
+    query, key, value, _ = arguments(30)
+    second = jnp.broadcast_to(jnp.asarray([0.0, 1.0, 0.0]), (2, 30, 4, 3))
+    run = jax.jit(attend, static_argnums=4)
+    expected = full_attention(query, key, value, is_causal=True)
+    assert relative_error(run(query, key, value, second, SIZES._replace(blocks=8)), expected) < 1e-5
+    assert relative_error(run(query, key, value, second, SIZES), expected) > 1e-2
+
+
+def test_a_query_finds_the_block_that_answers_it():
+    """One far token has the query's key; its block's mean points to it, and the chosen block gives its value back."""
+    length, place = 64, 21
+    key = 0.01 * jax.random.normal(jax.random.key(0), (1, length, 1, 8))
+    key = key.at[0, place].set(jnp.asarray([8.0] + [0.0] * 7))
+    value = jax.random.normal(jax.random.key(1), (1, length, 1, 8))
+    query = jnp.zeros((1, length, 1, 8)).at[..., 0].set(8.0)
+    second = jnp.broadcast_to(jnp.asarray([0.0, 1.0, 0.0]), (1, length, 1, 3))
+    for count, found in ((4, True), (3, False)):
+        out = attend(query, key, value, second, SIZES._replace(blocks=count))
+        error = np.abs(np.asarray(out[0, 40:, 0]) - np.asarray(value[0, place, 0])).max()
+        assert (error < 1e-3) == found
+
+
+def test_packed_sequences_are_alone_whatever_their_lengths():
+    """Blocks begin where a sequence does; one of the sequences is shorter than a block."""
+    lengths = (13, 2, 22)
+    rows = [arguments(n, batch=1, seed=n) for n in lengths]
+    packed = [jnp.concatenate(parts, axis=1) for parts in zip(*rows)]
+    ids = jnp.asarray(np.repeat((7, -1, 7), lengths)[None], jnp.int32)
+
+    def loss(arrays, ids=None):
+        return jnp.sum(jnp.square(attend(*arrays, segment_ids=ids))), attend(*arrays, segment_ids=ids)
+
+    both = jax.jit(jax.grad(loss, has_aux=True))
+    gradient, out = both(packed, ids)
+    alone = [both(row) for row in rows]
+    for i, whole in enumerate((*gradient, out)):
+        expected = jnp.concatenate([(*grad, y)[i] for grad, y in alone], axis=1)
+        assert relative_error(whole, expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_memory_is_linear():
+    def temporary(length):
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.eval_shape(lambda: arguments(length))]
+        run = jax.jit(jax.grad(lambda *x: attend(*x, sizes=BlockSizes(8, 4, 16, 6)).sum(), (0, 1, 2, 3)))
+        return run.lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(16384) <= 2.2 * temporary(8192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sizes": BlockSizes(5, 2, 4, 4)},
+            r"sizes\.compressed must be a multiple of sizes\.stride=2, got 5",
+        ),
+        ({"sizes": BlockSizes(4, 2, 4, 0)}, r"sizes\.blocks must be an int of at least 1, got 0"),
+        ({"window": 0}, "window must be an int of at least 1, got 0"),
+        ({"gates": jnp.zeros((1, 9, 2, 2))}, r"gates must have shape \(1, 9, 2, 3\), got \(1, 9, 2, 2\)"),
+        ({"compressed_key": jnp.zeros((1, 2, 2, 4))}, r"compressed_key must have shape \(1, 3, 2, 4\)"),
+        ({"window_value": jnp.zeros((1, 8, 2, 4))}, r"window_value must have shape \(1, 9, 2, 4\)"),
+    ],
+)
+def test_bad_input(changes, message):
+    query, key, value, _ = random_qkv(9, heads=2)
+    query, key, value = (x[:1, ..., :4] for x in (query, key, value))
+    blocks = {
+        "compressed_key": key[:, :3],
+        "compressed_value": value[:, :3],
+        "gates": jnp.zeros((1, 9, 2, 3)),
+    }
+    with pytest.raises(ValueError, match=message):
+        native_sparse_attention(query, key, value, **(blocks | {"sizes": SIZES} | changes))
