@@ -60,6 +60,7 @@ from brl_jax.attention.sorting.prob_sparse import (
     prob_sparse_attention,
     prob_sparse_step,
 )
+from brl_jax.attention.sorting.slice_sort import slice_sort
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
@@ -93,6 +94,7 @@ from brl_jax.layers import (
     NystromformerConfig,
     PerformerConfig,
     SkyformerConfig,
+    SliceformerConfig,
     TLinFormerConfig,
 )
 from brl_jax.layers.core.protocol import Dimensions
@@ -163,6 +165,7 @@ __all__ = [
     "RegressorConfig",
     "RotaryBias",
     "SkyformerConfig",
+    "SliceformerConfig",
     "SlidingWindow",
     "Stack",
     "StackConfig",
@@ -220,6 +223,7 @@ __all__ = [
     "propagate",
     "skyformer_attention",
     "skyformer_samples",
+    "slice_sort",
     "stream",
     "transnormer",
 ]

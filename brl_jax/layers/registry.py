@@ -27,6 +27,7 @@ from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
+from brl_jax.layers.sorting.sliceformer import SliceformerConfig
 from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
 from brl_jax.layers.structured.global_window import GlobalWindowConfig
 from brl_jax.layers.structured.mlr import MLRConfig
@@ -44,6 +45,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "long_short": LongShortConfig,
         "informer": InformerConfig,
         "native_sparse": NativeSparseConfig,
+        "sliceformer": SliceformerConfig,
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
         "deltanet": DeltaNetConfig,

@@ -138,5 +138,6 @@ CALLS = {
     ),
     "native_sparse": (qkv, _native_sparse),
     "prob_sparse": (qkv, lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=jax.random.key(0), factor=1)),
+    "slice_sort": (lambda batch: qkv(batch)[2:], lambda v: bj.slice_sort(v, order="interleaved")),
     "skyformer": (qkv, lambda q, k, v: bj.skyformer_attention(q, k, v, samples=_SAMPLES)),
 }

@@ -202,8 +202,23 @@ def native_sparse_mix(u, p, m, d):
     return np.tensordot(np.reshape(out, q.shape), p["out"]["kernel"], axes=2)
 
 
+def sliceformer_mix(u, p, m, d):
+    v = project(u, p["value"])
+    out = np.empty_like(v)
+    for a, c in np.ndindex(v.shape[1:]):
+        falls = m.order == "descending" or (m.order == "interleaved" and c % 2 == 1)
+        ranked = sorted(v[:, a, c], key=lambda z, falls=falls: -np.real(z) if falls else np.real(z))
+        if m.order == "max_exchange":
+            ranked = list(v[:, a, c])
+            largest = int(np.argmax(np.real(v[:, a, c])))
+            ranked[0], ranked[largest] = ranked[largest], ranked[0]
+        out[:, a, c] = ranked
+    return np.tensordot(out, p["out"]["kernel"], axes=2)
+
+
 NETWORKS = {
     "native_sparse": residual_network(native_sparse_mix),
+    "sliceformer": residual_network(sliceformer_mix),
     "informer": residual_network(informer_mix),
     "long_short": residual_network(long_short_mix),
     "kernelized": residual_network(kernelized_mix),

@@ -44,6 +44,7 @@ from brl_jax.layers import (
     NystromformerConfig,
     PerformerConfig,
     SkyformerConfig,
+    SliceformerConfig,
     TLinFormerConfig,
 )
 
@@ -134,6 +135,11 @@ VARIANTS: dict[str, dict[str, Case]] = {
     # The last of a row's 27 tokens have four blocks of which they choose two; compressed blocks overlap.
     "native_sparse": {
         "": Case(NativeSparseConfig(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)),
+    },
+    "sliceformer": {
+        "": Case(SliceformerConfig(order="interleaved")),
+        "ascending": Case(SliceformerConfig(), repeats="sliceformer"),
+        "max_exchange": Case(SliceformerConfig(order="max_exchange"), repeats="sliceformer"),
     },
     "linear": {
         "": Case(LinearConfig(chunk_size=8)),

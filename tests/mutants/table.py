@@ -471,6 +471,27 @@ MUTANTS = (
         (LAWS, "-k", "law_1 and informer and not linformer"),
     ),
     Mutant(
+        "sorting/Sliceformer sorts the padding",
+        "brl_jax/attention/sorting/slice_sort.py",
+        "keys = jnp.where(exists[..., None, None], keys, jnp.inf)",
+        "keys = keys + jnp.where(exists[..., None, None], 0.0, 0.0)",
+        ("tests/attention/sorting/test_slice_sort.py", "-k", "padding"),
+    ),
+    Mutant(
+        "sorting/Sliceformer exchanges the padding's value",
+        "brl_jax/attention/sorting/slice_sort.py",
+        "jnp.where(exists[..., None, None], keys, -jnp.inf).argmax",
+        "jnp.where(exists[..., None, None], keys, 0.0).argmax",
+        ("tests/attention/sorting/test_slice_sort.py", "-k", "padding"),
+    ),
+    Mutant(
+        "sorting/Sliceformer sorts all channels in one order",
+        "brl_jax/attention/sorting/slice_sort.py",
+        "% 2 == 1, -keys, keys)",
+        "% 2 == 2, -keys, keys)",
+        (LAWS, "-k", "law_3 and sliceformer"),
+    ),
+    Mutant(
         "low_rank/Skyformer samples the padding",
         "brl_jax/attention/low_rank/skyformer.py",
         "samples[None] * counts[:, None].astype(jnp.float32)",

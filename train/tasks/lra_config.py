@@ -7,7 +7,7 @@ lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; 
                                                      code)
 lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
 -informer, -long-short                               (two layers of width 64)
-lra-TASK-flowformer                                  a mechanism of BRL-Attention's table 1 in the network of its table
+lra-TASK-flowformer, -sliceformer                    mechanisms of BRL-Attention's table 1 in the network of its table
                                                      11
 
 BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. Neither gives steps or warm-up: the steps are
@@ -31,6 +31,7 @@ from brl_jax.layers import (
     Mechanism,
     NystromformerConfig,
     SkyformerConfig,
+    SliceformerConfig,
 )
 from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
@@ -223,6 +224,12 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
     return LraConfig(_loop(task, batch), _data(task), model, _optimizer(task, learning_rate))
 
 
+def _beside_brl(task: str) -> dict[str, Mechanism]:
+    """Mechanisms of BRL-Attention's table 1, by name. Sliceformer sorts in ascending order, as in its authors' code for
+    the Long Range Arena."""
+    return {"flowformer": FlowformerConfig(), "sliceformer": SliceformerConfig(order="ascending")}
+
+
 class _Small(NamedTuple):
     """The settings that make a task small enough for two cores."""
 
@@ -289,5 +296,9 @@ PRESETS: dict[str, LraConfig] = {
         for task in _TRANSNORMER
         for name, mechanism in _beside_transnormer(task).items()
     },
-    **{f"lra-{task}-flowformer": _original(task, FlowformerConfig()) for task in _TRANSNORMER},
+    **{
+        f"lra-{task}-{name}": _original(task, mechanism)
+        for task in _TRANSNORMER
+        for name, mechanism in _beside_brl(task).items()
+    },
 }

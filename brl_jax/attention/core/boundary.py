@@ -28,7 +28,7 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
     result has no unambiguous sharding. Inside, the compiler divides the work, as with an automatic mesh. The output
     is sharded as the query is, and states and residuals by batch only.
 
-    The first argument must be the queries or the tokens, with the batch as first axis.
+    The first argument must be the queries, the values or the tokens, with the batch as first axis.
     """
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
@@ -50,7 +50,7 @@ def attention_function(function: Callable[P, R]) -> Callable[P, R]:
         changing = arrays if explicit else symbolic
         if explicit:
             signature.bind(*args, **kwargs)  # raises the TypeError of a missing argument
-            given = [*args, *(kwargs[name] for name in names[len(args) : 2])]
+            given = [*args, *(kwargs.get(name) for name in names[len(args) : 2])]
             return _with_automatic_mesh(of_leaves, [leaves[i] for i in arrays], *given[:2])
         named = "implementation" in names and kwargs.get("implementation") is None
         options = {"implementation": "xla"} if named else {}

@@ -104,3 +104,17 @@ def native_sparse_attention(
     last = weights(key, (s <= t) & (t - s < window))
     parts = (read(far, compressed_value), read(near, value), read(last, value))
     return jnp.stack([gates[..., i, None] * part for i, part in enumerate(parts)]).sum(0)
+
+
+def slice_sort(value: Float[Array, "B T N V"], *, order: str = "ascending") -> Float[Array, "B T N V"]:
+    """Each channel sorted along the sequence (arXiv:2310.17683). Runs outside of `jax.jit`."""
+    out = np.array(value)
+    for b, n, v in np.ndindex(out.shape[0], *out.shape[2:]):
+        channel = out[b, :, n, v]
+        descending = order == "descending" or (order == "interleaved" and v % 2 == 1)
+        if order == "max_exchange":
+            largest = int(channel.argmax())
+            channel[[0, largest]] = channel[[largest, 0]]
+        else:
+            out[b, :, n, v] = np.sort(channel)[:: -1 if descending else 1]
+    return jnp.asarray(out)

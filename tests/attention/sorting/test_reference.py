@@ -3,9 +3,10 @@
 import functools
 
 import jax
+import numpy as np
 import pytest
 
-from brl_jax import prob_sparse_attention
+from brl_jax import prob_sparse_attention, slice_sort
 from brl_jax.attention.sorting import reference
 from tests.attention.local.test_local import random_qkv
 from tests.attention.oracles import relative_error
@@ -19,3 +20,9 @@ def test_equals_its_plain_form(is_causal, length):
     call = jax.jit(functools.partial(prob_sparse_attention, **options))
     expected = reference.prob_sparse_attention(*arrays, rng=key, **options)
     assert relative_error(call(*arrays, rng=key), expected) < 1e-5
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "interleaved", "max_exchange"])
+def test_sorting_equals_its_plain_form(order):
+    value = random_qkv(13)[2]
+    np.testing.assert_array_equal(slice_sort(value, order=order), reference.slice_sort(value, order=order))

@@ -1,0 +1,53 @@
+"""Sliceformer's slicing and sorting as a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, get_args
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.sorting.slice_sort import Order, slice_sort
+from brl_jax.layers.core.modules import dense, merge_heads
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceformerConfig(Mechanism):
+    """Every channel of the values sorted along the sequence (Sliceformer, arXiv:2310.17683); for encoders.
+
+    The cost is linear but for a factor of the length's logarithm. There are no queries and no keys, so rotary positions
+    have no effect, and neither has the number of key/value heads."""
+
+    causal: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
+
+    order: Order = "ascending"
+    """"ascending", "descending", "interleaved" (neighbouring channels in opposite orders) or "max_exchange" (the first
+    token's value and the largest one change places)."""
+
+    def __post_init__(self):
+        check_choice("order", self.order, get_args(Order))
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return Sliceformer(self, dimensions, **kwargs)
+
+
+class Sliceformer(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `slice_sort` for the mathematics.
+
+    It sows no "weights": every channel has a permutation of its own, not every head a matrix."""
+
+    mechanism: SliceformerConfig
+    dimensions: Dimensions
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, m = self.dimensions, self.mechanism
+        m.check(d)
+        value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
+        out = slice_sort(
+            value, order=m.order, key_value_seq_lengths=call.lengths, implementation=d.implementation
+        )
+        return merge_heads(d, out), None
