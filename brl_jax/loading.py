@@ -62,7 +62,9 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
 
     config = json.loads((epath.Path(workdir) / "config.json").read_text())
     model, example = _network(config)
-    folder = (epath.Path(workdir) / "checkpoints").resolve()
+    folder = epath.Path(workdir) / "checkpoints"
+    if "://" not in os.fspath(folder):  # epath would take gs://... for a name in the working directory
+        folder = folder.resolve()
     steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     scores = {}
     if checkpoint == "best":

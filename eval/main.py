@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from eval.plotting import picture_path, save
 from eval.runs import Run, open_run
 from train.config import parse_options
-from train.data.files import write_whole
 from train.errors import UserError
+from train.storage import write_whole
 from train.task import Task, find_runs
 
 

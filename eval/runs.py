@@ -14,6 +14,7 @@ from train.checkpoint import Checkpoints
 from train.config_file import differences
 from train.errors import UserError
 from train.metrics import log
+from train.storage import check_client
 from train.task import Task, read_config
 
 
@@ -38,6 +39,7 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
     Raises:
       UserError: there is no run or no such checkpoint, or it is damaged ("last" then takes the one before it).
     """
+    check_client("--workdir", workdir)
     task, config = read_config(tasks, epath.Path(workdir) / "config.json")
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=workdir))
     checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints", log=log)

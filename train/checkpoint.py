@@ -25,6 +25,7 @@ from etils import epath
 from train.errors import RunError, UserError, is_memory_shortage, one_line
 from train.hosts import is_lead
 from train.step import TrainState
+from train.storage import absolute, as_os_errors, move
 
 _DAMAGED = "damaged_checkpoints"
 
@@ -159,8 +160,9 @@ class Checkpoints:
     def close(self) -> None:
         """Frees the threads, after finishing the checkpoints that are being written; `wait` raises their errors."""
         if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+            manager, self._manager = self._manager, None
+            with contextlib.suppress(Exception):  # a write that failed, whose error is on its way already
+                manager.close()
 
     @property
     def last_good(self) -> str:
@@ -176,9 +178,10 @@ class Checkpoints:
             # A write that fails is reported in one line (`_failure`); Orbax and its tasks would add hundreds.
             for logger in ("absl", "asyncio"):
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
+            _silence_abandoned_reads()
             self._scores = self._read_scores()
             self._manager = ocp.CheckpointManager(
-                self.folder.resolve(),
+                absolute(self.folder),
                 options=ocp.CheckpointManagerOptions(preservation_policy=self, cleanup_tmp_directories=True),
             )
         return self._manager
@@ -192,10 +195,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the folder, ascending, including damaged ones."""
-        if not self.folder.exists():
-            return []
         try:
-            return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
+            with as_os_errors():
+                if not self.folder.exists():
+                    return []
+                return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
         except OSError as error:
             raise UserError(f"--workdir: cannot read {self.folder}: {one_line(error)}") from error
 
@@ -296,7 +300,7 @@ class Checkpoints:
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(
-                    self.folder.resolve() / str(step), args=ocp.args.Composite(**args)
+                    absolute(self.folder) / str(step), args=ocp.args.Composite(**args)
                 )
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
@@ -331,4 +335,4 @@ class Checkpoints:
         target = folder / str(step)
         if target.exists():
             target.rmtree()
-        (self.folder / str(step)).rename(target)
+        move(self.folder / str(step), target)

@@ -28,6 +28,7 @@ from train.fields import Flat, Free, Mark, marked
 from train.help import first_screen, preset_list
 from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
+from train.storage import check_address
 
 T = TypeVar("T")
 R = TypeVar("R", bound="RunConfig")
@@ -52,8 +53,8 @@ class LoopConfig:
     """The training loop: how long it runs, how much it takes at a time, what it measures and keeps."""
 
     workdir: Free[str] = "runs/small"
-    """Folder of the run: config.json, metrics.jsonl, checkpoints, TensorBoard events. The same command again resumes
-    the run where it stopped."""
+    """Folder of the run, local or gs://BUCKET/FOLDER: config.json, metrics.jsonl, checkpoints, TensorBoard events. The
+    same command again resumes the run where it stopped."""
     steps: Free[int] = 1000
     """Number of training steps."""
     seed: int = 0
@@ -83,8 +84,7 @@ class LoopConfig:
         )
         check_at_least(self, "patience", least=0)
         check_seed(self.seed)
-        if "://" in self.workdir:
-            raise ValueError(f"workdir must be a local folder, got {self.workdir!r}")
+        check_address("workdir", self.workdir)
         if self.batch % self.accumulation:
             raise ValueError(
                 f"batch must be a multiple of accumulation={self.accumulation}, got {self.batch}"

@@ -14,6 +14,7 @@ from flax import traverse_util
 from brl_jax.configuration import configuration
 from brl_jax.layers import Mechanism, mechanism_name
 from train.errors import UserError
+from train.storage import as_os_errors, write_whole
 
 T = TypeVar("T")
 
@@ -76,11 +77,9 @@ def option_name(path: str) -> str:
 
 
 def write_json(values: Mapping[str, Any], path: epath.Path) -> None:
-    """Writes a configuration (from `to_json`) under another name and renames it: the file is whole or not there."""
+    """Writes a configuration (from `to_json`): the file is whole or does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(values, indent=2) + "\n")
-    aside.replace(path)
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 def read_values(path: str | os.PathLike[str]) -> Any:
@@ -90,7 +89,8 @@ def read_values(path: str | os.PathLike[str]) -> Any:
       UserError: there is no such file, or it is not JSON.
     """
     try:
-        return json.loads(epath.Path(path).read_text())
+        with as_os_errors():
+            return json.loads(epath.Path(path).read_text())
     except FileNotFoundError as error:
         raise UserError(f"--workdir: no run there: {os.fspath(path)} is missing") from error
     except (OSError, ValueError) as error:

@@ -30,6 +30,15 @@ def is_memory_shortage(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
+# The clients of object stores raise exceptions of their own besides OSError.
+_CLIENTS = ("aiohttp", "botocore", "fsspec", "gcsfs", "google", "requests", "s3fs")
+
+
+def is_client_error(error: BaseException) -> bool:
+    """Whether an exception comes from the client of an object store."""
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
 class Stopped(Exception):
     """A run that a signal stopped, after saving; the line says how to resume it.
 
@@ -42,11 +51,13 @@ class Stopped(Exception):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception's first cause in one line of at most `limit` characters; its class's name if it has no message."""
+    """An exception's first cause in one line of at most `limit` characters, of which its end is worth as much as its
+    beginning; its class's name if it has no message."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    half = (limit - 5) // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
 def command(main: Callable[[Sequence[str]], None], name: str) -> int:
@@ -72,10 +83,12 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     except Exception as error:
         if is_memory_shortage(error):
             return _report(name, f"out of memory: {one_line(error)}", 1)
-        if not isinstance(error, OSError):
+        if isinstance(error, OSError):
+            where = f" ({error.filename})" if error.filename else ""
+            return _report(name, f"{error.strerror or one_line(error)}{where}", 1)
+        if not is_client_error(error):
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        return _report(name, f"{error.strerror or one_line(error)}{where}", 1)
+        return _report(name, f"object storage: {one_line(error)}", 1)
     return 0
 
 

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from brl_jax.attention.core.checks import check_at_least
 from train.config_file import differences
 from train.errors import UserError, one_line
+from train.storage import as_os_errors
 from train.watchdog import WATCHDOG
 
 # A process that is silent for this long counts as lost. Gloo and the TPU's runtime mostly notice sooner.
@@ -106,27 +107,29 @@ def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
         return
     folder = epath.Path(workdir)
     token = np.frombuffer(secrets.token_bytes(8), np.uint8)
-    is_new, problem = not folder.exists(), ""
+    is_new, problem = True, ""
     if is_lead():
-        with contextlib.suppress(OSError):  # the others do not find it, then
+        with contextlib.suppress(OSError), as_os_errors():  # the others do not find it, then
+            is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             _shared_file(folder, token).write_text(json.dumps(config))
     token = multihost_utils.broadcast_one_to_all(token)
     path = _shared_file(folder, token)
     given_up = time.monotonic() + _SHARING_SECONDS
-    while not path.exists() and time.monotonic() < given_up and not is_lead():
-        time.sleep(0.1)
     try:
-        others = differences(json.loads(path.read_text()), json.loads(json.dumps(config)), _OWN)
+        with as_os_errors():
+            while not path.exists() and time.monotonic() < given_up and not is_lead():
+                time.sleep(0.1)
+            others = differences(json.loads(path.read_text()), json.loads(json.dumps(config)), _OWN)
         problem = f"has other options than the first process: {', '.join(others)}" if others else ""
     except (OSError, ValueError):
         problem = f"does not find in {workdir} what the first process wrote there"
     failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem)))
     if is_lead():
-        with contextlib.suppress(OSError):  # it could not be written
+        with contextlib.suppress(OSError), as_os_errors():  # it could not be written
             path.unlink(missing_ok=True)
         if is_new and len(failed):
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError), as_os_errors():  # it is not empty
                 folder.rmdir()
     if len(failed):
         count = jax.process_count()

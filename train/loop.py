@@ -41,6 +41,7 @@ from train.step import (
     num_rows,
     num_tokens,
 )
+from train.storage import as_os_errors
 from train.watchdog import WATCHDOG
 
 
@@ -238,7 +239,8 @@ def _train(
         log(f"resuming from step {step} of {loop.steps}")
     try:
         if is_lead():
-            write_json(config, epath.Path(loop.workdir) / "config.json")
+            with as_os_errors():
+                write_json(config, epath.Path(loop.workdir) / "config.json")
         metrics_log = MetricsLog(
             loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard
         )
@@ -304,12 +306,18 @@ def _train(
                     "unfinished": None if whole else line,
                     "best": dataclasses.asdict(best),
                 }
+                metrics_log.sync()  # the lines up to a checkpoint are there before it is
                 checkpoints.save(step, state, meta, score=score)
                 line = None
                 reader.restart_clock()
                 if signals.received:
                     break
         checkpoints.wait()
+        if not metrics_log.sync():
+            raise RunError(
+                f"cannot write metrics.jsonl under {loop.workdir}; {checkpoints.last_good}; the same command on this "
+                "machine writes it"
+            )
         if signals.received:
             raise Stopped(
                 f"stopped after step {step} of {loop.steps}; {checkpoints.last_good}; the same command "

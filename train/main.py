@@ -15,6 +15,7 @@ from train.loop import train
 from train.mesh import open_mesh
 from train.metrics import log
 from train.step import num_tokens
+from train.storage import check_client
 from train.summary import beginning, ending, num_parameters
 from train.task import Task
 
@@ -33,6 +34,7 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
     config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
     task = next(task for task in tasks if task.config_class is type(config))
+    check_client("--workdir", config.loop.workdir)
     join(config.hosts)
     check_shared(config.loop.workdir, task.to_json(config))
     mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from etils import epath
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,6 +23,7 @@ from rich.progress import (
 from tensorboardX import SummaryWriter
 
 from train.hosts import is_lead
+from train.storage import Mirror, as_os_errors, is_remote, write_whole
 
 T = TypeVar("T")
 
@@ -65,7 +67,7 @@ class MetricsLog:
     """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events beside it.
 
     A run that is resumed after step s first drops the lines after s, so that no step appears twice. Of several
-    processes the first one writes.
+    processes the first one writes. In object storage the files are copies of local ones (`train.storage.Mirror`).
 
     Args:
       workdir: the run's folder.
@@ -77,15 +79,21 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, last_step: int, tensorboard: bool):
-        self._file = self._events = None
+        self._file = self._events = self._mirror = None
         if not is_lead():
             return
         folder = Path(workdir)
+        written = [epath.Path(workdir) / "metrics.jsonl"]
+        if is_remote(workdir):
+            self._mirror = Mirror(epath.Path(workdir), log)
+            folder = self._mirror.folder
+            written.append(
+                epath.Path(folder / "metrics.jsonl")
+            )  # what the store did not take from the last process
         path = folder / "metrics.jsonl"
-        kept = "".join(f"{line}\n" for line, step in _whole_lines(path) if step <= last_step)
-        aside = folder / f".metrics.jsonl.{os.getpid()}"
-        aside.write_text(kept)
-        aside.replace(path)
+        with as_os_errors():
+            kept = [[line for line, step in _whole_lines(each) if step <= last_step] for each in written]
+        write_whole(epath.Path(path), "".join(f"{line}\n" for line in max(kept, key=len)))
         # Unbuffered and in append mode, each line is one write; one that a crash cut off is dropped at the next start.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         self._events = SummaryWriter(str(folder), purge_step=last_step + 1) if tensorboard else None
@@ -100,15 +108,25 @@ class MetricsLog:
                 if name != "step":
                     self._events.add_scalar(name, value, line["step"])
 
+    def sync(self) -> bool:
+        """Copies the files to object storage, if that is where the run is; returns whether it has them."""
+        if self._mirror is None:
+            return True
+        if self._events is not None:
+            self._events.flush()
+        return self._mirror.sync()
+
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files, and copies them to object storage."""
         if self._file is not None:
             self._file.close()
         if self._events is not None:
             self._events.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
+def _whole_lines(path: epath.Path) -> Iterator[tuple[str, int]]:
     if not path.exists():
         return
     for line in path.read_text().splitlines():

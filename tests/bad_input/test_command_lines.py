@@ -39,7 +39,7 @@ LM = {
     "--keep_checkpoints 0": "--keep_checkpoints must be",
     "--patience -1": "--patience must be",
     "--workdir ": "--workdir",
-    "--workdir gs://bucket/run": "--workdir",
+    "--workdir s3://bucket/run": "--workdir",
     "--learning_rate -1": "--learning_rate must be above 0",
     "--learning_rate 0": "--learning_rate must be above 0",
     "--learning_rate nan": "--learning_rate must be",

@@ -108,7 +108,10 @@ def test_a_schedule():
         ("--learning_rate -1", "--learning_rate must be above 0, got -1.0"),
         ("--seed -1", "--seed must be at least 0, got -1"),
         ("--seed 99999999999999999999", r"--seed must be below 2\^63, got 99999999999999999999"),
-        ("--workdir gs://bucket/run", "--workdir must be a local folder, got 'gs://bucket/run'"),
+        (
+            "--workdir s3://bucket/run",
+            "--workdir must be a local folder or gs://BUCKET/FOLDER, got 's3://bucket/run'",
+        ),
         ("--mechanism local --mechanism full", "--mechanism is given twice; expected it once"),
         ("--eval_tokens 1", "--eval_tokens must be at least 2, or 0 for all, got 1"),
         (

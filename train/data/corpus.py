@@ -28,10 +28,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from train.data.files import beside, npy_header
+from train.data.files import npy_header
 from train.data.splits import Split
 from train.data.tokenizer import Tokenizer, text_pieces
 from train.errors import UserError
+from train.storage import beside
 
 # A progress bar appears where making a corpus takes longer than this.
 _QUIET_SECONDS = 1.0
@@ -127,9 +128,14 @@ def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
     return Corpus(tokens, tokenizer.token_bytes, extra, summary["digest"])
 
 
+def corpus_files(name: str) -> list[str]:
+    """The names of a corpus's files, in the order in which they are written."""
+    return [f"{name}{end}" for end in (".npy", ".extra.npy", ".json")]
+
+
 def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}{end}" for end in (".npy", ".extra.npy", ".json")]
+    paths = [folder / file for file in corpus_files(name)]
     asides = {path: Path(beside(epath.Path(path))) for path in paths}
     tokens_file, extra_file, summary_file = asides.values()
     try:

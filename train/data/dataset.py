@@ -12,14 +12,14 @@ from typing import Any
 
 from etils import epath
 
-from train.data.corpus import Corpus, open_corpus, read_corpus, reading
-from train.data.files import write_whole
+from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
 from train.data.sources import open_source
 from train.data.splits import SPLITS, Source
 from train.data.tokenizer import Tokenizer
 from train.data.tokenizers import check_tokenizer, load_tokenizer, train_tokenizer
-from train.errors import UserError
+from train.errors import UserError, one_line
 from train.fields import Free
+from train.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 1
@@ -39,7 +39,11 @@ class DataConfig:
     holdout: float = 0.05
     """Share of the text held out for evaluation where it has no validation split of its own."""
     cache_dir: Free[str | None] = None
-    """Local folder for the tokens, which runs may share; the run's own folder by default."""
+    """Folder for the tokens, which runs may share, local or gs://BUCKET/FOLDER; the run's own folder by default."""
+
+    def __post_init__(self):
+        if self.cache_dir is not None:
+            check_address("cache_dir", self.cache_dir)
 
 
 def load(
@@ -53,8 +57,9 @@ def load(
 
     Args:
       config: text and tokenizer.
-      workdir: the run's folder, local or remote (gs://...); tokens of a remote run are kept in
-      ~/.cache/brl-jax. splits: some of train, valid and test; test is left out where the text has none.
+      workdir: the run's folder, local or remote (gs://...). Tokens that are kept in a remote folder are read from a
+      copy in ~/.cache/brl-jax.
+      splits: some of train, valid and test; test is left out where the text has none.
 
     Returns:
       The tokenizer and a mapping from split to corpus.
@@ -64,7 +69,7 @@ def load(
     """
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
-    cache = cache_folder(config.cache_dir, run)
+    cache, shared = cache_folder(config.cache_dir, run), _shared_folder(config.cache_dir, run)
     asked = {"data": config.data, "tokenizer": config.tokenizer, "holdout": config.holdout}
     manifest = _read_manifest(run)
     tokenizer: Tokenizer | None = None
@@ -79,7 +84,7 @@ def load(
         tokenizer = load_tokenizer(run)
         if not differing:
             wanted = _wanted(splits, manifest["splits"], config.data)
-            read = {s: read_corpus(cache / manifest["tokens"], s, tokenizer) for s in wanted}
+            read = {s: _read(cache, shared, manifest["tokens"], s, tokenizer) for s in wanted}
             kept = {s: corpus for s, corpus in read.items() if corpus is not None}
             if len(kept) == len(wanted):
                 return tokenizer, kept
@@ -90,30 +95,63 @@ def load(
         if tokenizer is None:
             tokenizer = _tokenizer(config.tokenizer, source, cache)
         folder = "tokens-" + _key(source.fingerprint, tokenizer.digest)
-        opened = {s: open_corpus(cache / folder, s, source.splits[s], tokenizer) for s in wanted}
+        opened = {}
+        for split in wanted:
+            kept_one = _read(cache, shared, folder, split, tokenizer)
+            opened[split] = kept_one or open_corpus(cache / folder, split, source.splits[split], tokenizer)
+            if shared is not None and not _is_there(shared / folder, split):
+                copy_files(cache / folder, shared / folder, corpus_files(split))
         if manifest is None:
-            tokenizer.save(run)
-            manifest = asked | {"splits": list(source.splits), "tokens": folder}
-            write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            with as_os_errors():
+                tokenizer.save(run)
+                manifest = asked | {"splits": list(source.splits), "tokens": folder}
+                write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         option, place = ("--cache-dir", cache) if config.cache_dir else ("--workdir", run)
-        raise UserError(f"{option}: cannot write under {place}: {error.strerror or error}") from error
+        raise UserError(
+            f"{option}: cannot write under {place}: {error.strerror or one_line(error)}"
+        ) from error
     return tokenizer, opened
 
 
 def cache_folder(cache_dir: str | None, run: epath.Path) -> Path:
     """The local folder for what a run makes of its data: the given one, or one in the run's folder if that is local."""
-    if cache_dir:
+    if cache_dir and not is_remote(cache_dir):
         return Path(cache_dir).expanduser()
-    if "://" in os.fspath(run):
-        return Path.home() / ".cache" / "brl-jax"
+    if cache_dir or is_remote(run):
+        return user_cache()
     return Path(run) / "data"
+
+
+def _shared_folder(cache_dir: str | None, run: epath.Path) -> epath.Path | None:
+    """The remote folder from which other hosts, and this one when it starts afresh, get what a run made of its data."""
+    if cache_dir:
+        return epath.Path(cache_dir) if is_remote(cache_dir) else None
+    return run / "data" if is_remote(run) else None
+
+
+def _is_there(folder: epath.Path, split: str) -> bool:
+    """Whether a remote folder has all files of a split, the last of which is its summary."""
+    with as_os_errors():
+        return (folder / corpus_files(split)[-1]).exists()
+
+
+def _read(
+    cache: Path, shared: epath.Path | None, folder: str, split: str, tokenizer: Tokenizer
+) -> Corpus | None:
+    """The tokens of a split that were made before; they are copied here first where only the remote folder has them."""
+    corpus = read_corpus(cache / folder, split, tokenizer)
+    if corpus is None and shared is not None and _is_there(shared / folder, split):
+        copy_files(shared / folder, cache / folder, corpus_files(split))
+        corpus = read_corpus(cache / folder, split, tokenizer)
+    return corpus
 
 
 def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
     """What the run's folder records of its data: its DataConfig, the names of the text's splits, its tokens."""
     try:
-        return json.loads((run / _MANIFEST).read_text())
+        with as_os_errors():
+            return json.loads((run / _MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:

@@ -6,6 +6,7 @@ are separated by a line end; bits per byte are counted over that joined text.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import glob
@@ -17,10 +18,12 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, Source, Split, digest
-from train.errors import UserError
+from train.errors import UserError, one_line
+from train.storage import as_os_errors, is_remote
 
 _EXPECTED = "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG]"
 _BLOCK = 1 << 20
@@ -40,10 +43,55 @@ _NOT_STDLIB = {
 
 
 @dataclasses.dataclass(frozen=True)
+class _File:
+    """A file of text, local or at an address that fsspec reads (gs://..., s3://...).
+
+    address: its path or address. size: its bytes, compressed where it is. version: changes when the file does.
+    """
+
+    address: str
+    size: int
+    version: Any
+
+    @property
+    def name(self) -> str:
+        return self.address.rpartition("/")[2]
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.name.endswith(".gz")
+
+    def open(self) -> Any:
+        """The uncompressed text, as a binary file."""
+        if not is_remote(self.address):
+            return gzip.open(self.address, "rb") if self.is_compressed else open(self.address, "rb")
+        import fsspec
+
+        return fsspec.open(self.address, compression="gzip" if self.is_compressed else None).open()
+
+    def num_bytes(self) -> int:
+        """Length of the uncompressed text."""
+        if not self.is_compressed:
+            return self.size
+        with _reading(self), self.open() as file:
+            return sum(len(block) for block in iter(lambda: file.read(_BLOCK), b""))
+
+
+@contextlib.contextmanager
+def _reading(file: _File) -> Iterator[None]:
+    """Turns what reading a file raises into a line."""
+    try:
+        with as_os_errors():
+            yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"--data: cannot read {file.address}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
 class _Segment:
     """Bytes [start, stop) of a file's uncompressed text; None is the end."""
 
-    path: Path
+    file: _File
     start: int = 0
     stop: int | None = None
 
@@ -73,23 +121,16 @@ def open_source(spec: str, holdout: float) -> Source:
     return openers[kind](rest, holdout)
 
 
-def _open_file(path: Path):
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
-
-
 def _read(segment: _Segment) -> Iterator[bytes]:
     """The segment's bytes in blocks; a line end is added where the last line has none."""
     last = b"\n"
-    try:
-        with _open_file(segment.path) as file:
-            file.seek(segment.start)
-            left = None if segment.stop is None else segment.stop - segment.start
-            while block := file.read(_BLOCK if left is None else min(_BLOCK, left)):
-                left = None if left is None else left - len(block)
-                last = block
-                yield block
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"--data: cannot read {segment.path}: {error}") from error
+    with _reading(segment.file), segment.file.open() as file:
+        file.seek(segment.start)
+        left = None if segment.stop is None else segment.stop - segment.start
+        while block := file.read(_BLOCK if left is None else min(_BLOCK, left)):
+            left = None if left is None else left - len(block)
+            last = block
+            yield block
     if not last.endswith(b"\n"):
         yield b"\n"
 
@@ -100,22 +141,11 @@ def _split_of_segments(segments: Sequence[_Segment]) -> Split:
             yield from _read(segment)
 
     sizes = [
-        (s.path.stat().st_size if s.stop is None else s.stop) - s.start
+        (s.file.size if s.stop is None else s.stop) - s.start
         for s in segments
-        if s.stop is not None or s.path.suffix != ".gz"
+        if s.stop is not None or not s.file.is_compressed
     ]
     return Split(blocks, sum(sizes) if len(sizes) == len(segments) else None)
-
-
-def _file_size(path: Path) -> int:
-    """Length of the uncompressed text."""
-    if path.suffix != ".gz":
-        return path.stat().st_size
-    try:
-        with gzip.open(path, "rb") as file:
-            return sum(len(block) for block in iter(lambda: file.read(_BLOCK), b""))
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"--data: cannot read {path}: {error}") from error
 
 
 def _open_stdlib(holdout: float) -> Source:
@@ -136,7 +166,8 @@ def _open_stdlib(holdout: float) -> Source:
             continue
         # The name decides, so that a file stays in its split whatever files a Python version adds or drops.
         share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
-        splits["valid" if share < holdout else "train"].append(_Segment(root / name))
+        file = _File(str(root / name), len(text), None)
+        splits["valid" if share < holdout else "train"].append(_Segment(file))
         seen.append((name, hashlib.sha256(text).hexdigest()))
     if not (splits["train"] and splits["valid"]):
         raise UserError(
@@ -154,57 +185,86 @@ def _split_of_name(name: str) -> str:
     return found[0] if found else "train"
 
 
-def _open_text(pattern: str, holdout: float) -> Source:
-    paths: list[Path] = []
-    for part in filter(None, pattern.split(",")):
-        found = sorted(p for p in glob.glob(os.path.expanduser(part), recursive=True) if os.path.isfile(p))
-        if not found:
-            raise UserError(f"--data: no file matches {part!r} (relative to {os.getcwd()})")
-        paths += [Path(p).resolve() for p in found]
-    paths = list(dict.fromkeys(paths))
+def _find_local(pattern: str) -> list[_File]:
+    found = [p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p)]
+    paths = [Path(p).resolve() for p in sorted(found)]
     unreadable = [p for p in paths if not os.access(p, os.R_OK)]
     if unreadable:
         raise UserError(f"--data: cannot read {unreadable[0]}: permission denied")
-    stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
-    paths = [p for p, (_, size, _) in zip(paths, stats) if size]
-    if not paths:
-        raise UserError(f"--data: text:{pattern} matches empty files only ({len(stats)})")
-    by_split: dict[str, list[Path]] = {}
-    for path in paths:
-        by_split.setdefault(_split_of_name(path.name), []).append(path)
-    splits = {name: [_Segment(p) for p in found] for name, found in by_split.items()}
+    return [_File(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+
+
+def _find_remote(pattern: str) -> list[_File]:
+    try:
+        import fsspec
+
+        with as_os_errors():
+            files, path = fsspec.core.url_to_fs(pattern)
+            found = [info for info in files.glob(path, detail=True).values() if info["type"] == "file"]
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"--data: cannot read {pattern}: {one_line(error)}") from error
+    # What changes with the file is called otherwise by each kind of store.
+    versions = ("generation", "ETag", "etag", "mtime", "LastModified", "created")
+    return [
+        _File(
+            files.unstrip_protocol(info["name"]),
+            info["size"],
+            next((str(info[name]) for name in versions if info.get(name) is not None), None),
+        )
+        for info in sorted(found, key=lambda info: info["name"])
+    ]
+
+
+def _open_text(pattern: str, holdout: float) -> Source:
+    every: list[_File] = []
+    for part in filter(None, pattern.split(",")):
+        found = _find_remote(part) if is_remote(part) else _find_local(part)
+        if not found:
+            where = "" if is_remote(part) else f" (relative to {os.getcwd()})"
+            raise UserError(f"--data: no file matches {part!r}{where}")
+        every += found
+    every = list(dict.fromkeys(every))
+    files = [file for file in every if file.size]
+    if not files:
+        raise UserError(f"--data: text:{pattern} matches empty files only ({len(every)})")
+    by_split: dict[str, list[_File]] = {}
+    for file in files:
+        by_split.setdefault(_split_of_name(file.name), []).append(file)
+    splits = {name: [_Segment(file) for file in found] for name, found in by_split.items()}
     if "train" in splits and "valid" not in splits:
         splits["train"], splits["valid"] = _hold_out(by_split["train"], holdout)
     return Source(
-        digest("text", stats, holdout),
+        digest("text", [dataclasses.astuple(file) for file in every], holdout),
         {name: _split_of_segments(splits[name]) for name in SPLITS if name in splits},
     )
 
 
-def _hold_out(paths: Sequence[Path], holdout: float) -> tuple[list[_Segment], list[_Segment]]:
+def _hold_out(files: Sequence[_File], holdout: float) -> tuple[list[_Segment], list[_Segment]]:
     """Splits the joined files in two near 1 - holdout of their bytes, before the line that contains this position.
 
     A line longer than a block is split between two characters.
     """
-    sizes = [_file_size(p) for p in paths]
+    sizes = [file.num_bytes() for file in files]
     total = sum(sizes)
     if total < 2:
-        raise UserError(f"--data: {paths[0]} has {total} bytes, too few to train and hold out a share")
+        raise UserError(
+            f"--data: {files[0].address} has {total} bytes, too few to train and hold out a share"
+        )
     position = min(max(int(total * (1 - holdout)), 1), total - 1)
     index = 0
     while position >= sizes[index]:
         position -= sizes[index]
         index += 1
     start = max(0, position - _BLOCK)
-    with _open_file(paths[index]) as file:
-        file.seek(start)
-        before, after = file.read(position - start), file.read(3)
+    with _reading(files[index]), files[index].open() as opened:
+        opened.seek(start)
+        before, after = opened.read(position - start), opened.read(3)
     line_start = before.rfind(b"\n") + 1
     if line_start or (start == 0 and index > 0):
         position = start + line_start
     else:
         position += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))
-    train = [_Segment(p) for p in paths[:index]]
-    train += [_Segment(paths[index], 0, position)] if position else []
-    valid = [_Segment(paths[index], position, sizes[index])] if position < sizes[index] else []
-    return train, valid + [_Segment(p) for p in paths[index + 1 :]]
+    train = [_Segment(file) for file in files[:index]]
+    train += [_Segment(files[index], 0, position)] if position else []
+    valid = [_Segment(files[index], position, sizes[index])] if position < sizes[index] else []
+    return train, valid + [_Segment(file) for file in files[index + 1 :]]

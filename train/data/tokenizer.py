@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from train.data.files import write_whole
 from train.errors import UserError
+from train.storage import write_whole
 
 PIECE = 1 << 20
 NO_EXTRA = np.zeros((0, 2), np.int64)

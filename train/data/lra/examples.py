@@ -13,9 +13,10 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int, UInt8
 
-from train.data.files import beside, npy_header
+from train.data.files import npy_header
 from train.errors import UserError
 from train.metrics import log
+from train.storage import beside
 
 # Part of every key: after a change of how sources become tokens, the files of older versions must not be read.
 _FORMAT = 1

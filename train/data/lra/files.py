@@ -15,9 +15,9 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from train.data.files import beside
 from train.data.lra.examples import Chunk, chunk_of
 from train.errors import UserError, one_line
+from train.storage import beside
 
 T = TypeVar("T")
 

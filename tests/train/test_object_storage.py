@@ -1,0 +1,216 @@
+"""Runs whose folder and data are in object storage: an emulator on the loopback, and real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from etils import epath
+
+from tests.train.object_store import BUCKET, ObjectStore
+from train.data.sources import open_source
+from train.errors import UserError
+from train.metrics import MetricsLog
+from train.storage import Mirror, check_client
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--batch 4 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --mechanism local "
+    "--mechanism.window 4 --eval_every 4 --eval_tokens 200 --checkpoint_every 2 --warmup_steps 2 --sample_tokens 5 "
+    "--decay constant"
+)
+
+
+def _text(count):
+    rng = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    return "\n".join(" ".join(rng.choice(words, size=6)) for _ in range(count)) + "\n"
+
+
+def _losses(content):
+    lines = [json.loads(line) for line in content.splitlines()]
+    return [(line["step"], line["loss"], line.get("val_loss")) for line in lines]
+
+
+@pytest.fixture
+def store():
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("gcp_storage_emulator")
+    made = ObjectStore()
+    made.write("text/train.txt", _text(100).encode())
+    made.write("text/valid.txt", _text(15).encode())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def train_lm(store, tmp_path):
+    """Starts a run on a machine of this name, whose home is a folder of its own."""
+
+    def start(machine, workdir, *more, text=f"gs://{BUCKET}/text/*.txt"):
+        line = f"-m train.lm {TINY} --workdir {workdir} --data text:{text}"
+        (tmp_path / machine).mkdir(exist_ok=True)
+        settings = {"HOME": str(tmp_path / machine), "JAX_PLATFORMS": "cpu"}
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+        return subprocess.run(
+            [sys.executable, *line.split(), *more],
+            cwd=ROOT,
+            env=os.environ | store.environment | settings | cache,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return start
+
+
+@pytest.fixture
+def expected(train_lm, tmp_path):
+    """The losses of a run that never leaves this machine."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "train.txt").write_text(_text(100))
+    (tmp_path / "text" / "valid.txt").write_text(_text(15))
+    done = train_lm("local", tmp_path / "run", "--steps", "8", text=f"{tmp_path}/text/*.txt")
+    assert done.returncode == 0, done.stderr
+    return _losses((tmp_path / "run" / "metrics.jsonl").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_goes_on_on_another_machine(store, train_lm, expected, tmp_path):
+    """Bit for bit, from a slow store, and without the text, which is gone by then: its tokens are in the bucket."""
+    workdir = f"gs://{BUCKET}/runs/one"
+    first = train_lm("first", workdir, "--steps", "5")
+    assert first.returncode == 0, first.stderr
+    assert "next: python -m eval.lm --workdir gs://bucket/runs/one" in first.stderr
+    for name in ("text/train.txt", "text/valid.txt"):
+        store.delete(name)
+    store.delay = 0.02
+    second = train_lm("second", workdir, "--steps", "8")
+    assert second.returncode == 0, second.stderr
+    assert "resuming from step 5 of 8" in second.stderr
+    assert "Traceback" not in first.stderr + second.stderr
+    assert [loss[:2] for loss in _losses(store.read("runs/one/metrics.jsonl"))] == [
+        loss[:2] for loss in expected
+    ]
+    names = store.names()
+    for file in ("config.json", "data.json", "tokenizer_config.json"):
+        assert f"runs/one/{file}" in names
+    assert sum("events.out.tfevents" in name for name in names) == 2
+    assert not list((tmp_path / "second" / ".cache" / "brl-jax" / "unsent").rglob("metrics.jsonl"))
+    evaluated = subprocess.run(
+        [sys.executable, "-m", "eval.lm", "--workdir", workdir, "--split", "valid"],
+        cwd=ROOT,
+        env=os.environ | store.environment | {"HOME": str(tmp_path / "third"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["loss"] == pytest.approx(expected[-1][2], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_for_a_while_loses_nothing(store, train_lm, expected):
+    """The metrics are refused until the second checkpoint is there."""
+    workdir = f"gs://{BUCKET}/runs/two"
+
+    def refuses(method, address):
+        if method not in ("POST", "PUT") or "metrics.jsonl" not in address:
+            return False
+        return not any(name.startswith("runs/two/checkpoints/4/") for name in store.names())
+
+    store.refuses = refuses
+    done = train_lm("first", workdir, "--steps", "8")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"cannot write under {workdir}: Forbidden") == 1
+    assert done.stderr.count(f"{workdir} answers again and has all metrics") == 1
+    assert _losses(store.read("runs/two/metrics.jsonl")) == expected
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_a_checkpoint_ends_the_run_with_a_line(store, train_lm, expected):
+    workdir = f"gs://{BUCKET}/runs/three"
+    store.refuses = lambda method, address: (
+        method in ("POST", "PUT") and "/o" in address and "checkpoints%2F6" in address.replace("/", "%2F")
+    )
+    stopped = train_lm("first", workdir, "--steps", "8")
+    assert stopped.returncode == 1, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    last = stopped.stderr.splitlines()[-1]
+    assert last.startswith(f"train.lm: cannot write a checkpoint under {workdir}/checkpoints: "), last
+    assert last.endswith(f"; last good checkpoint: {workdir}/checkpoints/4"), last
+    store.refuses = lambda method, address: False
+    resumed = train_lm("first", workdir, "--steps", "8")
+    assert resumed.returncode == 0, resumed.stderr
+    assert _losses(store.read("runs/three/metrics.jsonl")) == expected
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_not_there_is_a_line(train_lm):
+    done = train_lm("first", "gs://another-bucket/runs/four", "--steps", "2")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "another-bucket" in done.stderr
+
+
+def test_metrics_that_the_store_did_not_take_are_kept_and_sent_by_the_next_process(tmp_path, monkeypatch):
+    """A local folder stands for the bucket: a file in its place refuses everything."""
+    monkeypatch.setattr("train.storage.user_cache", lambda: tmp_path / "home")
+    monkeypatch.setattr("train.metrics.is_remote", lambda path: True)
+    bucket, lines = tmp_path / "bucket", []
+    monkeypatch.setattr("train.metrics.log", lines.append)
+    first = MetricsLog(bucket, last_step=0, tensorboard=True)
+    first.write({"step": 1, "loss": 2.0})
+    assert first.sync()
+    assert (bucket / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+    bucket.rename(tmp_path / "aside")
+    bucket.write_text("")
+    first.write({"step": 2, "loss": 1.0})
+    assert not first.sync()
+    assert not first.sync()
+    first.close()
+    bucket.unlink()
+    (tmp_path / "aside").rename(bucket)
+    second = MetricsLog(bucket, last_step=2, tensorboard=False)
+    second.write({"step": 3, "loss": 0.5})
+    second.close()
+    steps = [json.loads(line)["step"] for line in (bucket / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert len(lines) == 1
+    assert f"cannot write under {bucket}: " in lines[0]
+    assert str(tmp_path / "home") in lines[0]
+
+
+def test_what_grows_is_copied_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.storage.user_cache", lambda: tmp_path / "home")
+    mirror = Mirror(epath.Path(tmp_path / "bucket"), print, seconds=0.01)
+    (mirror.folder / "metrics.jsonl").write_text("one\n")
+    while not (tmp_path / "bucket" / "metrics.jsonl").exists():
+        pass
+    mirror.close()
+    assert not list(mirror.folder.iterdir())
+
+
+def test_text_from_any_address_is_the_text_of_its_files(tmp_path):
+    """fsspec's store in memory stands for a bucket."""
+    memory = fsspec.filesystem("memory")
+    for name, count in (("a.txt", 40), ("b.txt", 30)):
+        (tmp_path / name).write_text(_text(count))
+        memory.pipe_file(f"/texts/{name}", _text(count).encode())
+    remote = open_source("text:memory://texts/*.txt", 0.2).splits
+    local = open_source(f"text:{tmp_path}/*.txt", 0.2).splits
+    for split in ("train", "valid"):
+        assert b"".join(remote[split].blocks()) == b"".join(local[split].blocks())
+    with pytest.raises(UserError, match=r"--data: no file matches 'memory://texts/\*.gz'$"):
+        open_source("text:memory://texts/*.gz", 0.2)
+
+
+def test_a_bucket_without_its_client_is_a_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_client("--workdir", "/a/local/folder")
+    with pytest.raises(UserError, match=r"--workdir: gs://b/r needs gcsfs: pip install 'brl-jax\[gcs\]'"):
+        check_client("--workdir", "gs://b/r")
