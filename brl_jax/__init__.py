@@ -60,6 +60,7 @@ from brl_jax.attention.sorting.prob_sparse import (
     prob_sparse_attention,
     prob_sparse_step,
 )
+from brl_jax.attention.sorting.sinkhorn import sinkhorn_attention, sinkhorn_step
 from brl_jax.attention.sorting.slice_sort import slice_sort
 from brl_jax.attention.structured.bilinear import bilinear_btt_attention, bilinear_mlr_attention, btt_factors
 from brl_jax.attention.structured.global_window import global_window_attention
@@ -93,6 +94,7 @@ from brl_jax.layers import (
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
+    SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
     TLinFormerConfig,
@@ -164,6 +166,7 @@ __all__ = [
     "Regressor",
     "RegressorConfig",
     "RotaryBias",
+    "SinkhornConfig",
     "SkyformerConfig",
     "SliceformerConfig",
     "SlidingWindow",
@@ -221,6 +224,8 @@ __all__ = [
     "prob_sparse_attention",
     "prob_sparse_step",
     "propagate",
+    "sinkhorn_attention",
+    "sinkhorn_step",
     "skyformer_attention",
     "skyformer_samples",
     "slice_sort",

@@ -23,6 +23,7 @@ from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.registry import MECHANISMS, mechanism_name
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
+from brl_jax.layers.sorting.sinkhorn import SinkhornConfig
 from brl_jax.layers.sorting.sliceformer import SliceformerConfig
 from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
 from brl_jax.layers.structured.global_window import GlobalWindowConfig
@@ -56,6 +57,7 @@ __all__ = [
     "NormConfig",
     "NystromformerConfig",
     "PerformerConfig",
+    "SinkhornConfig",
     "SkyformerConfig",
     "SliceformerConfig",
     "TLinFormerConfig",

@@ -13,7 +13,7 @@ import numpy as np
 
 from brl_jax.attention.low_rank.skyformer import skyformer_samples
 from brl_jax.attention.sorting.prob_sparse import sampled_fractions
-from tests.laws.oracles import norm, project, rotary, softmax
+from tests.laws.oracles import norm, project, relu, rotary, softmax
 from tests.laws.state_oracles import head_inputs, merge, residual_network
 
 
@@ -202,6 +202,42 @@ def native_sparse_mix(u, p, m, d):
     return np.tensordot(np.reshape(out, q.shape), p["out"]["kernel"], axes=2)
 
 
+def sinkhorn_mix(u, p, m, d):
+    """Block by block: the own tokens and the mixed ones, in one softmax."""
+    n, w = len(u), m.block_size
+    count, group = -(-n // w), d.num_heads // d.num_kv_heads
+    starts = range(0, n, w)
+    sums = np.stack([u[: s + 1].sum(0) if d.is_causal else u[s : s + w].sum(0) for s in starts])
+    logits = relu(project(relu(project(sums, p["sort_hidden"])), p["sort_blocks"]))[:, :count]
+    heads = []
+    for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
+        s = np.exp(logits[:, :, a // group] / m.temperature)
+        if d.is_causal:
+            s = s * np.tri(count, k=-1)
+        for _ in range(m.iterations):
+            rows = s.sum(1, keepdims=True)
+            s = s / np.where(rows == 0, 1, rows)
+            # Divided by what the column has so far, or by all of it.
+            columns = np.stack([s[: i + 1].sum(0) if d.is_causal else s.sum(0) for i in range(count)])
+            s = s / np.where(columns == 0, 1, columns)
+        out = []
+        for t in range(n):
+            i = t // w
+            own = range(i * w, t + 1 if d.is_causal else min(n, i * w + w))
+            mixed = range(min(w, n)) if i or not d.is_causal else ()
+            keys, values = (
+                np.array(
+                    [sum(s[i, j] * x[j * w + c] for j in range(count) if j * w + c < n) for c in mixed]
+                    + [x[t] for t in own]
+                )
+                for x in (k, v)
+            )
+            scores = (keys @ q[t])[None] / np.sqrt(d.head_dim)
+            out.append((softmax(scores, np.ones(scores.shape, bool)) @ values)[0])
+        heads.append(np.stack(out))
+    return merge(heads, p)
+
+
 def sliceformer_mix(u, p, m, d):
     v = project(u, p["value"])
     out = np.empty_like(v)
@@ -218,6 +254,7 @@ def sliceformer_mix(u, p, m, d):
 
 NETWORKS = {
     "native_sparse": residual_network(native_sparse_mix),
+    "sinkhorn": residual_network(sinkhorn_mix),
     "sliceformer": residual_network(sliceformer_mix),
     "informer": residual_network(informer_mix),
     "long_short": residual_network(long_short_mix),

@@ -43,6 +43,7 @@ from brl_jax.layers import (
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
+    SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
     TLinFormerConfig,
@@ -135,6 +136,10 @@ VARIANTS: dict[str, dict[str, Case]] = {
     # The last of a row's 27 tokens have four blocks of which they choose two; compressed blocks overlap.
     "native_sparse": {
         "": Case(NativeSparseConfig(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)),
+    },
+    # Dense products without a loop over tokens, as Nystromformer's; a row's padding has a fast test of its own.
+    "sinkhorn": {
+        "": Case(SinkhornConfig(block_size=5, max_length=32, iterations=3), repeats="nystromformer")
     },
     "sliceformer": {
         "": Case(SliceformerConfig(order="interleaved")),

@@ -7,7 +7,7 @@ lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; 
                                                      code)
 lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
 -informer, -long-short                               (two layers of width 64)
-lra-TASK-flowformer, -sliceformer                    mechanisms of BRL-Attention's table 1 in the network of its table
+lra-TASK-flowformer, -sinkhorn, -sliceformer         mechanisms of BRL-Attention's table 1 in the network of its table
                                                      11
 
 BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. Neither gives steps or warm-up: the steps are
@@ -30,6 +30,7 @@ from brl_jax.layers import (
     LongShortConfig,
     Mechanism,
     NystromformerConfig,
+    SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
 )
@@ -225,9 +226,13 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
 
 
 def _beside_brl(task: str) -> dict[str, Mechanism]:
-    """Mechanisms of BRL-Attention's table 1, by name. Sliceformer sorts in ascending order, as in its authors' code for
-    the Long Range Arena."""
-    return {"flowformer": FlowformerConfig(), "sliceformer": SliceformerConfig(order="ascending")}
+    """Mechanisms of BRL-Attention's table 1, by name. Sinkhorn's blocks have the size of the Long Range Arena's code;
+    a row has a class token more. Sliceformer sorts in ascending order, as in its authors' code."""
+    return {
+        "flowformer": FlowformerConfig(),
+        "sinkhorn": SinkhornConfig(block_size=50, max_length=_LENGTHS[task] + 50),
+        "sliceformer": SliceformerConfig(order="ascending"),
+    }
 
 
 class _Small(NamedTuple):

@@ -118,3 +118,47 @@ def slice_sort(value: Float[Array, "B T N V"], *, order: str = "ascending") -> F
         else:
             out[b, :, n, v] = np.sort(channel)[:: -1 if descending else 1]
     return jnp.asarray(out)
+
+
+def sinkhorn_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    sort_logits: Float[Array, "B C K C"],
+    *,
+    block_size: int = 64,
+    iterations: int = 8,
+    temperature: float = 0.75,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Float[Array, "B T N V"]:
+    """One softmax over the keys of the own block and of a mixture of blocks (arXiv:2002.11296, section 3)."""
+    length, group = query.shape[1], query.shape[2] // key.shape[2]
+    count = sort_logits.shape[1]
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    seen = jnp.asarray(np.tri(count, k=-1) if is_causal else np.ones((count, count)), jnp.float32)[None, None]
+    weights = jnp.exp(jnp.moveaxis(sort_logits, 2, 1) / temperature) * seen
+    for _ in range(iterations):
+        weights = weights / jnp.maximum(weights.sum(3, keepdims=True), 1e-30)
+        columns = jnp.cumsum(weights, 2) if is_causal else weights.sum(2, keepdims=True)
+        weights = weights / jnp.maximum(columns, 1e-30)
+    room = ((0, 0), (0, count * block_size - length), (0, 0), (0, 0))
+    blocks = (jnp.pad(x, room).reshape(x.shape[0], count, block_size, *x.shape[2:]) for x in (key, value))
+    # Sorted keys and values in front of the own ones of all blocks.
+    keys, values = (
+        jnp.repeat(
+            jnp.concatenate(
+                [jnp.einsum("bkij,bjwkh->biwkh", weights, y).reshape(x.shape[0], -1, *x.shape[2:]), x], 1
+            ),
+            group,
+            axis=2,
+        )
+        for x, y in zip((key, value), blocks)
+    )
+    t, s = np.arange(length)[:, None], np.arange(count * block_size)[None]
+    own = (t // block_size == s[:, :length] // block_size) & ((s[:, :length] <= t) | (not is_causal))
+    brought = (t // block_size == s // block_size) & (s % block_size < length)
+    brought = brought & ((t >= block_size) | (not is_causal))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, keys) * scale
+    attended = jax.nn.softmax(scores, -1, where=np.concatenate([brought, own], 1)[None, None])
+    return jnp.einsum("bnts,bsnv->btnv", attended, values)

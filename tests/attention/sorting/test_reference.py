@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from brl_jax import prob_sparse_attention, slice_sort
+from brl_jax import prob_sparse_attention, sinkhorn_attention, slice_sort
 from brl_jax.attention.sorting import reference
 from tests.attention.local.test_local import random_qkv
 from tests.attention.oracles import relative_error
@@ -26,3 +26,15 @@ def test_equals_its_plain_form(is_causal, length):
 def test_sorting_equals_its_plain_form(order):
     value = random_qkv(13)[2]
     np.testing.assert_array_equal(slice_sort(value, order=order), reference.slice_sort(value, order=order))
+
+
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [10, pytest.param(3, marks=pytest.mark.slow)])
+def test_sinkhorn_equals_its_plain_form(is_causal, length):
+    arrays, count = random_qkv(length, heads=4)[:3], -(-length // 4)
+    logits = jax.random.normal(jax.random.key(0), (arrays[0].shape[0], count, arrays[1].shape[2], count))
+    options = {"block_size": 4, "iterations": 3, "temperature": 0.6, "is_causal": is_causal, "scale": 0.3}
+    call = jax.jit(functools.partial(sinkhorn_attention, **options))
+    assert (
+        relative_error(call(*arrays, logits), reference.sinkhorn_attention(*arrays, logits, **options)) < 1e-5
+    )

@@ -1,0 +1,162 @@
+"""Sparse Sinkhorn attention as a layer: the sorting network, and a cache with all tokens and the blocks' logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.checks import check_at_least, require
+from brl_jax.attention.sorting.sinkhorn import check_temperature, sinkhorn_attention, sinkhorn_step
+from brl_jax.layers.core.caches import KeyValueCache
+from brl_jax.layers.core.modules import dense, merge_heads, project_qkv, sow_weights
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class SinkhornConfig(Mechanism):
+    """Attention to the own block and to a learned mixture of blocks (Sparse Sinkhorn Attention, arXiv:2002.11296).
+
+    Time grows with length^2 / block_size for mixing the blocks, and generation keeps all tokens."""
+
+    block_size: int = 64
+    """Tokens of a block."""
+    max_length: int = 4096
+    """Longest sequence; the sorting network has an output for each of its blocks."""
+    iterations: int = 8
+    """How many times Sinkhorn's normalisation divides rows and columns by their sums."""
+    temperature: float = 0.75
+    """Divides the logits of the sorting; smaller ones come nearer to a permutation. Where the network is called with
+    deterministic=False and a key "sample" among its rngs, as in training, Gumbel noise is added before."""
+
+    def __post_init__(self):
+        check_at_least(self, "block_size", "max_length", "iterations")
+        check_temperature(self.temperature)
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return SinkhornAttention(self, dimensions, **kwargs)
+
+    def blocks(self, length: int) -> int:
+        """How many blocks `length` tokens have.
+
+        Raises:
+          ValueError: more than there are outputs for.
+        """
+        require(
+            length <= self.max_length,
+            f"max_length must be at least the sequence's length {length}, got {self.max_length}: "
+            "the sorting network has an output for each block",
+        )
+        return -(-length // self.block_size)
+
+
+class SinkhornCache(NamedTuple):
+    """A decoding cache.
+
+    Attributes:
+      past: the keys and values of all tokens so far.
+      total: the sum of the layer's inputs, in float32.
+      sort_logits: the sorting network's outputs for the blocks that have begun; zeros for the others.
+    """
+
+    past: KeyValueCache
+    total: Float[Array, "B D"]
+    sort_logits: Float[Array, "B C K C"]
+
+    @property
+    def num_tokens(self) -> Int[Array, ""]:
+        return self.past.num_tokens
+
+
+class SinkhornAttention(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `sinkhorn_attention` for the mathematics.
+
+    The logits of the sorting are relu(W_B relu(W_P s + b_P) + b_B) for the sum s of a block's inputs, in float32; in a
+    decoder s is the sum of all inputs up to the block's first.
+    """
+
+    mechanism: SinkhornConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> SinkhornCache:
+        d = self.dimensions
+        count = self.mechanism.blocks(length)
+        shape = (batch, length, d.num_kv_heads, d.head_dim)
+        return SinkhornCache(
+            KeyValueCache.empty(shape, shape, d.dtype),
+            jnp.zeros((batch, d.d_model), jnp.float32),
+            jnp.zeros((batch, count, d.num_kv_heads, count), jnp.float32),
+        )
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, m = self.dimensions, self.mechanism
+        query, key, value = project_qkv(d, x, call.positions)
+        options: dict[str, Any] = {
+            "block_size": m.block_size,
+            "iterations": m.iterations,
+            "temperature": m.temperature,
+        }
+        if call.cache is not None:
+            past = call.cache.past.append(key, value, call.count)
+            total, sort_logits = self._begin_blocks(x, call)
+            out = sinkhorn_step(query, past.key, past.value, sort_logits, start=call.start, **options)
+            return merge_heads(d, out), SinkhornCache(past, total, sort_logits)
+        lengths = None if d.is_causal else call.lengths
+        noisy = not call.deterministic and self.has_rng("sample")
+        options |= {
+            "is_causal": d.is_causal,
+            "key_value_seq_lengths": lengths,
+            "implementation": d.implementation,
+            "rng": self.make_rng("sample") if noisy else None,
+        }
+        sums = self._sums(zero_padding(x, lengths))
+        sort_logits = self._sort_network(sums, sums.shape[1])
+
+        def attend(value: Array) -> Array:
+            return sinkhorn_attention(query, key, value, sort_logits, **options)
+
+        sow_weights(self, attend, value)
+        return merge_heads(d, attend(value)), None
+
+    def _sums(self, x: Float[Array, "B T D"]) -> Float[Array, "B C D"]:
+        """The sum of each block's inputs; in a decoder, of all inputs up to its first."""
+        batch, length, width = x.shape
+        count, size = self.mechanism.blocks(length), self.mechanism.block_size
+        x = x.astype(jnp.float32)
+        blocks = jnp.pad(x, ((0, 0), (0, count * size - length), (0, 0))).reshape(batch, count, size, width)
+        if not self.dimensions.is_causal:
+            return blocks.sum(2)
+        before = jnp.pad(blocks[:, :-1].sum(2), ((0, 0), (1, 0), (0, 0)))
+        return lax.associative_scan(jnp.add, before, axis=1) + blocks[:, :, 0]
+
+    def _sort_network(self, sums: Float[Array, "B R D"], count: int) -> Float[Array, "B R K C"]:
+        """The logits of rows for the first `count` blocks."""
+        d, m = self.dimensions, self.mechanism
+        # The exponential of the logits would enlarge the rounding of bfloat16, and sums are large.
+        exact = dataclasses.replace(d, dtype=jnp.float32, use_bias=True)
+        hidden = jax.nn.relu(dense(exact, d.d_model, ("embed", "mlp"), name="sort_hidden")(sums))
+        outputs = (m.blocks(m.max_length), d.num_kv_heads)
+        logits = dense(exact, outputs, ("mlp", "position", "kv_heads"), name="sort_blocks")(hidden)
+        return jnp.swapaxes(jax.nn.relu(logits[:, :, :count]), 2, 3)
+
+    def _begin_blocks(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Array]:
+        """The new sum of the inputs, and the logits with the rows of the blocks that begin among the new tokens."""
+        length, size = x.shape[1], self.mechanism.block_size
+        cache = call.cache
+        numbers = jnp.arange(length, dtype=jnp.int32)
+        new = call.num_new(length)
+        x = jnp.where((numbers < new)[None, :, None], x.astype(jnp.float32), 0.0)
+        totals = cache.total[:, None] + lax.associative_scan(jnp.add, x, axis=1)
+        rows = -(-length // size)
+        firsts = -call.start % size + size * jnp.arange(rows, dtype=jnp.int32)
+        sums = jnp.take(totals, jnp.minimum(firsts, length - 1), axis=1)
+        count = cache.sort_logits.shape[1]
+        places = jnp.where(firsts < new, (call.start + firsts) // size, count)
+        logits = cache.sort_logits.at[:, places].set(self._sort_network(sums, count), mode="drop")
+        return totals[:, -1], logits

@@ -1,0 +1,115 @@
+"""Sparse Sinkhorn attention: its weights, hard permutations, padding, noise, and what it refuses."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import full_attention
+from brl_jax import sinkhorn_attention as eager_attention
+from brl_jax.attention.sorting.sinkhorn import balanced
+from tests.attention.local.test_local import random_qkv
+from tests.attention.oracles import relative_error
+
+
+def sinkhorn_attention(*arrays, lengths=None, rng=None, **options):
+    def call(arrays, lengths, rng):
+        return eager_attention(*arrays, key_value_seq_lengths=lengths, rng=rng, **options)
+
+    return jax.jit(call)(arrays, lengths, rng)
+
+
+def random_logits(arrays, count, seed=0):
+    """(B, C, K, C)"""
+    shape = arrays[0].shape[0], count, arrays[1].shape[2], count
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def test_weights_are_doubly_stochastic():
+    exists = jnp.asarray([[True] * 6, [True] * 4 + [False] * 2])
+    weights = np.asarray(balanced(random_logits(random_qkv(3), 6), exists, 60, 0.75, False, None))
+    present = np.broadcast_to(exists[:, None], weights.shape[:3])
+    np.testing.assert_allclose(weights.sum(2), present, atol=1e-5)
+    np.testing.assert_allclose(weights.sum(3), present, atol=1e-5)
+
+
+def test_causal_weights_are_those_of_every_prefix():
+    logits = random_logits(random_qkv(3), 6)
+    weights = np.asarray(balanced(logits, None, 4, 0.75, True, None))
+    np.testing.assert_array_equal(np.triu(weights), 0)
+    prefix = balanced(logits[:, :4, :, :4], None, 4, 0.75, True, None)
+    np.testing.assert_allclose(prefix, weights[:, :, :4, :4], rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_logits_of_a_permutation_bring_its_block(is_causal):
+    arrays = random_qkv(12, heads=2)[:3]
+    source = [None, 0, 1, 0][:3] if is_causal else [2, 0, 1]
+    logits = np.full((arrays[0].shape[0], 3, arrays[1].shape[2], 3), -40.0, np.float32)
+    for i, j in enumerate(source):
+        if j is not None:
+            logits[:, i, :, j] = 40.0
+    out = sinkhorn_attention(*arrays, jnp.asarray(logits), block_size=4, is_causal=is_causal)
+    t, s = np.arange(12)[:, None], np.arange(12)[None]
+    mask = (t // 4 == s // 4) & ((s <= t) | (not is_causal))
+    for i, j in enumerate(source):
+        if j is not None:
+            mask |= (t // 4 == i) & (s // 4 == j)
+    assert relative_error(out, full_attention(*arrays, mask=jnp.asarray(mask))) < 1e-5
+
+
+@pytest.mark.parametrize("real", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_padding_changes_nothing(real):
+    arrays = random_qkv(14, heads=4)[:3]
+    logits = random_logits(arrays, 4)
+    lengths = jnp.asarray([real] + [14] * (arrays[0].shape[0] - 1), jnp.int32)
+    poisoned = (x.at[0, real:].set(jnp.nan) for x in arrays)
+    out = sinkhorn_attention(*poisoned, logits, block_size=4, lengths=lengths)
+    count = -(-real // 4)
+    alone = sinkhorn_attention(*(x[:1, :real] for x in arrays), logits[:1, :count, :, :count], block_size=4)
+    assert relative_error(out[:1, :real], alone) < 1e-5
+    np.testing.assert_array_equal(out[0, real:], 0)
+    assert relative_error(out[1:], sinkhorn_attention(*arrays, logits, block_size=4)[1:]) < 1e-5
+
+
+def test_noise_is_drawn_from_the_key():
+    arrays = random_qkv(12, heads=2)[:3]
+    logits = random_logits(arrays, 3)
+    first, again, other, none = (
+        sinkhorn_attention(*arrays, logits, block_size=4, rng=rng)
+        for rng in (jax.random.key(0), jax.random.key(0), jax.random.key(1), None)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert relative_error(other, first) > 1e-3
+    assert relative_error(none, first) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 0}, "block_size must be an int of at least 1, got 0"),
+        ({"iterations": 0}, "iterations must be an int of at least 1, got 0"),
+        ({"temperature": 0.0}, "temperature must be a positive finite Python number, got 0.0"),
+        ({"temperature": math.nan}, "temperature must be a positive finite Python number, got nan"),
+        ({"scale": math.inf}, "scale must be finite, got inf"),
+        ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
+        ({"block_size": 2}, "sort_logits must be a floating-point array of shape .*, got"),
+    ],
+)
+def test_bad_input(changes, message):
+    arrays = random_qkv(6)[:3]
+    with pytest.raises(ValueError, match=message):
+        eager_attention(*arrays, random_logits(arrays, 2), **{"block_size": 3, **changes})
+
+
+def test_other_lengths_and_no_logits_are_refused():
+    query, key, value = random_qkv(6)[:3]
+    logits = random_logits((query, key), 2)
+    with pytest.raises(
+        ValueError, match="key must have query's length 6, as both are the same tokens here, got 5"
+    ):
+        eager_attention(query, key[:, :5], value[:, :5], logits, block_size=3)
+    with pytest.raises(ValueError, match=r"sort_logits must be a floating-point array of shape .*, got none"):
+        eager_attention(query, key, value, None, block_size=3)
