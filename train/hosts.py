@@ -160,6 +160,18 @@ def is_lead() -> bool:
     return jax.process_index() == 0
 
 
+def gather(value: Any) -> list[Any]:
+    """A JSON value of each process, in the order of the processes; all of them must call this together."""
+    if jax.process_count() == 1:
+        return [value]
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(content)))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(content)] = content
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist())]
+
+
 @contextlib.contextmanager
 def lead_first(name: str) -> Iterator[None]:
     """A context that the first process leaves before the others enter it: they find what it made."""

@@ -13,6 +13,10 @@ from typing import Any
 from etils import epath
 
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
+from train.data.hf_stream import StreamedText, open_stream
+from train.data.mixture import Mixture, joined, parse_mixture
+from train.data.pretrained import is_pretrained
+from train.data.shards import open_shards
 from train.data.sources import open_source
 from train.data.splits import SPLITS, Source
 from train.data.tokenizer import Tokenizer
@@ -31,11 +35,13 @@ class DataConfig:
     """The text of a run, and how it becomes tokens."""
 
     data: str = "stdlib"
-    """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz; names with
-    train, valid or test in them are those splits), tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG] (or a
-    folder)."""
+    """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz, local or gs://...;
+    names with train, valid or test in them are those splits), tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or a
+    folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize) or
+    mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise, chars."""
+    """bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise, chars; or
+    one that exists: a tokenizer.json, a SentencePiece .model, or hf:NAME of the Hugging Face hub."""
     holdout: float = 0.05
     """Share of the text held out for evaluation where it has no validation split of its own."""
     cache_dir: Free[str | None] = None
@@ -48,7 +54,7 @@ class DataConfig:
 
 def load(
     config: DataConfig, workdir: str | os.PathLike[str], splits: Sequence[str] = SPLITS
-) -> tuple[Tokenizer, dict[str, Corpus]]:
+) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer and the corpora of a run; makes those that do not exist yet.
 
     The text of a run is fixed when it starts: data.json in its folder names its tokens, which are read again even where
@@ -62,17 +68,25 @@ def load(
       splits: some of train, valid and test; test is left out where the text has none.
 
     Returns:
-      The tokenizer and a mapping from split to corpus.
+      The tokenizer and a mapping from split to Corpus; "train" may also be a StreamedText or a Mixture
+      (`train.data.batches.training_batches` makes batches of each).
 
     Raises:
       UserError: the text or the tokenizer is not available, the run is of other data, or a folder cannot be written.
     """
+    kind, _, rest = config.data.partition(":")
+    if kind == "mix":
+        return _load_mixture(config, rest, workdir, splits)
+    if kind == "tokens":
+        shards = open_shards(Path(rest).expanduser(), splits)
+        _keep_tokenizer(config.data, shards[0], epath.Path(workdir), splits)
+        return shards
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
     cache, shared = cache_folder(config.cache_dir, run), _shared_folder(config.cache_dir, run)
     asked = {"data": config.data, "tokenizer": config.tokenizer, "holdout": config.holdout}
     manifest = _read_manifest(run)
-    tokenizer: Tokenizer | None = None
+    tokenizer = None
     if manifest is not None:
         differing = [name for name, value in asked.items() if manifest[name] != value]
         if "tokenizer" in differing or ("train" in splits and differing):
@@ -84,16 +98,20 @@ def load(
         tokenizer = load_tokenizer(run)
         if not differing:
             wanted = _wanted(splits, manifest["splits"], config.data)
+            if kind == "hf-stream" and "train" in wanted:
+                wanted.remove("train")
             read = {s: _read(cache, shared, manifest["tokens"], s, tokenizer) for s in wanted}
             kept = {s: corpus for s, corpus in read.items() if corpus is not None}
             if len(kept) == len(wanted):
-                return tokenizer, kept
+                return tokenizer, _with_stream(config, splits, tokenizer) | kept
 
     source = open_source(config.data, config.holdout)
     wanted = _wanted(splits, source.splits, config.data)
+    if kind == "hf-stream" and "train" in wanted:
+        wanted.remove("train")  # its tokens are made while training
     try:
         if tokenizer is None:
-            tokenizer = _tokenizer(config.tokenizer, source, cache)
+            tokenizer = tokenizer_of(config.tokenizer, source, cache)
         folder = "tokens-" + _key(source.fingerprint, tokenizer.digest)
         opened = {}
         for split in wanted:
@@ -111,7 +129,64 @@ def load(
         raise UserError(
             f"{option}: cannot write under {place}: {error.strerror or one_line(error)}"
         ) from error
-    return tokenizer, opened
+    return tokenizer, _with_stream(config, splits, tokenizer) | opened
+
+
+def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The training text where it is read while training."""
+    kind, _, rest = config.data.partition(":")
+    if kind != "hf-stream" or "train" not in splits:
+        return {}
+    documents, field = open_stream(rest)
+    key = _key(config.data, field, tokenizer.digest)
+    return {"train": StreamedText(documents["train"], field, tokenizer, key)}
+
+
+def _keep_tokenizer(data: str, tokenizer: Tokenizer, run: epath.Path, splits: Sequence[str]) -> None:
+    """Saves the tokenizer that tokens were made with in the folder of a new run.
+
+    Raises:
+      UserError: the run is of another tokenizer.
+    """
+    with as_os_errors():
+        if (run / "tokenizer_config.json").exists():
+            if load_tokenizer(run).digest != tokenizer.digest:
+                raise UserError(f"--data: {data} was made with another tokenizer than the run in {run} has")
+        elif "train" in splits:
+            tokenizer.save(run)
+
+
+def _load_mixture(
+    config: DataConfig, spec: str, workdir: str | os.PathLike[str], splits: Sequence[str]
+) -> tuple[Tokenizer, dict[str, Any]]:
+    """Each text of a mixture as a data set of its own, with one tokenizer, which is not learnt from one of them."""
+    weights = parse_mixture(spec)
+    if not (config.tokenizer == "bytes" or is_pretrained(config.tokenizer)) and not all(
+        text.startswith("tokens:") for text in weights
+    ):
+        raise UserError(
+            f"--tokenizer: a mixture needs bytes or a tokenizer that exists (tokenizer.json, .model, hf:NAME), got "
+            f"{config.tokenizer!r}"
+        )
+    loaded = []
+    for number, text in enumerate(weights):
+        part = dataclasses.replace(config, data=text)
+        if text.startswith("hf-stream:"):
+            raise UserError(f"--data mix: {text} is not read whole; tokenise it first (train.data.tokenize)")
+        loaded.append(load(part, epath.Path(workdir) / "mixture" / str(number), splits))
+    tokenizer = loaded[0][0]
+    other = next((text for text, each in zip(weights, loaded) if each[0].digest != tokenizer.digest), None)
+    if other is not None:
+        raise UserError(f"--data mix: {other} has another tokenizer than {next(iter(weights))}")
+    _keep_tokenizer(config.data, tokenizer, epath.Path(workdir), splits)
+    corpora: dict[str, Any] = {}
+    for split in splits:
+        parts = [each[1][split] for each in loaded if split in each[1]]
+        if split == "train":
+            corpora[split] = Mixture(tuple(parts), tuple(weights.values()))
+        elif len(parts) == len(loaded):
+            corpora[split] = joined(parts, list(weights.values()))
+    return tokenizer, corpora
 
 
 def cache_folder(cache_dir: str | None, run: epath.Path) -> Path:
@@ -170,9 +245,9 @@ def _key(*parts: str) -> str:
     return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
 
 
-def _tokenizer(spec: str, source: Source, cache: Path) -> Tokenizer:
+def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
     """The tokenizer of this text, from the cache, or learnt and kept there."""
-    if spec == "bytes":
+    if spec == "bytes" or is_pretrained(spec):
         return train_tokenizer(spec, lambda: ())
     folder = cache / ("tokenizer-" + _key(source.fingerprint, spec))
     if (folder / "tokenizer_config.json").exists():

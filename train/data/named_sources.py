@@ -18,7 +18,7 @@ _ROWS = 256
 
 
 @contextlib.contextmanager
-def _naming(option: str) -> Iterator[None]:
+def naming(option: str) -> Iterator[None]:
     """Turns what a library raises (about the network, the hub, a parser, files) into one line."""
     try:
         yield
@@ -29,13 +29,13 @@ def _naming(option: str) -> Iterator[None]:
         raise UserError(f"{option}: {first_line}") from error
 
 
-def _join(texts: Iterable[str | bytes | None]) -> bytes:
+def join_documents(texts: Iterable[str | bytes | None]) -> bytes:
     """Documents as one block; each ends with a line end."""
     parts = [t.encode() if isinstance(t, str) else (t or b"") for t in texts]
     return b"".join(p if p.endswith(b"\n") else p + b"\n" for p in parts)
 
 
-def _text_field(option: str, fields: Sequence[str], asked: str | None) -> str:
+def text_field(option: str, fields: Sequence[str], asked: str | None) -> str:
     """The field that holds the text: the requested one, else `text`, else the only one that ends in _text, or the only
     one."""
     if asked:
@@ -90,7 +90,7 @@ def open_tfds(option: str, name: str) -> Mapping[str, Any]:
         import tensorflow_datasets as tfds
 
         importlib.import_module("tensorflow_datasets.text")  # registers wiki40b and its like
-        with _naming(option):
+        with naming(option):
             sources: dict[str, Any] = tfds.data_source(name)
     except ModuleNotFoundError as error:
         if "'tensorflow'" in str(error):
@@ -115,13 +115,13 @@ def open_tfds_text(rest: str, holdout: float) -> Source:
 
     features = next(iter(sources.values())).dataset_info.features
     texts = sorted(n for n, f in features.items() if isinstance(f, tfds.features.Text))
-    key = _text_field(option, texts, field)
+    key = text_field(option, texts, field)
 
     def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
         for low in range(start, stop, _ROWS):
-            with _naming(option):
+            with naming(option):
                 examples = [sources[split][i] for i in range(low, min(low + _ROWS, stop))]
-            yield _join(example[key] for example in examples)
+            yield join_documents(example[key] for example in examples)
 
     rows = {str(split): len(source) for split, source in sources.items()}
     info = next(iter(sources.values())).dataset_info
@@ -136,7 +136,7 @@ def open_hf_text(rest: str, holdout: float) -> Source:
     try:
         import datasets
 
-        with _naming(option):
+        with naming(option):
             if folder.is_dir():
                 saved = (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
                 loaded: Any = datasets.load_from_disk(folder) if saved else datasets.load_dataset(str(folder))
@@ -147,13 +147,13 @@ def open_hf_text(rest: str, holdout: float) -> Source:
     tables: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     columns = {} if not tables else next(iter(tables.values())).features
     texts = [n for n, f in columns.items() if getattr(f, "dtype", None) in ("string", "large_string")]
-    key = _text_field(option, texts, None)
+    key = text_field(option, texts, None)
 
     def blocks(split: str, start: int, stop: int) -> Iterator[bytes]:
         for low in range(start, stop, _ROWS):
-            with _naming(option):
+            with naming(option):
                 texts = tables[split][low : min(low + _ROWS, stop)][key]
-            yield _join(texts)
+            yield join_documents(texts)
 
     rows = {str(split): len(table) for split, table in tables.items()}
     files = sorted(f["filename"] for table in tables.values() for f in table.cache_files)

@@ -20,12 +20,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.data.hf_stream import open_stream_source
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, Source, Split, digest
 from train.errors import UserError, one_line
 from train.storage import as_os_errors, is_remote
 
-_EXPECTED = "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG]"
+_EXPECTED = (
+    "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG], hf-stream:NAME[:CONFIG], tokens:DIR or "
+    "mix:WEIGHT*TEXT,WEIGHT*TEXT"
+)
 _BLOCK = 1 << 20
 # Folders of the standard library that are not its own, hold tests, or whose files are generated (help texts, character
 # tables: one of them would be most of the held-out text).
@@ -109,7 +113,12 @@ def open_source(spec: str, holdout: float) -> Source:
     if not 0 < holdout < 1:
         raise UserError(f"--holdout: expected a share between 0 and 1, got {holdout}")
     kind, _, rest = spec.partition(":")
-    openers = {"text": _open_text, "tfds": open_tfds_text, "hf": open_hf_text}
+    openers = {
+        "text": _open_text,
+        "tfds": open_tfds_text,
+        "hf": open_hf_text,
+        "hf-stream": open_stream_source,
+    }
     if spec == "stdlib":
         return _open_stdlib(holdout)
     if kind not in openers:

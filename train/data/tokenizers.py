@@ -14,12 +14,14 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from train.data.pretrained import PretrainedTokenizer, is_pretrained
 from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, decode_piece, text_pieces
 from train.data.vocabularies import CharactersTokenizer, WordsTokenizer
 from train.errors import UserError
 
 _EXPECTED = (
-    "bytes, chars, chars:MIN_COUNT, chars:max=SIZE, bpe:SIZE, words, words:MIN_COUNT or words:max=SIZE"
+    "bytes, chars, chars:MIN_COUNT, chars:max=SIZE, bpe:SIZE, words, words:MIN_COUNT, words:max=SIZE, "
+    "a tokenizer.json or .model file, or hf:NAME (as hf:gpt2)"
 )
 # BPE learns from this much text at most: its merges settle long before, and the trainer keeps every distinct word in
 # memory.
@@ -121,6 +123,8 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
     kind, colon, rest = spec.partition(":")
     if spec == "bytes":
         return lambda pieces: BytesTokenizer()
+    if is_pretrained(spec):
+        return lambda pieces: PretrainedTokenizer.open(spec)
     if kind == "bpe":
         if not rest.isdecimal() or int(rest) <= 256:
             raise UserError(f"--tokenizer: bpe:SIZE needs a whole number above 256, got {spec!r}")
@@ -147,7 +151,8 @@ def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokeniz
     """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces.
 
     Args:
-      spec: bytes, bpe:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise.
+      spec: bytes, bpe:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise, or one that exists already
+        (`train.data.pretrained`).
       pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
 
     Raises:
@@ -173,6 +178,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
             return BPETokenizer(
                 spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
             )
+        if is_pretrained(spec):
+            return PretrainedTokenizer.load(spec, folder)
         if spec.startswith("chars"):
             return CharactersTokenizer(spec, json.loads((folder / "characters.json").read_text()))
         return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])

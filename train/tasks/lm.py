@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,12 @@ from jaxtyping import Array, Int
 
 from brl_jax.decoding import generate
 from brl_jax.models import DecoderLM
-from train.data import Corpus, EvalStream, Tokenizer, TokenStreams, load
+from train.data import Corpus, EvalStream, Tokenizer, load, load_tokenizer
+from train.data.batches import training_batches
+from train.data.pretrained import PretrainedTokenizer, is_pretrained
 from train.errors import UserError
 from train.hosts import is_lead
-from train.loop import HeldOut, held_out_metrics
+from train.loop import HeldOut, Stream, held_out_metrics
 from train.mesh import host_rows
 from train.mup import make_rates
 from train.step import Batch, Objective, random_streams
@@ -32,10 +35,11 @@ _SAMPLE_TEMPERATURE = 0.8
 
 
 class LmData(NamedTuple):
-    """A text: its tokenizer, its splits, and the tokens that the sample continues (None without a training split)."""
+    """A text: its tokenizer, its splits (`train.data.load`), and the tokens that the sample continues (None without a
+    training split)."""
 
     tokenizer: Tokenizer
-    corpora: Mapping[str, Corpus]
+    corpora: Mapping[str, Any]
     prompt: Int[np.ndarray, " P"] | None
 
 
@@ -81,6 +85,8 @@ def vocabulary(tokenizer: str) -> int:
     """The size of a tokenizer's vocabulary, from its name. Raises UserError where the name does not give it."""
     if tokenizer == "bytes":
         return 256
+    if is_pretrained(tokenizer):
+        return PretrainedTokenizer.open(tokenizer).vocab_size
     size = re.fullmatch(r"(?:bpe:|words:max=|chars:max=)(\d+)", tokenizer)
     if size is None:
         raise UserError(
@@ -102,7 +108,12 @@ class LmTask(Task[LmConfig, LmData]):
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
         """The tokenizer decides the size of the vocabulary."""
-        size = vocabulary(config.data.tokenizer) if data is None else data.tokenizer.vocab_size
+        if data is not None:
+            size = data.tokenizer.vocab_size
+        elif config.data.data.startswith("tokens:"):
+            size = load_tokenizer(Path(config.data.data.removeprefix("tokens:")).expanduser()).vocab_size
+        else:
+            size = vocabulary(config.data.tokenizer)
         return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
     def model(self, config: LmConfig) -> DecoderLM:
@@ -124,8 +135,8 @@ class LmTask(Task[LmConfig, LmData]):
         prompt = _sample_prompt(config, tokenizer, corpora["valid"]) if "train" in splits else None
         return LmData(tokenizer, corpora, prompt)
 
-    def training_stream(self, config: LmConfig, data: LmData, mesh: Mesh) -> TokenStreams:
-        return TokenStreams(
+    def training_stream(self, config: LmConfig, data: LmData, mesh: Mesh) -> Stream:
+        return training_batches(
             data.corpora["train"],
             batch=config.loop.batch,
             length=config.loop.length,
@@ -155,8 +166,11 @@ class LmTask(Task[LmConfig, LmData]):
         }
 
     def describe_data(self, config: LmConfig, data: LmData) -> str:
-        counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())
-        return f"{config.data.data} as {config.data.tokenizer}, {counts}"
+        counts = ", ".join(
+            f"{len(corpus.tokens):,} tokens {split}" if len(corpus.tokens) else f"{split} as it is read"
+            for split, corpus in data.corpora.items()
+        )
+        return f"{config.data.data} as {data.tokenizer.spec}, {counts}"
 
     def next_commands(self, config: LmConfig, data: LmData) -> Sequence[Sequence[str]]:
         workdir = ("--workdir", config.loop.workdir)

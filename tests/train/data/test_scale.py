@@ -1,0 +1,224 @@
+"""Data that no memory holds: shards of tokens, streamed data sets, mixtures, and tokenizers that exist."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from train.data import DataConfig, load, load_tokenizer
+from train.data.batches import training_batches
+from train.data.corpus import Corpus
+from train.data.mixture import STRETCH, Mixture, joined, parse_mixture
+from train.data.sources import open_source
+from train.data.tokenize import main as tokenize
+from train.data.tokenizers import train_tokenizer
+from train.errors import UserError, command
+
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "été", "zeta")
+
+
+def _lines(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, size=6)) for _ in range(count)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "train.txt").write_text(("\n".join(_lines(1000)) + "\n") * 60)
+    (folder / "valid.txt").write_text("\n".join(_lines(300, 1)) + "\n")
+    return f"text:{folder}/*.txt"
+
+
+def _take(stream, count):
+    batches = list(itertools.islice(stream, count))
+    return np.stack([batch["tokens"] for batch in batches])
+
+
+def _tokenized(text, folder, *more):
+    tokenize(["--data", text, "--out", str(folder), "--workers", "1", "--shard_megabytes", "1", *more])
+
+
+@pytest.mark.slow
+def test_shards_are_the_tokens_of_the_text(text, tmp_path, capsys):
+    """The same batches as from the text itself, whatever rows a process has, and after a stop."""
+    _tokenized(text, tmp_path / "shards", "--record", "1000")
+    assert len(list((tmp_path / "shards").glob("train-*.array_record"))) == 3
+    assert "next: python -m train.lm --data tokens:" in capsys.readouterr().err
+    tokenizer, shards = load(DataConfig(data=f"tokens:{tmp_path}/shards"), tmp_path / "run")
+    _, whole = load(DataConfig(data=text), tmp_path / "other")
+    assert len(shards["train"].tokens) == len(whole["train"].tokens)
+    assert tokenizer.spec == "bytes"
+    np.testing.assert_array_equal(shards["valid"].tokens, whole["valid"].tokens)
+    sizes = {"batch": 8, "length": 300, "seed": 3}
+    expected = _take(training_batches(whole["train"], **sizes), 30)
+    np.testing.assert_array_equal(_take(training_batches(shards["train"], **sizes), 30), expected)
+    own = training_batches(shards["train"], **sizes, rows=[2, 5])
+    np.testing.assert_array_equal(_take(own, 10), expected[:10, [2, 5]])
+    again = training_batches(shards["train"], **sizes)
+    again.set_state(own.get_state())
+    np.testing.assert_array_equal(_take(again, 20), expected[10:])
+
+
+@pytest.mark.slow
+def test_tokenising_goes_on_where_it_stopped(text, tmp_path, monkeypatch, capsys):
+    """Only the shards that are missing are written again; another text or tokenizer is refused."""
+    folder = tmp_path / "shards"
+    _tokenized(text, folder, "--tokenizer", "bpe:300")
+    shards = sorted(folder.glob("*.array_record"))
+    before = {path.name: path.read_bytes() for path in shards}
+    (folder / "train-00001.json").unlink()
+    (folder / "tokens.json").unlink()
+    kept = {path.name: path.stat().st_mtime_ns for path in shards}
+    with pytest.raises(UserError, match="no tokens there"):
+        load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
+    _tokenized(text, folder, "--tokenizer", "bpe:300")
+    assert {path.name: path.read_bytes() for path in folder.glob("*.array_record")} == before
+    changed = [name for name in kept if (folder / name).stat().st_mtime_ns != kept[name]]
+    assert changed == ["train-00001.array_record"]
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    line = ["tokenize", "--data", text, "--out", str(folder), "--record", "7"]
+    monkeypatch.setattr(sys, "argv", line)
+    assert command(tokenize, "train.data.tokenize") == 2
+    assert "--out: " in capsys.readouterr().err
+
+
+def _dataset(folder, files):
+    """A local data set of JSON lines, which `datasets` streams like one of the hub."""
+    folder.mkdir(parents=True)
+    for number in range(files):
+        lines = [json.dumps({"text": line, "id": i}) for i, line in enumerate(_lines(40, number))]
+        (folder / f"train-{number}.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"text": line, "id": i}) for i, line in enumerate(_lines(30, 99))]
+    (folder / "validation-0.jsonl").write_text("\n".join(lines) + "\n")
+    return f"hf-stream:{folder}"
+
+
+def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    spec = _dataset(tmp_path / "set", 4)
+    _, corpora = load(DataConfig(data=spec), tmp_path / "run")
+    assert len(corpora["valid"].tokens) == sum(len(line.encode()) + 1 for line in _lines(30, 99))
+    sizes = {"batch": 4, "length": 100, "seed": 0}
+    # Row b reads file b, again and again.
+    joined = np.stack(
+        [np.tile(list("".join(f"{x}\n" for x in _lines(40, b)).encode()), 9)[:4000] for b in range(4)]
+    )
+    expected = joined.reshape(4, 40, 100).swapaxes(0, 1)
+    stream = training_batches(corpora["train"], **sizes)
+    np.testing.assert_array_equal(_take(stream, 17), expected[:17])
+    state = json.loads(json.dumps(stream.get_state()))
+    stream.close()
+    # Two processes of two rows each, with the state of one.
+    for rows in ([0, 1], [2, 3]):
+        part = training_batches(corpora["train"], **sizes, rows=rows)
+        part.set_state(state)
+        np.testing.assert_array_equal(_take(part, 23), expected[17:, rows])
+        part.close()
+    with pytest.raises(UserError, match="input position is of length 100, now it is 50"):
+        training_batches(corpora["train"], batch=4, length=50, seed=0).set_state(state)
+
+
+def _corpus(letter, size):
+    return Corpus(
+        np.full(size, letter, np.uint8), np.ones(256, np.int64), np.zeros((0, 2), np.int64), f"{letter}{size}"
+    )
+
+
+def test_a_mixture_has_its_weights_in_every_stretch():
+    assert parse_mixture("3*text:a,b.txt,1*stdlib") == {"text:a,b.txt": 0.75, "stdlib": 0.25}
+    for wrong in ("", "text:a", "0*stdlib", "1*stdlib,1*stdlib", "1*mix:1*stdlib"):
+        with pytest.raises(UserError, match="--data mix: "):
+            parse_mixture(wrong)
+    mixture = Mixture((_corpus(7, 3000), _corpus(9, 9000)), (0.7, 0.3))
+    sizes = {"batch": 10, "length": 5, "seed": 1}
+    batches = _take(training_batches(mixture, **sizes), 6 * STRETCH)
+    assert set(np.unique(batches)) == {7, 9}
+    shares = (batches == 7).mean(axis=(1, 2))
+    np.testing.assert_allclose(shares, 0.7, atol=0.11)
+    assert shares.mean() == pytest.approx(0.7, abs=0.02)
+    own = training_batches(mixture, **sizes, rows=[4, 8])
+    np.testing.assert_array_equal(_take(own, 7), batches[:7, [4, 8]])
+    again = training_batches(mixture, **sizes)
+    again.set_state(own.get_state())
+    np.testing.assert_array_equal(_take(again, 30), batches[7:37])
+    held_out = joined([_corpus(7, 30_000), _corpus(9, 90_000)], (0.5, 0.5))
+    assert np.asarray(held_out.tokens[:20_000] == 7).mean() == pytest.approx(0.5, abs=0.1)
+    assert held_out.num_bytes() == 60_000
+
+
+def test_a_row_of_a_mixture_reads_on_within_a_stretch():
+    counting = Corpus(
+        np.arange(2000, dtype=np.int32), np.ones(2000, np.int64), np.zeros((0, 2), np.int64), "x"
+    )
+    batches = _take(training_batches(Mixture((counting,), (1.0,)), batch=2, length=4, seed=0), STRETCH)
+    for row in batches.swapaxes(0, 1).reshape(2, -1):
+        assert np.all(np.diff(row) == 1)
+
+
+@pytest.mark.slow
+def test_mixtures_of_texts_train_and_hold_out_together(text, tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_text("x" * 40 + "\n" + "y" * 40_000 + "\n" + "z" * 4_000)
+    spec = f"mix:0.5*{text},0.5*text:{tmp_path}/b/*.txt"
+    tokenizer, corpora = load(DataConfig(data=spec), tmp_path / "run", ("train", "valid"))
+    assert tokenizer.spec == "bytes"
+    assert len(corpora["train"].corpora) == 2
+    batches = _take(training_batches(corpora["train"], batch=8, length=64, seed=0), 4)
+    assert 0.4 <= np.isin(batches, list(b"xyz")).mean() <= 0.6
+    with pytest.raises(UserError, match="a mixture needs bytes or a tokenizer that exists"):
+        load(DataConfig(data=spec, tokenizer="bpe:300"), tmp_path / "other")
+
+
+def _check_tokenizer(spec, tmp_path):
+    """Round trip, bytes that add up, and what `save` writes reads back."""
+    content = "\n".join(_lines(50)) + "\n"
+    tokenizer = train_tokenizer(spec, lambda: ())
+    encoded = list(tokenizer.encode_corpus([content.encode()]))
+    ids = np.concatenate([each.ids for each in encoded])
+    counted = int(tokenizer.token_bytes[ids].sum()) + sum(int(each.extra[:, 1].sum()) for each in encoded)
+    assert counted == len(content.encode())
+    assert tokenizer.decode(tokenizer.encode("alpha beta été")) == "alpha beta été"
+    tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert (again.spec, again.digest) == (spec, tokenizer.digest)
+    np.testing.assert_array_equal(again.encode("gamma été"), tokenizer.encode("gamma été"))
+
+
+def test_a_tokenizer_json_of_others(text, tmp_path):
+    learnt = train_tokenizer("bpe:300", lambda: ["\n".join(_lines(200)).encode()])
+    learnt.save(tmp_path / "learnt")
+    path = tmp_path / "learnt" / "tokenizer.json"
+    _check_tokenizer(str(path), tmp_path)
+    _, corpora = load(DataConfig(data=text, tokenizer=str(path)), tmp_path / "run", ("valid",))
+    split = open_source(text, 0.1).splits["valid"]
+    assert corpora["valid"].num_bytes() == sum(len(block) for block in split.blocks())
+
+
+@pytest.mark.slow
+def test_a_sentencepiece_model_of_others(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(_lines(200)),
+        model_prefix=str(tmp_path / "small"),
+        vocab_size=27,
+        minloglevel=2,
+    )
+    _check_tokenizer(str(tmp_path / "small.model"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gpt2", "unknown tokenizer 'gpt2', expected .* or hf:NAME"),
+        ("/nowhere/tokenizer.json", "--tokenizer: there is no file /nowhere/tokenizer.json"),
+        ("{here}/bad.json", "--tokenizer .*bad.json: cannot be read: "),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_a_line(spec, message, tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match=message):
+        train_tokenizer(spec.format(here=tmp_path), lambda: ())

@@ -1,0 +1,220 @@
+"""Data sets of the Hugging Face hub that are read while training, never as a whole: --data hf-stream:NAME[:CONFIG].
+
+Each row of a batch reads a part of its own of the training documents (whole files where there are enough of them), so
+that a host reads only the parts of its rows, and the number of hosts may change when a run resumes.
+"""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from train.data.named_sources import join_documents, naming, text_field
+from train.data.splits import SPLIT_NAMES, Source, Split, digest
+from train.data.streams import check_rows
+from train.data.tokenizer import Tokenizer, text_pieces
+from train.errors import UserError
+from train.hosts import gather
+
+PREFIX = "hf-stream:"
+# Documents that are held out where the data set has no validation split. They are the first ones.
+_HELD_OUT_DOCUMENTS = 1000
+_BLOCK_DOCUMENTS = 64
+
+
+class StreamedText(NamedTuple):
+    """The training documents of a data set, and how they become tokens."""
+
+    dataset: Any
+    field: str
+    tokenizer: Tokenizer
+    digest: str
+
+    @property
+    def tokens(self) -> tuple[()]:
+        """Their number is not known."""
+        return ()
+
+
+def open_stream(spec: str) -> tuple[dict[str, Any], str]:
+    """The documents of a data set by split (train, valid, test), which nobody has read yet, and the field of the text.
+
+    Raises:
+      UserError: the data set cannot be found or read, or has no training split or no text.
+    """
+    option = f"--data {PREFIX}{spec}"
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
+    folder = Path(spec).expanduser()
+    name, _, config = spec.partition(":")
+    with naming(option):
+        loaded = (
+            datasets.load_dataset(str(folder), streaming=True)
+            if folder.is_dir()
+            else datasets.load_dataset(name, config or None, streaming=True)
+        )
+    splits: dict[str, Any] = {}
+    for given, dataset in loaded.items():
+        if str(given) in SPLIT_NAMES:
+            splits.setdefault(SPLIT_NAMES[str(given)], dataset)
+    if "train" not in splits:
+        raise UserError(
+            f"{option}: expected a split named train, got {', '.join(map(str, loaded)) or 'none'}"
+        )
+    with naming(option):
+        first: dict[str, Any] = next(iter(splits["train"]), {})
+    field = text_field(option, [n for n, value in first.items() if isinstance(value, str)], None)
+    if "valid" not in splits:
+        documents = splits["train"]
+        splits["valid"], splits["train"] = (
+            documents.take(_HELD_OUT_DOCUMENTS),
+            documents.skip(_HELD_OUT_DOCUMENTS),
+        )
+    return splits, field
+
+
+def open_stream_source(spec: str, holdout: float) -> Source:
+    """The splits as text that is read from the beginning: for vocabularies, held-out tokens and shards."""
+    splits, field = open_stream(spec)
+
+    def blocks(split: str) -> Iterator[bytes]:
+        with naming(f"--data {PREFIX}{spec}"):
+            documents = iter(splits[split])
+            while some := list(itertools.islice(documents, _BLOCK_DOCUMENTS)):
+                yield join_documents(document[field] for document in some)
+
+    return Source(
+        digest("hf-stream", spec, field),
+        {split: Split(functools.partial(blocks, split), None) for split in splits},
+    )
+
+
+class _Row:
+    """The tokens of one row: the documents of its part, one after the other, again and again."""
+
+    def __init__(self, text: StreamedText, number: int, rows: int):
+        self._text, self._number, self._rows = text, number, rows
+        self.left = np.zeros(0, np.int32)
+        self.epoch = 0
+        self._open()
+
+    def _open(self) -> None:
+        """Goes to the beginning of the part. One whose position was restored would go there again."""
+        from datasets.distributed import split_dataset_by_node
+
+        self._part = split_dataset_by_node(self._text.dataset, rank=self._number, world_size=self._rows)
+        self._documents = iter(self._part)
+
+    def take(self, count: int) -> Int[np.ndarray, " count"]:
+        """The next tokens; all but the first are given only once more, as the first of the next call."""
+        pieces, have = [self.left], len(self.left)
+        empty_passes = 0
+        while have < count:
+            document = next(self._documents, None)
+            if document is None:
+                empty_passes += 1
+                if empty_passes > 1:
+                    raise UserError(
+                        "--data: a part of the streamed data set has no text; expected more documents"
+                    )
+                self.epoch += 1
+                self._open()
+                continue
+            for encoded in self._text.tokenizer.encode_corpus(
+                text_pieces([join_documents([document[self._text.field]])])
+            ):
+                pieces.append(encoded.ids.astype(np.int32))
+                have += len(encoded.ids)
+                empty_passes = 0
+        joined = np.concatenate(pieces)
+        self.left = joined[count - 1 :]
+        return joined[:count]
+
+    def state(self) -> tuple[int, Any, np.ndarray]:
+        return self.epoch, self._part.state_dict(), self.left
+
+    def restore(self, epoch: int, position: Any, left: np.ndarray) -> None:
+        self.epoch, self.left = epoch, left
+        self._part.load_state_dict(position)
+        self._documents = iter(self._part)
+
+
+class StreamedBatches:
+    """Endless training batches from a data set that is never whole; see `train.data.streams.TokenStreams` for a batch.
+
+    The state has the position of every row of the run, so that all processes must ask for it at the same time; it is
+    restored bit for bit, by any number of processes. One batch is read ahead.
+    """
+
+    def __init__(
+        self,
+        text: StreamedText,
+        *,
+        batch: int,
+        length: int,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        self._rows = {int(number): _Row(text, int(number), batch) for number in check_rows(batch, rows)}
+        self._length, self._step = length, 0
+        self._identity = {"batch": batch, "length": length, "digest": text.digest}
+        self._states = {number: row.state() for number, row in self._rows.items()}
+        self._reader = concurrent.futures.ThreadPoolExecutor(1)
+        self._next: concurrent.futures.Future[Any] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def _read(self) -> tuple[np.ndarray, dict[int, Any]]:
+        tokens = np.stack([row.take(self._length + 1) for row in self._rows.values()])
+        return tokens, {number: row.state() for number, row in self._rows.items()}
+
+    def __next__(self) -> dict[str, Any]:
+        waiting = self._next or self._reader.submit(self._read)
+        tokens, self._states = waiting.result()
+        self._next = self._reader.submit(self._read)
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "reset": np.bool_(self._step == 0)}
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """The position of all rows of all processes, as JSON."""
+        own = {
+            str(number): [epoch, position, base64.b64encode(left.tobytes()).decode()]
+            for number, (epoch, position, left) in self._states.items()
+        }
+        rows = {number: state for part in gather(own) for number, state in part.items()}
+        return {"step": self._step, **self._identity, "rows": rows}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a state of `get_state`.
+
+        Raises:
+          UserError: the state is of other data or other sizes.
+        """
+        for name, ours in self._identity.items():
+            if state.get(name) != ours:
+                raise UserError(f"the saved input position is of {name} {state.get(name)}, now it is {ours}")
+        if self._next is not None:
+            self._next.result()
+            self._next = None
+        self._step = state["step"]
+        for number, row in self._rows.items():
+            epoch, position, left = state["rows"][str(number)]
+            row.restore(epoch, position, np.frombuffer(base64.b64decode(left), np.int32))
+        self._states = {
+            number: (*state["rows"][str(number)][:2], row.left) for number, row in self._rows.items()
+        }
+
+    def close(self) -> None:
+        """Ends the reading thread."""
+        self._reader.shutdown(wait=False, cancel_futures=True)

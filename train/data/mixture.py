@@ -1,0 +1,143 @@
+"""Several texts as one, each with a weight: --data mix:0.7*TEXT,0.3*TEXT."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+from train.data.corpus import Corpus
+from train.data.repeated import RepeatedBatches
+from train.data.streams import check_rows
+from train.errors import UserError
+
+# A row reads this many steps from one text before it goes to another one, so that what it remembers is mostly its past.
+STRETCH = 16
+# Held-out texts alternate after this many tokens, so that the beginning is of all of them.
+_BLOCK = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Corpora and their weights, which add up to 1."""
+
+    corpora: tuple[Corpus, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def tokens(self) -> range:
+        """As many as all corpora have; only for their number."""
+        return range(sum(len(corpus.tokens) for corpus in self.corpora))
+
+
+def parse_mixture(spec: str) -> dict[str, float]:
+    """The texts of "0.7*A,0.3*B" and their weights, divided by the sum. A comma separates texts where a number and an
+    asterisk follow it.
+
+    Raises:
+      UserError: there is no text, a weight is not above 0, or a text is named twice.
+    """
+    parts = [part for part in re.split(r",(?=\s*[\d.]+\*)", spec) if part.strip()]
+    found: dict[str, float] = {}
+    for part in parts:
+        match = re.fullmatch(r"\s*(\d*\.?\d+)\*(\S.*)", part)
+        if match is None or float(match[1]) <= 0 or match[2].startswith("mix:"):
+            raise UserError(
+                f"--data mix: expected WEIGHT*TEXT,WEIGHT*TEXT with weights above 0, got {part!r}"
+            )
+        if match[2] in found:
+            raise UserError(f"--data mix: {match[2]} is named twice")
+        found[match[2]] = float(match[1])
+    if not found:
+        raise UserError(f"--data mix: expected WEIGHT*TEXT,WEIGHT*TEXT, got {spec!r}")
+    total = sum(found.values())
+    return {name: weight / total for name, weight in found.items()}
+
+
+class MixedStreams(RepeatedBatches):
+    """Endless training batches whose rows come from the corpora of a mixture, by weight.
+
+    Rows read stretches of `STRETCH` steps. Grain's mixture decides from which corpus stretch number k * batch + b, the
+    k-th of row b, comes: for every prefix the shares are those of the weights, as closely as whole numbers allow. The
+    stretches of a corpus come in an order drawn anew for each pass over it. Batches and their state are those of
+    `train.data.streams.TokenStreams`: any number of processes may give the rows, and resuming reads nothing.
+
+    Raises:
+      UserError: a corpus too short for a stretch.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        *,
+        batch: int,
+        length: int,
+        seed: int = 0,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        chosen = check_rows(batch, rows)
+        span = STRETCH * length
+        for corpus in mixture.corpora:
+            if len(corpus.tokens) < span + 1:
+                raise UserError(
+                    f"--data mix: a text has {len(corpus.tokens)} tokens, too few for a stretch: {STRETCH} times "
+                    f"--length {length}, and the token after, take {span + 1}"
+                )
+        stretches = grain.MapDataset.mix(
+            [
+                grain.MapDataset.range(len(corpus.tokens) // span)
+                .seed(seed + which)
+                .shuffle()
+                .map(lambda place, which=which: (which, place))
+                .repeat()
+                for which, corpus in enumerate(mixture.corpora)
+            ],
+            mixture.weights,
+        )
+        window = np.arange(length + 1)
+
+        def row(index: int, number: int) -> Int[np.ndarray, " window"]:
+            stretch, within = divmod(index, STRETCH)
+            which, place = stretches[stretch * batch + number]
+            return mixture.corpora[which].tokens.take(place * span + within * length + window, mode="wrap")
+
+        def make(index: int, step: int) -> dict[str, np.ndarray | np.bool_]:
+            tokens = np.stack([row(index, number) for number in chosen.tolist()]).astype(np.int32)
+            return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "reset": np.bool_(index == 0)}
+
+        digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
+        steps = max(1, len(mixture.tokens) // (batch * length))
+        identity = {
+            "batch": batch,
+            "length": length,
+            "seed": seed,
+            "tokens": len(mixture.tokens),
+            "digest": hashlib.sha256(digests.encode()).hexdigest(),
+        }
+        super().__init__(make, steps, identity)
+
+
+def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
+    """Held-out corpora as one, with shares by weight: blocks of theirs take turns until one is used up."""
+    total = int(min(len(corpus.tokens) / weight for corpus, weight in zip(corpora, weights)))
+    sizes = [min(max(int(total * weight), 1), len(c.tokens)) for c, weight in zip(corpora, weights)]
+    blocks = sorted(
+        (start / size, which, start, min(start + _BLOCK, size))
+        for which, size in enumerate(sizes)
+        for start in range(0, size, _BLOCK)
+    )
+    tokens, extra, count = [], [], 0
+    for _, which, start, stop in blocks:
+        corpus = corpora[which]
+        tokens.append(np.asarray(corpus.tokens[start:stop]))
+        first, last = np.searchsorted(corpus.extra[:, 0], (start, stop))
+        extra.append(corpus.extra[first:last] + np.array([[count - start, 0]]))
+        count += stop - start
+    digest = hashlib.sha256(json.dumps([[c.digest for c in corpora], list(weights)]).encode()).hexdigest()
+    return Corpus(np.concatenate(tokens), corpora[0].token_bytes, np.concatenate(extra), digest)

@@ -1,0 +1,122 @@
+"""Tokens in ArrayRecord shards, as `train.data.tokenize` writes them: every host reads only the records it needs.
+
+A folder holds tokens.json (what was tokenised, and how), the tokenizer's files, and for each shard
+SPLIT-NUMBER.array_record, whose records are `record` tokens each (the last one fewer), and SPLIT-NUMBER.json.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Int
+
+from train.data.corpus import Corpus
+from train.data.splits import SPLITS
+from train.data.tokenizer import Tokenizer
+from train.data.tokenizers import load_tokenizer
+from train.errors import UserError, one_line
+
+MANIFEST = "tokens.json"
+# Records that stay in memory. Rows that go on where they stopped read the same record several times.
+_KEPT_RECORDS = 1024
+
+
+class ShardedTokens:
+    """The tokens of many shards as one array, (N,), of which only what is taken is read, through Grain.
+
+    Args:
+      paths: the shards. counts: their numbers of tokens. record: tokens of a record. dtype: of the tokens.
+    """
+
+    def __init__(self, paths: Sequence[Path], counts: Sequence[int], record: int, dtype: np.dtype):
+        self.dtype, self._record = dtype, record
+        self._source = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self._first_records = np.concatenate([[0], np.cumsum([-(-count // record) for count in counts])])
+        self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def take(self, at: Int[np.ndarray, "..."], mode: str = "wrap") -> Int[np.ndarray, "..."]:
+        """The tokens at these positions, which wrap around at the end."""
+        assert mode == "wrap"
+        at = np.asarray(at) % len(self)
+        shards = np.searchsorted(self._starts, at, side="right") - 1
+        within = at - self._starts[shards]
+        records = self._first_records[shards] + within // self._record
+        found, which = np.unique(records, return_inverse=True)
+        self._read(found.tolist())
+        tokens = np.zeros((len(found), self._record), self.dtype)
+        for row, index in zip(tokens, found.tolist()):
+            record = self._kept[index]
+            row[: len(record)] = record
+        while len(self._kept) > max(_KEPT_RECORDS, len(found)):
+            self._kept.popitem(last=False)
+        return tokens[which.reshape(at.shape), within % self._record]
+
+    def __getitem__(self, part: slice) -> Int[np.ndarray, " n"]:
+        start, stop, step = part.indices(len(self))
+        return self.take(np.arange(start, stop, step))
+
+    def _read(self, indices: Sequence[int]) -> None:
+        missing = [index for index in indices if index not in self._kept]
+        for index in indices:
+            if index in self._kept:
+                self._kept.move_to_end(index)
+        for index, content in zip(missing, self._source.__getitems__(missing) if missing else ()):
+            self._kept[index] = np.frombuffer(content, self.dtype)
+
+
+def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[str, Corpus]]:
+    """The tokenizer and the tokens of a folder of shards. Those for training stay on disk; others are read at once.
+
+    Raises:
+      UserError: the folder is not whole, or has no such split.
+    """
+    option = f"--data tokens:{folder}"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{option}: no tokens there ({one_line(error)}); expected a folder that `python -m train.data.tokenize` "
+            "has finished"
+        ) from error
+    tokenizer = load_tokenizer(folder)
+    missing = [split for split in splits if split not in manifest["splits"] and split != "test"]
+    if missing:
+        raise UserError(f"{option}: no {missing[0]} tokens, only {', '.join(manifest['splits'])}")
+    return tokenizer, {
+        split: _open_split(option, folder, split, manifest, tokenizer)
+        for split in SPLITS
+        if split in splits and split in manifest["splits"]
+    }
+
+
+def _open_split(
+    option: str, folder: Path, split: str, manifest: dict[str, Any], tokenizer: Tokenizer
+) -> Corpus:
+    names = manifest["splits"][split]
+    try:
+        shards = [json.loads((folder / f"{name}.json").read_text()) for name in names]
+        tokens = ShardedTokens(
+            [folder / f"{name}.array_record" for name in names],
+            [shard["tokens"] for shard in shards],
+            manifest["record"],
+            tokenizer.dtype,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option}: cannot be read: {one_line(error)}") from error
+    digest = hashlib.sha256(json.dumps([shard["digest"] for shard in shards]).encode()).hexdigest()
+    extra = [np.array(shard["extra"], np.int64).reshape(-1, 2) for shard in shards]
+    starts = np.concatenate([[0], np.cumsum([shard["tokens"] for shard in shards])])
+    extra = [rows + np.array([[start, 0]]) for rows, start in zip(extra, starts.tolist())]
+    array: Any = tokens if split == "train" else tokens[:]
+    return Corpus(array, tokenizer.token_bytes, np.concatenate(extra), digest)

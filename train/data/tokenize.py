@@ -1,0 +1,205 @@
+"""Writes a text's tokens as ArrayRecord shards: python -m train.data.tokenize --data TEXT --tokenizer NAME --out DIR.
+
+`train.lm --data tokens:DIR` trains on them. The text is read once and tokenised by several processes; each shard is the
+tokens of a part of it and is whole or does not exist. The same command again writes the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from train.data.dataset import DataConfig, tokenizer_of
+from train.data.shards import MANIFEST
+from train.data.sources import open_source
+from train.data.splits import SPLITS
+from train.data.tokenizer import Tokenizer, text_pieces
+from train.data.tokenizers import check_tokenizer, load_tokenizer
+from train.errors import UserError, command
+from train.metrics import clock, log
+from train.storage import beside, is_remote, write_whole
+
+_STARTED = "started.json"
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeOptions(DataConfig):
+    """What to tokenise, and where to."""
+
+    out: str = ""
+    """Folder of the shards, local or mounted."""
+    workers: int = max(1, os.cpu_count() or 1)
+    """Processes that tokenise."""
+    shard_megabytes: int = 64
+    """Text of a shard."""
+    record: int = 8192
+    """Tokens of a record, the least that is read at a time."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("workers", "shard_megabytes", "record"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if is_remote(self.out):
+            raise ValueError(f"out must be a local or mounted folder, got {self.out!r}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes the shards; see the module's text and --help."""
+    from train.config import parse_options
+
+    about = "Writes a text's tokens as ArrayRecord shards."
+    options = parse_options(TokenizeOptions(), argv, prog="python -m train.data.tokenize", about=about)
+    if not options.out:
+        raise UserError("--out: expected the folder of the shards")
+    write_shards(options)
+
+
+def write_shards(options: TokenizeOptions) -> None:
+    """Writes the shards of all splits of a text that do not exist yet, and last tokens.json.
+
+    Raises:
+      UserError: the text or the tokenizer is not available, or the folder is of another text or tokenizer.
+    """
+    check_tokenizer(options.tokenizer)
+    folder = Path(options.out).expanduser()
+    source = open_source(options.data, options.holdout)
+    asked = {
+        "data": options.data,
+        "tokenizer": options.tokenizer,
+        "holdout": options.holdout,
+        "record": options.record,
+        "shard_megabytes": options.shard_megabytes,
+        "fingerprint": source.fingerprint,
+    }
+    _check_same(folder, asked)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "tokenizer_config.json").exists():
+        tokenizer = load_tokenizer(folder)
+    else:
+        tokenizer = tokenizer_of(options.tokenizer, source, folder / "learnt")
+        tokenizer.save(folder)
+    write_whole(epath.Path(folder / _STARTED), json.dumps(asked, indent=1) + "\n")
+    splits: dict[str, list[str]] = {}
+    began = time.monotonic()
+    # "spawn": a process that is copied while libraries run threads may hang.
+    with concurrent.futures.ProcessPoolExecutor(
+        options.workers, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        for split in (split for split in SPLITS if split in source.splits):
+            parts = _parts(source.splits[split].blocks(), options.shard_megabytes << 20)
+            write = functools.partial(_write_shard, folder, record=options.record)
+            progress = _Progress(split, source.splits[split].size)
+            splits[split] = []
+            running: collections.deque[Any] = collections.deque()
+            for number, part in enumerate(parts):
+                name = f"{split}-{number:05}"
+                splits[split].append(name)
+                if not (folder / f"{name}.json").exists():
+                    running.append(pool.submit(write, name, part))
+                    if len(running) > options.workers:  # so that the text does not pile up in memory
+                        running.popleft().result()
+                progress.add(len(part))
+            while running:
+                running.popleft().result()
+    counts = {
+        split: [json.loads((folder / f"{n}.json").read_text()) for n in names]
+        for split, names in splits.items()
+    }
+    if not any(shard["tokens"] for shard in counts.get("train", [])):
+        raise UserError(f"--data: {options.data} has no train text to tokenise")
+    write_whole(epath.Path(folder / MANIFEST), json.dumps(asked | {"splits": splits}, indent=1) + "\n")
+    for split, shards in counts.items():
+        log(f"{split}: {sum(shard['tokens'] for shard in shards):,} tokens in {len(shards)} shards")
+    log(f"done: {folder}, {clock(time.monotonic() - began)}; next: python -m train.lm --data tokens:{folder}")
+
+
+def _check_same(folder: Path, asked: dict[str, Any]) -> None:
+    """Raises UserError where the folder holds shards of something else."""
+    try:
+        before = json.loads((folder / _STARTED).read_text())
+    except FileNotFoundError:
+        return
+    differing = [name for name in asked if asked[name] != before.get(name)]
+    if differing:
+        name = differing[0]
+        what = "text" if name == "fingerprint" else f"{name} {before.get(name)!r}, now {asked[name]!r}"
+        raise UserError(f"--out: {folder} has shards of another {what}; expected the same, or another folder")
+
+
+def _parts(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """The text in parts of about this size, each cut after a line if possible."""
+    yield from text_pieces(blocks, size)
+
+
+def _write_shard(folder: Path, name: str, text: bytes, *, record: int) -> None:
+    """Tokenises a part of the text in a process of its own."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    tokenizer = _tokenizer(folder)
+    encoded = list(tokenizer.encode_corpus(text_pieces([text])))
+    tokens = np.concatenate([each.ids for each in encoded]) if encoded else np.zeros(0, tokenizer.dtype)
+    starts = np.cumsum([0, *(len(each.ids) for each in encoded)])
+    extra = [each.extra + np.array([[start, 0]]) for each, start in zip(encoded, starts.tolist())]
+    path = folder / f"{name}.array_record"
+    aside = Path(beside(epath.Path(path)))
+    try:
+        # A record a group: a read of one record decodes no others.
+        writer = ArrayRecordWriter(str(aside), "group_size:1")
+        for start in range(0, len(tokens), record):
+            writer.write(tokens[start : start + record].tobytes())
+        writer.close()
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    summary = {
+        "tokens": len(tokens),
+        "bytes": len(text),
+        "digest": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "extra": np.concatenate(extra).tolist() if extra else [],
+    }
+    write_whole(epath.Path(folder / f"{name}.json"), json.dumps(summary) + "\n")
+
+
+@functools.cache
+def _tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+class _Progress:
+    """A line on stderr now and then. size: the bytes of the text, where they are known."""
+
+    def __init__(self, title: str, size: int | None):
+        self._title, self._size = title, size
+        self._began = self._last = time.monotonic()
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        rate = self._done / (now - self._began)
+        of = f" of {self._size / 1e6:,.0f}" if self._size else ""
+        left = f"  {clock((self._size - self._done) / rate)} left" if self._size else ""
+        log(f"{self._title}: {self._done / 1e6:,.0f}{of} MB  {rate / 1e6:.1f} MB/s{left}")
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "train.data.tokenize"))
