@@ -50,6 +50,8 @@ _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _OPTIONS = {
     "lm": "--length 64 --tokenizer chars:max=64",
     "lra": "--length 64 --buckets 64",
+    "mlm": "--length 64 --tokenizer chars:max=62",
+    "glue": "--length 64",
     "recall": "--length 64",
     "regression": "--pairs 32 --input_dim 4 --mup_base_width 32",
     "forecast": "--lookback 32 --horizon 32 --split 96 96 96",
@@ -112,13 +114,12 @@ def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:
 
 def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
     """A small configuration of a task with a mechanism; None where the mechanism has no form for the task."""
-    sizes = (
-        f"--num_layers 1 --d_model 32 --num_heads 4 --d_ff 64 --batch {_ROWS} --accumulation 1 --dropout 0"
-    )
-    options = f"{sizes} --mechanism full {_OPTIONS[task.name]}"
+    options = f"--batch {_ROWS} --accumulation 1 {_OPTIONS[task.name]}"
     config = parse(task.presets, task.default_preset, options.split(), prog="", about="")
     try:
-        model = dataclasses.replace(config.model, num_layers=2 * mechanism.group, mechanism=mechanism)
+        sizes: dict[str, Any] = {"d_model": 32, "num_heads": 4, "d_ff": 64, "dropout": 0.0}
+        layers = 2 * mechanism.group
+        model = dataclasses.replace(config.model, num_layers=layers, mechanism=mechanism, **sizes)
     except ValueError:
         return None
     optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
@@ -140,8 +141,9 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
                 text[..., t] = np.where(follows, (text[..., t - 1] * 5 + 1) % size, text[..., t])
             batch["tokens"], batch["targets"] = text[..., :-1], text[..., 1:]
         elif name == "targets" and shapes["tokens"].shape != x.shape:
-            model = config.model  # recall's answers are tokens
-            classes = model.num_classes if hasattr(model, "num_classes") else model.vocab_size
+            model = config.model  # answers at places of the row are tokens
+            is_token = "places" in shapes
+            classes = model.vocab_size if is_token else model.num_classes
             batch[name] = rng.integers(classes, size=x.shape).astype(np.int32)
         elif name == "places":
             batch[name] = rng.integers(shapes["tokens"].shape[-1], size=x.shape).astype(np.int32)

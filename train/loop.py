@@ -223,7 +223,7 @@ def _train(
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
 
     programs = training_programs(mesh, objective, optimizer_config, loop)
-    state, meta = _begin(loop, config, free, programs.fresh, checkpoints)
+    state, meta = _begin(loop, config, free, programs.fresh, objective.start, checkpoints)
     for text in introduction:
         log(text)
     step = int(state.step)
@@ -338,6 +338,7 @@ def _begin(
     config: Mapping[str, Any],
     free: Collection[str],
     fresh: Callable[[], TrainState],
+    start: Callable[[Any], Any],
     checkpoints: Checkpoints,
 ) -> tuple[TrainState, dict[str, Any] | None]:
     """The state to start from, and what its checkpoint holds besides the state (None for a new run)."""
@@ -352,7 +353,9 @@ def _begin(
 
     state = fresh()
     restored = checkpoints.restore(state, check)
-    return (state, None) if restored is None else (restored.state, restored.meta)
+    if restored is None:
+        return state.replace(params=start(state.params)), None
+    return restored.state, restored.meta
 
 
 class _MetricsReader:

@@ -29,11 +29,11 @@ class OptimizerConfig:
     """The highest learning rate, reached at the end of the warm-up."""
     warmup_steps: int = 100
     """Steps in which the learning rate grows from nearly 0 to its highest value."""
-    decay: Literal["cosine", "inverse_sqrt", "constant"] = "cosine"
-    """How it falls after that: "cosine" to final_share of the highest rate at the last step, "inverse_sqrt" by
-    sqrt(warmup_steps / step)."""
+    decay: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
+    """How it falls after that: "cosine" or "linear" to final_share of the highest rate at the last step, "inverse_sqrt"
+    by sqrt(warmup_steps / step)."""
     final_share: float = 0.1
-    """Share of the highest learning rate that "cosine" ends with."""
+    """Share of the highest learning rate that "cosine" and "linear" end with."""
     beta1: float = 0.9
     """Decay of the running mean of gradients."""
     beta2: float = 0.95
@@ -64,17 +64,19 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
 
     Linear warm-up: step s (from 0) of `warmup_steps` has the share (s + 1) / warmup_steps, so that the first step
     moves the parameters too. Then, after k steps: cosine, final + (1 - final) (1 + cos(pi (k - warmup) / (steps -
-    warmup))) / 2 (Loshchilov & Hutter 2017, eq. 5), or inverse square root, sqrt(warmup / k) (Vaswani et al.
-    2017, section 5.3).
+    warmup))) / 2 (Loshchilov & Hutter 2017, eq. 5), linear between the same ends, or inverse square root,
+    sqrt(warmup / k) (Vaswani et al. 2017, section 5.3).
 
     Args:
       config: the optimiser's settings.
-      steps: the number of steps of the whole run, where "cosine" ends.
+      steps: the number of steps of the whole run, where "cosine" and "linear" end.
     """
     highest, warmup = config.learning_rate, config.warmup_steps
     match config.decay:
         case "cosine":
             decay = optax.cosine_decay_schedule(highest, max(steps - warmup, 1), config.final_share)
+        case "linear":
+            decay = optax.linear_schedule(highest, config.final_share * highest, max(steps - warmup, 1))
         case "inverse_sqrt":
             first = max(warmup, 1)
 

@@ -51,6 +51,7 @@ class Objective:
       best: what decides which of two checkpoints did better on held-out data: "loss" (the lower one), or one of the
         averages (the higher one).
       rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.mup`).
+      start: the parameters of `init`, unboxed and on their devices -> those that a new run starts from.
     """
 
     init: Callable[[Array], Any]
@@ -59,6 +60,7 @@ class Objective:
     averages: tuple[str, ...] = ()
     best: str = "loss"
     rates: Callable[[Any], Any] = lambda boxed: None
+    start: Callable[[Any], Any] = lambda params: params
 
     def sums(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[dict[str, Array], Any]:
         """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""

@@ -3,6 +3,7 @@
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
+from brl_jax.models.masked_lm import MaskedLM
 from brl_jax.models.networks import make_stack
 from brl_jax.models.pooling import Pooling
 from brl_jax.models.regressor import Regressor, RegressorConfig
@@ -16,6 +17,7 @@ __all__ = [
     "DecoderLM",
     "Encoder",
     "EncoderConfig",
+    "MaskedLM",
     "PairClassifier",
     "Pooling",
     "Regressor",

@@ -827,6 +827,34 @@ MUTANTS = (
     ),
     # Data.
     Mutant(
+        "data/masked tokens are never left as they are",
+        "train/data/masking.py",
+        "np.where(kind < _RANDOM, random, targets)",
+        "random",
+        ("tests/train/test_mlm.py", "-k", "paper"),
+    ),
+    Mutant(
+        "data/a row is masked by its place in the process",
+        "train/data/masking.py",
+        "    for row in rows:",
+        "    for row in range(len(rows)):",
+        ("tests/train/test_mlm.py", "-k", "hosts or host"),
+    ),
+    Mutant(
+        "train/fine-tuning starts from random weights",
+        "train/loop.py",
+        "state.replace(params=start(state.params))",
+        "state",
+        ("tests/train/test_glue.py", "-k", "user"),
+    ),
+    Mutant(
+        "data/the second of two sentences is cut first",
+        "train/data/glue.py",
+        "first[: max(room - len(second), room - room // 2)]",
+        "first[: room]",
+        ("tests/train/test_glue.py", "-k", "longer"),
+    ),
+    Mutant(
         "data/rows of a stream overlap",
         "train/data/streams.py",
         "chosen_rows[:, None] * (steps * length)",

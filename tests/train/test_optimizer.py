@@ -31,8 +31,15 @@ def test_inverse_sqrt_follows_its_formula():
     assert float(schedule(6400)) == pytest.approx(0.1)
 
 
+def test_linear_ends_at_its_share():
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, decay="linear", final_share=0.1)
+    schedule = make_schedule(config, steps=24)
+    for step, expected in ((0, 0.5), (3, 2.0), (4, 2.0), (14, 1.1), (24, 0.2), (99, 0.2)):
+        assert float(schedule(step)) == pytest.approx(expected)
+
+
 def test_constant_and_no_warmup():
-    for decay in ("constant", "cosine", "inverse_sqrt"):
+    for decay in ("constant", "cosine", "linear", "inverse_sqrt"):
         schedule = make_schedule(OptimizerConfig(learning_rate=3.0, warmup_steps=0, decay=decay), steps=10)
         assert float(schedule(0)) == pytest.approx(3.0)
     assert float(make_schedule(OptimizerConfig(decay="constant"), 10)(10**6)) == pytest.approx(5e-4)

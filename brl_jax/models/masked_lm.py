@@ -1,0 +1,70 @@
+"""A masked language model: an encoder that predicts the tokens at chosen places of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.layers.core.modules import dense, norm, parameter
+from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.models.encoder import Encoder, EncoderConfig
+
+
+class MaskedLM(nn.Module):
+    """Logits (B, P, V) float32 of the tokens at P places of each sequence, through the table of embeddings.
+
+    The head is RoBERTa's (arXiv:1907.11692): a square map, GELU, a norm, the embeddings and a bias. The parameters
+    under "encoder" are those of an `Encoder`, and of the encoder inside a `Classifier`, of the same configuration.
+
+    Args of the call:
+      inputs: (B, T) ints, the tokens, some of them masked.
+      places: (B, P) ints in 0..T-1.
+      lengths: (B,) ints in 1..T, how many tokens of each row exist, the first ones; None: all.
+      deterministic: False applies dropout, with the random stream "dropout".
+
+    Raises:
+      ValueError: inputs that are not tokens; otherwise as `Encoder`.
+    """
+
+    config: EncoderConfig
+
+    def setup(self):
+        if self.config.inputs != "embed":
+            raise ValueError(f"inputs must be 'embed' in a masked language model, got {self.config.inputs!r}")
+        self.encoder = Encoder(self.config)
+        self.head = _MaskedHead(self.config, self.config.dimensions)
+
+    def __call__(
+        self,
+        inputs: Int[Array, "B T"],
+        places: Int[Array, "B P"],
+        *,
+        lengths: Int[Array, "B"] | None = None,
+        deterministic: bool = True,
+    ) -> Float[Array, "B P V"]:
+        outputs = self.encoder(inputs, lengths=lengths, deterministic=deterministic)
+        chosen = jnp.take_along_axis(outputs, places[..., None], axis=1)
+        return self.head(chosen, self.encoder.inputs.embedding)
+
+
+class _MaskedHead(nn.Module):
+    config: EncoderConfig
+    dimensions: Dimensions
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B P D"], embedding: Any) -> Float[Array, "B P V"]:
+        c, d = self.config, self.dimensions
+        hidden = dense(d, c.d_model, ("embed", "mlp"), name="dense", use_bias=True)(x)
+        hidden = norm(d, name="norm")(jax.nn.gelu(hidden))
+        # muP: the table's entries do not shrink with the width.
+        if c.mup_base_width is not None:
+            hidden = hidden * jnp.asarray(c.mup_base_width / c.d_model, hidden.dtype)
+        logits = jnp.einsum(
+            "bpd,vd->bpv", hidden, embedding.astype(hidden.dtype), preferred_element_type=jnp.float32
+        )
+        bias = parameter(self, "bias", nn.initializers.zeros_init(), (c.vocab_size,), ("vocab",))
+        return logits + bias.astype(jnp.float32)[None, None]

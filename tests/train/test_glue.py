@@ -1,0 +1,200 @@
+"""GLUE: its files, rows of one and two sentences, metrics, the paper's table, and fine-tuning as a user runs it."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import eval.glue
+import train.glue
+import train.mlm
+from eval.glue import task_metrics
+from eval.glue_table import PAPER, markdown, summarise
+from tests.train.logs import metrics_lines
+from tests.train.resume import stop_and_go_on
+from tests.train.test_mlm import TINY as TINY_MLM
+from train.data.glue import SCORE_STEPS, GlueDataConfig, join_sentences, load_glue
+from train.data.lra import TrainBatches
+from train.data.tokenizers import BytesTokenizer
+from train.errors import UserError
+from train.tasks.glue import scores
+
+SEPARATOR = 257
+
+
+def write(folder, name, lines, packed=False):
+    folder.mkdir(parents=True, exist_ok=True)
+    data = "\n".join(lines).encode() + b"\n"
+    path = folder / (name + (".gz" if packed else ""))
+    path.write_bytes(gzip.compress(data) if packed else data)
+
+
+def cola(folder, rows=40):
+    lines = [f"gj04\t{i % 2}\t\t{'The cat sat' if i % 2 else 'Cat the sat'} {i}." for i in range(rows)]
+    write(folder / "CoLA", "train.tsv", lines, packed=True)
+    write(folder / "CoLA", "dev.tsv", lines[:12])
+
+
+def read(folder, task, splits=("train", "valid", "test"), **options):
+    config = GlueDataConfig(task=task, data_dir=str(folder), **options)
+    return load_glue(config, BytesTokenizer(), SEPARATOR, splits)
+
+
+def test_a_file_without_a_header_and_every_tenth_row_for_validation(tmp_path):
+    cola(tmp_path)
+    found = read(tmp_path, "cola")
+    assert {split: len(examples) for split, examples in found.items()} == {
+        "train": 36,
+        "valid": 4,
+        "test": 12,
+    }
+    assert bytes(found["valid"][0][0].astype(np.uint8)) == b"The cat sat 9."
+    assert found["valid"].labels.tolist() == [1, 1, 1, 1]
+    assert bytes(found["test"][0][0].astype(np.uint8)) == b"Cat the sat 0."
+    assert len(read(tmp_path / "CoLA", "cola", ("train",), train_examples=5)["train"]) == 5
+
+
+def test_two_sentences_and_columns_by_name(tmp_path):
+    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+    write(tmp_path / "MRPC", "dev.tsv", [header, '1\t1\t2\tHe said "yes.\tYes, he "said', "0\t3\t4\tA\tB"])
+    examples = read(tmp_path, "mrpc", ("test",))["test"]
+    assert examples.labels.tolist() == [1, 0]
+    assert examples[1][0].tolist() == [ord("A"), SEPARATOR, ord("B")]
+    assert bytes(examples[0][0][:13].astype(np.uint8)) == b'He said "yes.'
+
+
+def test_scores_and_two_test_splits(tmp_path):
+    write(
+        tmp_path / "STS-B", "dev.tsv", ["index\tsentence1\tsentence2\tscore", "0\ta\tb\t3.25", "1\tc\td\t5"]
+    )
+    assert read(tmp_path, "stsb", ("test",))["test"].labels.tolist() == [3250, 5 * SCORE_STEPS]
+    for split, label in (("matched", "neutral"), ("mismatched", "contradiction")):
+        lines = ["index\tsentence1\tsentence2\tgold_label", f"0\ta\tb\t{label}"]
+        write(tmp_path / "MNLI", f"dev_{split}.tsv", lines)
+    assert read(tmp_path, "mnli", ("test",))["test"].labels.tolist() == [1]
+    assert read(tmp_path, "mnli", ("dev_mismatched",))["dev_mismatched"].labels.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [
+        ((9, 9), (5, 4)),
+        ((2, 9), (2, 7)),
+        ((9, 2), (7, 2)),
+        ((3, 3), (3, 3)),
+        ((4, 5), (4, 5)),
+        ((20, 4), (5, 4)),
+    ],
+)
+def test_the_longer_sentence_is_cut_first(lengths, kept):
+    first, second = np.full(lengths[0], 1), np.full(lengths[1], 2)
+    expected = [1] * kept[0] + [0] + [2] * kept[1]
+    assert join_sentences([first, second], 10, 0).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "lines", "message"),
+    [
+        ("cola", ["x\t2\t\tA sentence"], r"dev\.tsv, line 1: expected the label 0 or 1, got '2'"),
+        ("cola", ["x\t1\t\t "], r"dev\.tsv, line 1: expected a sentence, got an empty one"),
+        ("cola", ["x\t1\tA"], r"line 1: expected at least 4 columns, got 3"),
+        (
+            "sst2",
+            ["text\tlabel", "good\t1"],
+            r"line 1: expected a column 'sentence', got \['text', 'label'\]",
+        ),
+        (
+            "rte",
+            ["sentence1\tsentence2\tlabel", "a\tb\tyes"],
+            r"line 2: expected the label entailment or not_",
+        ),
+        (
+            "stsb",
+            ["sentence1\tsentence2\tscore", "a\tb\t7"],
+            r"line 2: expected a score from 0 to 5, got '7'",
+        ),
+    ],
+)
+def test_bad_files(tmp_path, task, lines, message):
+    write(tmp_path, "dev.tsv", lines)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, task, ("test",))
+
+
+def test_missing_files_and_empty_splits(tmp_path):
+    with pytest.raises(
+        UserError, match=r"--data_dir: expected .*train\.tsv or train\.tsv\.gz; there is neither"
+    ):
+        read(tmp_path, "cola", ("train",))
+    cola(tmp_path, rows=5)
+    with pytest.raises(UserError, match="has no valid examples of cola"):
+        read(tmp_path, "cola")
+
+
+def test_metrics_are_the_tasks_own():
+    predicted, true = np.array([1, 1, 0, 0, 1, 0]), np.array([1, 0, 0, 1, 1, 0])
+    assert task_metrics("sst2", predicted, true) == {"accuracy": pytest.approx(100 * 4 / 6)}
+    assert task_metrics("mrpc", predicted, true)["f1"] == pytest.approx(100 * 2 / 3)
+    assert task_metrics("cola", predicted, true) == {"matthews": pytest.approx(100 / 3)}
+    assert task_metrics("cola", np.zeros(6), true) == {"matthews": 0.0}
+    measured = task_metrics("stsb", np.array([0.0, 1.0, 4.0]), np.array([1.0, 2.0, 3.0]))
+    assert measured["spearman"] == pytest.approx(100.0)
+    assert 90 < measured["pearson"] < 100
+    assert task_metrics("stsb", np.ones(3), np.arange(3.0)) == {"pearson": 0.0, "spearman": 0.0}
+
+
+def test_a_score_is_five_times_the_second_probability():
+    np.testing.assert_allclose(scores(np.array([[0.0, 0.0], [0.0, 50.0], [np.log(4.0), 0.0]])), [2.5, 5, 1])
+
+
+def test_averages_of_the_paper():
+    """Table 5's average counts both splits of MNLI, and a network that did not converge with 0."""
+    for *figures, average, _ in PAPER.values():
+        assert np.mean([figure or 0.0 for figure in figures]) == pytest.approx(average, abs=0.011)
+
+
+def test_runs_that_differ_in_the_seed_are_averaged():
+    base = {"task": "mrpc", "metrics": ["f1"], "model": "full", "pretrained": True}
+    results = [{**base, "f1": value} for value in (70.0, 80.0)] + [{**base, "f1": 60.0, "pretrained": False}]
+    rows = summarise(results)
+    assert rows["full, pretrained"]["mrpc f1"] == (75.0, pytest.approx(5.0), 2)
+    assert rows["full, from scratch"]["mrpc f1"] == (60.0, 0.0, 1)
+    assert "| full, pretrained | 75.00 ± 5.00 (2) |" in markdown(results)
+
+
+def run(workdir, pretrained, data, more=""):
+    train.glue.main(
+        f"cola --workdir {workdir} --pretrained {pretrained} --data_dir {data} --steps 6 --eval_every 3 "
+        f"--checkpoint_every 2 --batch 8 --length 24 --tensorboard False {more}".split()
+    )
+
+
+@pytest.mark.slow
+def test_fine_tuning_as_a_user_runs_it(tmp_path, monkeypatch, capsys):
+    """Starts from the masked language model's weights, resumes bit for bit, and is measured beside a fresh start."""
+    cola(tmp_path)
+    mlm = tmp_path / "mlm"
+    train.mlm.main(f"--workdir {mlm} {TINY_MLM} --steps 4 --eval_every 4 --checkpoint_every 4".split())
+    run(tmp_path / "runs/whole", mlm, tmp_path)
+    stop_and_go_on(monkeypatch, TrainBatches, lambda: run(tmp_path / "stopped", mlm, tmp_path))
+    names = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
+    lines = metrics_lines(tmp_path / "runs/whole", names)
+    assert metrics_lines(tmp_path / "stopped", names) == lines
+    run(tmp_path / "runs/scratch", mlm, tmp_path, "--from_scratch True")
+    assert metrics_lines(tmp_path / "runs/scratch", names)[0]["loss"] != lines[0]["loss"]
+    capsys.readouterr()
+    eval.glue.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "glue.png")])
+    text = capsys.readouterr().out
+    assert "local, pretrained" in text
+    assert "local, from scratch" in text
+    eval.glue.main(["--workdir", str(tmp_path / "runs/whole")])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["examples"] == 12
+    with pytest.raises(UserError, match=r"--pretrained: .* is of the task 'glue'; expected mlm"):
+        run(tmp_path / "other", tmp_path / "runs/whole", tmp_path)
+    with pytest.raises(
+        UserError, match=r"--pretrained: expected the folder of a run of train\.mlm, got none"
+    ):
+        train.glue.main(["cola", "--workdir", str(tmp_path / "other"), "--data_dir", str(tmp_path)])
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,99 @@
+"""Masked language modeling: which tokens are masked and how, what the objective sees, and the command."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import eval.mlm
+import train.mlm
+from brl_jax.layers import FullConfig
+from brl_jax.models import EncoderConfig, MaskedLM
+from tests.train.logs import metrics_lines
+from tests.train.resume import stop_and_go_on
+from train.data.masking import MaskedStreams, mask_tokens, num_asked
+from train.errors import UserError
+from train.tasks.mlm import mlm_objective
+
+TINY = (
+    "--tokenizer bytes --length 32 --batch 8 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --warmup_steps 2 "
+    "--tensorboard False --eval_tokens 600 --full_eval False --mechanism local --mechanism.window 4"
+)
+OPTIONS = {"share": 0.15, "vocab_size": 90, "mask": 100}
+
+
+def _text(rows, length):
+    return np.random.default_rng(0).integers(90, size=(rows, length))
+
+
+def test_masks_are_those_of_the_paper():
+    """A share of each row, 80% of it behind the mask, 10% another token and 10% as it was; the rest is untouched."""
+    tokens = _text(400, 120)
+    batch = mask_tokens(tokens, np.ones(tokens.shape), seed=(1, 2), rows=np.arange(400), **OPTIONS)
+    places, shown = batch["places"], np.take_along_axis(batch["tokens"], batch["places"], axis=1)
+    assert places.shape == (400, 18)
+    assert (np.diff(places, axis=1) > 0).all()
+    np.testing.assert_array_equal(batch["targets"], np.take_along_axis(tokens, places, axis=1))
+    untouched = np.ones(tokens.shape, bool)
+    np.put_along_axis(untouched, places, False, axis=1)
+    np.testing.assert_array_equal(batch["tokens"][untouched], tokens[untouched])
+    masked, same = (shown == 100).mean(), (shown == batch["targets"]).mean()
+    assert abs(masked - 0.8) < 0.02
+    assert abs(same - (0.1 + 0.1 / 90)) < 0.015  # a random token may be the one that stood there
+    assert shown[shown != 100].max() < 90
+    # Every place is as likely as any other.
+    assert np.abs(np.bincount(places.reshape(-1), minlength=120) / 400 - 0.15).max() < 0.08
+
+
+def test_rows_are_masked_alike_on_any_host_and_anew_in_every_batch():
+    tokens = _text(6, 40)
+    whole = mask_tokens(tokens, np.ones(tokens.shape), seed=(1, 2), rows=np.arange(6), **OPTIONS)
+    some = mask_tokens(tokens[[1, 4]], np.ones((2, 40)), seed=(1, 2), rows=np.array([1, 4]), **OPTIONS)
+    for name, array in some.items():
+        np.testing.assert_array_equal(array, whole[name][[1, 4]])
+    other = mask_tokens(tokens, np.ones(tokens.shape), seed=(1, 3), rows=np.arange(6), **OPTIONS)
+    assert (other["places"] != whole["places"]).any()
+
+
+def test_padding_is_not_asked_for_and_changes_nothing():
+    model = MaskedLM(
+        EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
+    )
+    objective = mlm_objective(model)
+    tokens, exists = _text(2, 20), np.ones((2, 20))
+    exists[1, 12:] = 0
+    batch = mask_tokens(tokens, exists, seed=(0, 0), rows=np.arange(2), **OPTIONS | {"share": 0.5})
+    assert batch["lengths"].tolist() == [20, 12]
+    np.testing.assert_array_equal(batch["weights"][1], batch["places"][1] < 12)
+    params = jax.jit(objective.init)(jax.random.key(0))
+    loss = jax.jit(lambda batch: objective.loss(params, None, batch, None)[0])
+    changed = {**batch, "tokens": np.where(exists > 0, batch["tokens"], 7)}
+    assert loss(changed) == loss(batch)
+    changed["tokens"] = np.where(np.arange(20) == 11, 7, batch["tokens"])
+    assert loss(changed) != loss(batch)
+
+
+def test_how_many_are_asked_for():
+    assert [num_asked(length, 0.15) for length in (1, 4, 10, 128, 512)] == [1, 1, 2, 19, 77]
+
+
+MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
+
+
+def run(workdir, more=""):
+    train.mlm.main(f"--workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split())
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_bit_for_bit_and_is_measured(tmp_path, monkeypatch, capsys):
+    run(tmp_path / "whole")
+    stop_and_go_on(monkeypatch, MaskedStreams, lambda: run(tmp_path / "stopped"))
+    assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
+    with pytest.raises(UserError, match=r"is of another configuration: .*mask_share 0\.15 -> 0\.3"):
+        run(tmp_path / "stopped", "--mask_share 0.3")
+    capsys.readouterr()
+    eval.mlm.main(["--workdir", str(tmp_path / "whole")])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
+    assert 0 <= result["accuracy"] <= 1

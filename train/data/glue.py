@@ -1,0 +1,247 @@
+"""The tasks of GLUE (Wang et al. 2018, arXiv:1804.07461) as tokens: from its tsv files, TensorFlow Datasets or Hugging
+Face.
+
+A row is the sentence, or both sentences with a separator between them. The test splits of GLUE have no public labels
+(except MRPC's): what GLUE calls dev is the test split here, and every tenth training example is for validation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from train.data.lra.examples import Examples
+from train.data.lra.files import belongs, numbered_lines, parsed, shown
+from train.data.named_sources import open_tfds
+from train.data.tokenizer import Tokenizer
+from train.errors import UserError, one_line
+from train.fields import Decided
+
+# A score of STS-B, 0 to 5, becomes a whole number.
+SCORE_STEPS = 1000
+_LARGEST_SCORE = 5.0
+
+Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
+
+
+class GlueTask(NamedTuple):
+    """One task.
+
+    Attributes:
+      folder: of its tsv files. columns: of the sentences, there. label: the column of the label, there.
+      fields: of the sentences in TensorFlow Datasets and Hugging Face, where the label is called "label".
+      classes: the names of the labels, "0" and "1" where they are numbers; none where the label is a score.
+      metrics: the task's own, the first one the main one.
+      tests: the names of the splits that have public labels and are not for training.
+      header: whether the files name their columns in the first line; columns are numbers where they don't.
+    """
+
+    folder: str
+    columns: tuple[str, ...]
+    label: str
+    fields: tuple[str, ...]
+    classes: tuple[str, ...]
+    metrics: tuple[Metric, ...]
+    tests: tuple[str, ...] = ("dev",)
+    header: bool = True
+
+
+_YES_NO = ("0", "1")
+_ENTAILMENT = ("entailment", "not_entailment")
+_PAIR = ("sentence1", "sentence2")
+_QUESTIONS = ("question1", "question2")
+
+GLUE_TASKS: Mapping[str, GlueTask] = {
+    "cola": GlueTask("CoLA", ("3",), "1", ("sentence",), _YES_NO, ("matthews",), header=False),
+    "sst2": GlueTask("SST-2", ("sentence",), "label", ("sentence",), _YES_NO, ("accuracy",)),
+    "mrpc": GlueTask("MRPC", ("#1 String", "#2 String"), "Quality", _PAIR, _YES_NO, ("f1", "accuracy")),
+    "qqp": GlueTask("QQP", _QUESTIONS, "is_duplicate", _QUESTIONS, _YES_NO, ("accuracy", "f1")),
+    "stsb": GlueTask("STS-B", _PAIR, "score", _PAIR, (), ("pearson", "spearman")),
+    "mnli": GlueTask(
+        "MNLI",
+        _PAIR,
+        "gold_label",
+        ("premise", "hypothesis"),
+        ("entailment", "neutral", "contradiction"),
+        ("accuracy",),
+        ("dev_matched", "dev_mismatched"),
+    ),
+    "qnli": GlueTask(
+        "QNLI", ("question", "sentence"), "label", ("question", "sentence"), _ENTAILMENT, ("accuracy",)
+    ),
+    "rte": GlueTask("RTE", _PAIR, "label", _PAIR, _ENTAILMENT, ("accuracy",)),
+}
+
+
+class Row(NamedTuple):
+    """The sentences of an example, and its class or its score in thousandths."""
+
+    sentences: tuple[str, ...]
+    target: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GlueDataConfig:
+    """The examples."""
+
+    # The preset's: its other settings are for this task.
+    task: Decided[str] = "cola"
+    data_dir: str = "tfds"
+    """A folder with the task's folder of tsv files (CoLA, SST-2, ...), or that folder itself; tfds or hf for the task
+    in TensorFlow Datasets (glue/TASK) or Hugging Face (nyu-mll/glue)."""
+    length: int = 128
+    """Tokens of a row; where two sentences are longer, the longer one is cut first."""
+    train_examples: int = 0
+    """Training examples, the first ones; 0: all."""
+
+    def __post_init__(self):
+        check_choice("task", self.task, tuple(GLUE_TASKS))
+        check_at_least(self, "length", least=8)
+        check_at_least(self, "train_examples", least=0)
+
+
+def load_glue(
+    config: GlueDataConfig, tokenizer: Tokenizer, separator: int, splits: Sequence[str]
+) -> dict[str, Examples]:
+    """The examples of some of the splits train, valid, test and the task's own test splits ("dev_mismatched").
+
+    Raises:
+      UserError: the data cannot be read, or an example has no sentence or an unknown label; the error names its line.
+    """
+    task = GLUE_TASKS[config.task]
+    read = _reader(config, task)
+    found: dict[str, Examples] = {}
+    for split in splits:
+        source = "train" if split in ("train", "valid") else task.tests[0] if split == "test" else split
+        rows = read(source)
+        if source == "train":
+            rows = (row for number, row in enumerate(rows) if belongs(number, split))
+        limit = config.train_examples if split == "train" else 0
+        found[split] = _examples(rows, tokenizer, separator, config, limit)
+        if not len(found[split]):
+            raise UserError(f"--data_dir: {config.data_dir} has no {split} examples of {config.task}")
+    return found
+
+
+def _reader(config: GlueDataConfig, task: GlueTask) -> Callable[[str], Iterator[Row]]:
+    """split -> its rows; the splits are named as GLUE names its files."""
+    if config.data_dir in ("tfds", "hf"):
+        if config.data_dir == "tfds":
+            tables = open_tfds(f"--data_dir tfds (glue/{config.task})", f"glue/{config.task}")
+        else:
+            tables = _open_hf(config.task)
+        return functools.partial(_table_rows, tables, task)
+    folder = Path(config.data_dir).expanduser()
+    folder = folder / task.folder if (folder / task.folder).is_dir() else folder
+    return functools.partial(_file_rows, folder, task)
+
+
+def _open_hf(name: str) -> Mapping[str, Any]:
+    try:
+        import datasets
+
+        return datasets.load_dataset("nyu-mll/glue", name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--data_dir hf: needs {error.name}: pip install 'brl-jax[data]'") from error
+    except Exception as error:  # of the network, the hub, files
+        raise UserError(f"--data_dir hf: nyu-mll/glue, {name}: {one_line(error)}") from error
+
+
+def _table_rows(tables: Mapping[str, Any], task: GlueTask, split: str) -> Iterator[Row]:
+    name = split.replace("dev", "validation")
+    if name not in tables:
+        raise UserError(f"--data_dir: expected a split {name}, got {', '.join(map(str, tables))}")
+    for row in tables[name]:
+        texts = (row[field] for field in task.fields)
+        sentences = tuple(text.decode() if isinstance(text, bytes) else text for text in texts)
+        yield Row(sentences, int(row["label"]) if task.classes else _score(str(row["label"])))
+
+
+def _file_rows(folder: Path, task: GlueTask, split: str) -> Iterator[Row]:
+    paths = [folder / f"{split}.tsv{ending}" for ending in ("", ".gz")]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise UserError(f"--data_dir: expected {paths[0]} or {paths[1].name}; there is neither")
+    lines = numbered_lines(path)
+    wanted = (*task.columns, task.label)
+    if task.header:
+        first = next(lines, None)
+        names = [] if first is None else first[1].decode("utf-8-sig", errors="replace").split("\t")
+        missing = [name for name in wanted if name not in names]
+        if missing:
+            raise UserError(f"--data_dir: {path}, line 1: expected a column {missing[0]!r}, got {names}")
+        places = [names.index(name) for name in wanted]
+    else:
+        places = [int(name) for name in wanted]
+    yield from parsed(path, lines, functools.partial(_parse, task, places))
+
+
+def _parse(task: GlueTask, places: Sequence[int], line: bytes) -> Row:
+    """The example of a line; its fields are not quoted."""
+    try:
+        fields = line.decode().split("\t")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {shown(line)}") from error
+    if len(fields) <= max(places):
+        raise ValueError(f"expected at least {max(places) + 1} columns, got {len(fields)}: {shown(line)}")
+    *sentences, label = (fields[place] for place in places)
+    if not all(sentence.strip() for sentence in sentences):
+        raise ValueError(f"expected a sentence, got an empty one: {shown(line)}")
+    if not task.classes:
+        return Row(tuple(sentences), _score(label))
+    if label not in task.classes:
+        raise ValueError(f"expected the label {' or '.join(task.classes)}, got {label!r}")
+    return Row(tuple(sentences), task.classes.index(label))
+
+
+def _score(text: str) -> int:
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not 0.0 <= score <= _LARGEST_SCORE:
+        raise ValueError(f"expected a score from 0 to {_LARGEST_SCORE:g}, got {text!r}")
+    return round(score * SCORE_STEPS)
+
+
+def join_sentences(sentences: Sequence[np.ndarray], length: int, separator: int) -> np.ndarray:
+    """The tokens of one sentence, or of two with a separator between them, at most `length` of them: the longer of two
+    is cut first."""
+    if len(sentences) == 1:
+        return sentences[0][:length]
+    first, second = sentences
+    room = length - 1
+    first = first[: max(room - len(second), room - room // 2)]
+    return np.concatenate([first, [separator], second[: room - len(first)]])
+
+
+def _examples(
+    rows: Iterator[Row], tokenizer: Tokenizer, separator: int, config: GlueDataConfig, limit: int
+) -> Examples:
+    pieces, targets, truncated = [], [], 0
+    hashed = hashlib.sha256()
+    for row in rows:
+        sentences = [np.asarray(tokenizer.encode(sentence), np.int32) for sentence in row.sentences]
+        tokens = join_sentences(sentences, config.length, separator).astype(np.int32)
+        truncated += len(tokens) < sum(map(len, sentences)) + len(sentences) - 1
+        pieces.append(tokens if len(tokens) else np.array([separator], np.int32))
+        targets.append(row.target)
+        hashed.update(pieces[-1].tobytes())
+        if len(targets) == limit:
+            break
+    hashed.update(np.asarray(targets, np.int64).tobytes())
+    return Examples(
+        tokens=np.concatenate([np.zeros(0, np.int32), *pieces]),
+        lengths=np.array([len(piece) for piece in pieces], np.int32).reshape(-1, 1),
+        labels=np.asarray(targets, np.int32),
+        truncated=truncated,
+        digest=hashed.hexdigest(),
+    )

@@ -1,0 +1,153 @@
+"""Text whose tokens are masked in part, anew in every batch, for masked language models (arXiv:1810.04805).
+
+In every row a share of the tokens is asked for. Of these, 80% are replaced by the mask, 10% by a random token, and 10%
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Float, Int
+
+from train.data.corpus import Corpus
+from train.data.streams import EvalStream, TokenStreams, check_rows
+
+# First numbers of the seeds, which keep the masks of the splits apart.
+_TRAIN, _VALID = range(2)
+_MASKED, _RANDOM = 0.8, 0.9
+
+
+def num_asked(length: int, share: float) -> int:
+    """How many tokens of a row are asked for, at least one."""
+    return max(1, round(share * length))
+
+
+def mask_tokens(
+    tokens: Int[np.ndarray, "R T"],
+    exists: Float[np.ndarray, "R T"],
+    *,
+    share: float,
+    vocab_size: int,
+    mask: int,
+    seed: Sequence[int],
+    rows: Int[np.ndarray, " R"],
+) -> dict[str, np.ndarray]:
+    """A batch of masked rows.
+
+    Args:
+      tokens: the text. exists: 1 where a token exists, which is in front, and 0 in padding.
+      share: of the tokens of a row that are asked for. vocab_size: random tokens are below it. mask: the token of the
+        mask. seed: of the whole batch. rows: the numbers of these rows in the batch: a row is masked alike whichever
+        process has it.
+
+    Returns:
+      "tokens" (R, T) int32, "places" (R, P) int32 in ascending order, "targets" (R, P) int32, the tokens that stood
+      there, "weights" (R, P) float32, 0 for places of padding, and "lengths" (R,) int32.
+    """
+    length = tokens.shape[1]
+    count = num_asked(length, share)
+    places, kinds, noise = [], [], []
+    for row in rows:
+        rng = np.random.default_rng([*seed, int(row)])
+        places.append(np.sort(rng.permutation(length)[:count]))
+        kinds.append(rng.random(count))
+        noise.append(rng.integers(vocab_size, size=count))
+    at, kind, random = np.stack(places), np.stack(kinds), np.stack(noise)
+    targets = np.take_along_axis(tokens, at, axis=1)
+    shown = np.where(kind < _MASKED, mask, np.where(kind < _RANDOM, random, targets))
+    masked = tokens.copy()
+    np.put_along_axis(masked, at, shown, axis=1)
+    return {
+        "tokens": masked.astype(np.int32),
+        "places": at.astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "weights": np.take_along_axis(exists, at, axis=1).astype(np.float32),
+        "lengths": np.maximum(exists.sum(axis=1), 1).astype(np.int32),
+    }
+
+
+class MaskedStreams(grain.DatasetIterator):
+    """Endless training batches of `mask_tokens` over the rows of `TokenStreams`, and "reset"; masks depend on the seed
+    and the number of the batch alone. The state is that of the rows.
+
+    Args:
+      vocab_size, mask, share: see `mask_tokens`. The others are those of `TokenStreams`.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        batch: int,
+        length: int,
+        vocab_size: int,
+        mask: int,
+        share: float,
+        seed: int = 0,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        self._inner = TokenStreams(corpus, batch=batch, length=length, seed=seed, rows=rows)
+        super().__init__(self._inner)
+        self._rows, self._seed = check_rows(batch, rows), seed
+        self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
+
+    def __next__(self) -> dict[str, Any]:
+        number = self._inner.step
+        batch = next(self._inner)
+        tokens = batch["tokens"]
+        seed = (_TRAIN, self._seed, number)
+        masked = mask_tokens(
+            tokens, np.ones(tokens.shape, np.float32), seed=seed, rows=self._rows, **self._options
+        )
+        return {**masked, "reset": batch["reset"]}
+
+    def get_state(self) -> dict[str, Any]:
+        return self._inner.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._inner.set_state(state)
+
+    def close(self) -> None:
+        if "_inner" in vars(self):
+            self._inner.close()
+
+
+class MaskedText:
+    """One pass over a held-out text, in batches of `mask_tokens`; every pass masks the same tokens.
+
+    Args:
+      vocab_size, mask, share: see `mask_tokens`. The others are those of `EvalStream`.
+    """
+
+    num_bytes = None
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        batch: int,
+        length: int,
+        vocab_size: int,
+        mask: int,
+        share: float,
+        limit: int | None = None,
+        rows: Sequence[int] | np.ndarray | None = None,
+    ):
+        self._text = EvalStream(corpus, batch=batch, length=length, limit=limit, rows=rows)
+        self._rows, self.batch = check_rows(batch, rows), batch
+        self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
+
+    def __len__(self) -> int:
+        """Batches of the pass."""
+        return len(self._text)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number, batch in enumerate(self._text):
+            masked = mask_tokens(
+                batch["tokens"], batch["weights"], seed=(_VALID, number), rows=self._rows, **self._options
+            )
+            yield {**masked, "reset": batch["reset"]}

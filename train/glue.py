@@ -1,0 +1,25 @@
+"""Fine-tunes a masked language model on GLUE: python -m train.glue TASK --pretrained DIR [OPTIONS].
+
+TASK is cola, sst2, mrpc, qqp, stsb, mnli, qnli or rte (Wang et al. 2018, arXiv:1804.07461); DIR is the folder of a run
+of train.mlm, which gives the network, the tokenizer and the weights. --data_dir names GLUE's folders of tsv files, or
+tfds or hf. Every tenth training example is held out to choose the checkpoint; GLUE's dev split is for
+`python -m eval.glue --workdir DIR`. The same command again resumes the run where it stopped, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from train.errors import command
+from train.main import train_main
+from train.tasks.glue import GLUE
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains; see the module's text and --help."""
+    train_main([GLUE], argv, name="train.glue")
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "train.glue"))

@@ -1,0 +1,25 @@
+"""Trains an encoder to predict masked tokens of text: python -m train.mlm [PRESET] [OPTIONS].
+
+Rows of --length tokens; --mask_share of them are asked for, anew in every batch: 80% behind the mask, 10% as another
+token, 10% as they are. The text and the tokenizer are those of train.lm. The run's folder holds config.json, the
+tokenizer, metrics.jsonl and checkpoints/; the same command again resumes the run where it stopped, bit for bit.
+`python -m eval.mlm --workdir DIR` measures it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from train.errors import command
+from train.main import train_main
+from train.tasks.mlm import MLM
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains; see the module's text and --help."""
+    train_main([MLM], argv, name="train.mlm")
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "train.mlm"))

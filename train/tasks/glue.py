@@ -1,0 +1,292 @@
+"""The task of `python -m train.glue`: a masked language model's encoder, fine-tuned to classify sentences and pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from etils import epath
+from flax import linen as nn
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from brl_jax.models import Classifier, EncoderConfig
+from train.checkpoint import Checkpoints
+from train.config import LoopConfig, RunConfig
+from train.data.glue import GLUE_TASKS, SCORE_STEPS, GlueDataConfig, load_glue
+from train.data.lra import EvalBatches, Examples, TrainBatches
+from train.data.lra.batches import default_buckets
+from train.data.tokenizers import load_tokenizer
+from train.errors import UserError
+from train.fields import Decided, Flat
+from train.loop import HeldOut
+from train.mesh import host_rows
+from train.metrics import log
+from train.mup import make_rates
+from train.optimizer import OptimizerConfig
+from train.step import Batch, Objective, means, random_streams
+from train.task import Task, read_config
+from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
+
+_LARGEST_SCORE = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GlueConfig(RunConfig):
+    """An encoder that is fine-tuned on a task of GLUE."""
+
+    data: Annotated[GlueDataConfig, Flat]
+    model: Decided[EncoderConfig]
+    pretrained: str = ""
+    """Folder of the run of train.mlm whose network, tokenizer and weights are used."""
+    checkpoint: str = "best"
+    """Of that run: best (lowest held-out loss), last, or a step."""
+    from_scratch: bool = False
+    """Take its network and tokenizer, but not its weights: what pretraining is compared with."""
+    dropout: float = 0.1
+    """Dropout rate while fine-tuning."""
+
+
+class GlueData(NamedTuple):
+    """The examples of some splits."""
+
+    examples: Mapping[str, Examples]
+
+
+# Training examples of the tasks, of which nine tenths are trained on.
+_EXAMPLES = {
+    "cola": 8_551,
+    "sst2": 67_349,
+    "mrpc": 3_668,
+    "qqp": 363_846,
+    "stsb": 5_749,
+    "mnli": 392_702,
+    "qnli": 104_743,
+    "rte": 2_490,
+}
+
+
+def _preset(task: str) -> GlueConfig:
+    """Three passes with one of the four learning rates of TransNormer (arXiv:2210.10340, section 5.1); the batch is
+    our choice."""
+    steps = 3 * (_EXAMPLES[task] * 9 // 10 // 32)
+    every = max(1, steps // 6)
+    return GlueConfig(
+        loop=LoopConfig(steps=steps, batch=32, eval_every=every, checkpoint_every=every, keep_checkpoints=1),
+        data=GlueDataConfig(task=task),
+        model=EncoderConfig(),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-4,
+            warmup_steps=max(1, steps // 16),
+            decay="linear",
+            final_share=0.0,
+            beta2=0.98,
+            weight_decay=0.01,
+        ),
+    )
+
+
+PRESETS: dict[str, GlueConfig] = {task: _preset(task) for task in GLUE_TASKS}
+
+
+def scores(logits: Any) -> Any:
+    """Scores of 0 to 5 from logits (..., 2): the second one's probability, times 5."""
+    return _LARGEST_SCORE * jax.nn.softmax(logits, axis=-1)[..., 1]
+
+
+def glue_objective(model: Classifier, task: str, start: Any = lambda params: params) -> Objective:
+    """Cross-entropy of the classes, and accuracy. For scores: of the second of two classes with the score over 5 as its
+    probability, and the negative squared error of the score in place of the accuracy."""
+    classes = GLUE_TASKS[task].classes
+
+    def init(key: Array) -> Any:
+        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+        logits: Any = model.apply(
+            {"params": params},
+            batch["tokens"],
+            lengths=batch["lengths"],
+            deterministic=key is None,
+            rngs=random_streams(key),
+        )
+        weights, targets = batch["weights"], batch["targets"]
+        if classes:
+            nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+            good = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
+            name = "accuracy"
+        else:
+            score = targets.astype(jnp.float32) / SCORE_STEPS
+            share = score / _LARGEST_SCORE
+            nll = optax.softmax_cross_entropy(logits, jnp.stack([1.0 - share, share], axis=-1))
+            good, name = -jnp.square(scores(logits) - score), "negative_squared_error"
+        return jnp.sum(nll * weights), jnp.sum(weights), memory, {name: jnp.sum(good * weights)}
+
+    best = "accuracy" if classes else "negative_squared_error"
+    return Objective(
+        init,
+        loss,
+        lambda rows: None,
+        averages=(best,),
+        best=best,
+        rates=make_rates(model.config),
+        start=start,
+    )
+
+
+class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
+    """Fine-tuning on one task of GLUE."""
+
+    name = "glue"
+    about = "Fine-tunes a masked language model's encoder on a task of GLUE."
+    config_class = GlueConfig
+    presets = PRESETS
+    default_preset = "cola"
+
+    def _pretrained(self, config: GlueConfig) -> Any:
+        """The configuration of the masked language model.
+
+        Raises:
+          UserError: the folder has none.
+        """
+        try:
+            return read_config([MLM], epath.Path(config.pretrained) / "config.json")[1]
+        except UserError as error:
+            raise UserError(str(error).replace("--workdir", "--pretrained", 1)) from error
+
+    def sized(self, config: GlueConfig, data: GlueData | None = None) -> GlueConfig:
+        """The network is that of the masked language model, with the task's classes; without one, as when a run is
+        planned, the network of the configuration."""
+        classes = max(2, len(GLUE_TASKS[config.data.task].classes))
+        if not config.pretrained:
+            return dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=classes))
+        found = self._pretrained(config).model
+        if config.data.length > found.max_length and found.positions == "learned":
+            raise UserError(
+                f"--length: the network of {config.pretrained} has positions for {found.max_length} tokens, "
+                f"got {config.data.length}"
+            )
+        fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(EncoderConfig)}
+        max_length = found.max_length if found.positions == "learned" else config.data.length
+        fields |= {"max_length": max_length, "dropout": config.dropout, "num_classes": classes}
+        return dataclasses.replace(config, model=EncoderConfig(**fields))
+
+    def model(self, config: GlueConfig) -> Classifier:
+        return Classifier(config.model)
+
+    def objective(self, model: Classifier, config: GlueConfig) -> Objective:
+        def start(params: Any) -> Any:
+            if config.from_scratch:
+                return params
+            read = self._encoder_weights(config)
+            placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), read, params["encoder"])
+            return {**params, "encoder": placed}
+
+        return glue_objective(model, config.data.task, start)
+
+    def _encoder_weights(self, config: GlueConfig) -> Any:
+        """The encoder's parameters in a checkpoint of the masked language model.
+
+        Raises:
+          UserError: there is no such checkpoint, or it is damaged.
+        """
+        pretrained = self._pretrained(config)
+        checkpoints = Checkpoints(epath.Path(config.pretrained) / "checkpoints", log=log)
+        steps = checkpoints.steps()
+        if not steps:
+            raise UserError(f"--pretrained: no checkpoint in {checkpoints.folder}")
+        step = {"best": checkpoints.best_step() or steps[-1], "last": steps[-1]}.get(config.checkpoint)
+        if step is None:
+            if not config.checkpoint.isdecimal() or int(config.checkpoint) not in steps:
+                expected = ", ".join(map(str, steps))
+                raise UserError(
+                    f"--checkpoint: expected best, last or one of {expected}, got {config.checkpoint}"
+                )
+            step = int(config.checkpoint)
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        objective = MLM.objective(MLM.model(pretrained), pretrained)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            nn.unbox(jax.eval_shape(objective.init, jax.random.key(0))),
+        )
+        log(f"weights of {config.pretrained}, step {step}")
+        return jax.tree.map(np.asarray, checkpoints.restore_params(like, step)["encoder"])
+
+    def batch_shapes(self, config: GlueConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes = {"tokens": (rows, config.data.length), "lengths": (rows,), "targets": (rows,)}
+        return {
+            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()},
+            "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        }
+
+    def load(self, config: GlueConfig, splits: Sequence[str]) -> GlueData:
+        if not config.pretrained:
+            raise UserError("--pretrained: expected the folder of a run of train.mlm, got none")
+        tokenizer = load_tokenizer(config.pretrained)
+        separator = config.model.vocab_size - SPECIAL + SEPARATOR
+        if tokenizer.vocab_size != config.model.vocab_size - SPECIAL:
+            raise UserError(
+                f"--pretrained: the network of {config.pretrained} has {config.model.vocab_size - SPECIAL} tokens, "
+                f"its tokenizer {tokenizer.vocab_size}"
+            )
+        return GlueData(load_glue(config.data, tokenizer, separator, splits))
+
+    def describe_data(self, config: GlueConfig, data: GlueData) -> str:
+        counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.examples.items())
+        return f"{config.data.task} of GLUE, {config.data.data_dir}, {counts}"
+
+    def next_commands(self, config: GlueConfig, data: GlueData) -> Sequence[Sequence[str]]:
+        return (("eval.glue", "--workdir", config.loop.workdir),)
+
+    def training_stream(self, config: GlueConfig, data: GlueData, mesh: Mesh) -> TrainBatches:
+        return TrainBatches(
+            data.examples["train"],
+            batch=config.loop.batch,
+            buckets=default_buckets(config.data.length),
+            seed=config.loop.seed,
+            rows=host_rows(mesh, config.loop.batch),
+        )
+
+    def held_out(
+        self, config: GlueConfig, data: GlueData, split: str, mesh: Mesh | None = None
+    ) -> EvalBatches:
+        rows = config.loop.microbatch
+        return EvalBatches(
+            data.examples[split],
+            batch=rows,
+            buckets=default_buckets(config.data.length),
+            rows=None if mesh is None else host_rows(mesh, rows),
+        )
+
+    def measures(
+        self, config: GlueConfig, data: GlueData, split: str, held_out: HeldOut, sums: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """The loss and the average that chooses checkpoints, of a split."""
+        return means(sums)
+
+    def predict(
+        self, config: GlueConfig, model: Classifier, params: Any, data: GlueData, split: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The predicted and the true classes (or scores, 0 to 5) of a split's examples, in one order."""
+        classes = GLUE_TASKS[config.data.task].classes
+
+        @jax.jit
+        def run(params: Any, tokens: Any, lengths: Any) -> Any:
+            logits: Any = model.apply({"params": params}, tokens, lengths=lengths)
+            return logits.argmax(-1) if classes else scores(logits)
+
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for batch in self.held_out(config, data, split):
+            kept = batch["weights"] > 0
+            predicted = np.asarray(run(params, batch["tokens"], batch["lengths"]))
+            found.append((predicted[kept], batch["targets"][kept]))
+        predicted, true = (np.concatenate(parts) for parts in zip(*found))
+        return predicted, true if classes else true / SCORE_STEPS
+
+
+GLUE = GlueTaskOfRuns()

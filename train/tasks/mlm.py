@@ -1,0 +1,267 @@
+"""The task of `python -m train.mlm`: an encoder that predicts masked tokens of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from brl_jax.layers import (
+    BRLConfig,
+    FlashConfig,
+    FullConfig,
+    GauConfig,
+    LinearConfig,
+    LocalConfig,
+    LongShortConfig,
+    Mechanism,
+    PerformerConfig,
+)
+from brl_jax.models import TRANSNORMER_SIZES, EncoderConfig, MaskedLM, transnormer
+from train.config import RunConfig
+from train.data import Corpus, DataConfig, load
+from train.data.masking import MaskedStreams, MaskedText, num_asked
+from train.fields import Decided, Flat
+from train.loop import HeldOut
+from train.mesh import host_rows
+from train.mup import make_rates
+from train.optimizer import OptimizerConfig
+from train.step import Batch, Objective, means, random_streams
+from train.task import Streams, Task
+from train.tasks.lm import LmData, vocabulary
+from train.tasks.lm_config import LmLoopConfig
+
+# Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
+MASK, SEPARATOR, SPECIAL = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MlmDataConfig(DataConfig):
+    """The text of a run, how it becomes tokens, and how many of them are masked."""
+
+    mask_share: float = 0.15
+    """Share of a row's tokens that the network is asked for."""
+
+    def __post_init__(self):
+        if not 0.0 < self.mask_share < 1.0:
+            raise ValueError(f"mask_share must be above 0 and below 1, got {self.mask_share}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MlmModelConfig(EncoderConfig):
+    """The network."""
+
+    inputs: Decided[str] = "embed"  # type: ignore[assignment]
+    pooling: Decided[str] = "mean"  # type: ignore[assignment]
+    num_features: Decided[int] = 1
+    vocab_size: Decided[int] = 256
+    num_classes: Decided[int] = 2
+    max_length: Decided[int] = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class MlmConfig(RunConfig):
+    """An encoder trained to predict masked tokens of a text."""
+
+    loop: Annotated[LmLoopConfig, Flat]
+    data: Annotated[MlmDataConfig, Flat]
+    model: Annotated[MlmModelConfig, Flat]
+
+
+def _small(mechanism: Mechanism) -> MlmConfig:
+    """Two CPU cores, minutes: the standard library's sources in 2,048 byte pairs."""
+    return MlmConfig(
+        loop=LmLoopConfig(
+            steps=1000, batch=32, length=128, eval_every=250, checkpoint_every=250, eval_tokens=65_536
+        ),
+        data=MlmDataConfig(tokenizer="bpe:2048"),
+        model=MlmModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=256, mechanism=mechanism),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+    )
+
+
+def _roberta(model: MlmModelConfig) -> MlmConfig:
+    """TransNormer, table 13: RoBERTa's base network on WikiText-103."""
+    return MlmConfig(
+        loop=LmLoopConfig(
+            steps=50_000,
+            batch=512,
+            accumulation=16,
+            length=512,
+            eval_every=1_000,
+            checkpoint_every=1_000,
+            eval_tokens=0,
+        ),
+        data=MlmDataConfig(data="hf:Salesforce/wikitext:wikitext-103-raw-v1", tokenizer="bpe:50265"),
+        model=dataclasses.replace(model, dropout=0.1),
+        optimizer=OptimizerConfig(
+            learning_rate=5e-4,
+            warmup_steps=3_000,
+            decay="linear",
+            final_share=0.0,
+            beta2=0.98,
+            weight_decay=0.01,
+        ),
+    )
+
+
+def _base(mechanism: Mechanism, layers: int = 12) -> MlmConfig:
+    """The networks beside it in table 5; those whose layers have no feed-forward network have twice as many."""
+    return _roberta(
+        MlmModelConfig(
+            num_layers=layers,
+            d_model=768,
+            num_heads=12,
+            d_ff=3072,
+            ffn="relu",
+            use_bias=True,
+            positions="learned",
+            mechanism=mechanism,
+        )
+    )
+
+
+PRESETS: dict[str, MlmConfig] = {
+    "small": _small(BRLConfig(window=64, num_compressed=32)),
+    "small-full": _small(FullConfig()),
+    "small-local": _small(LocalConfig(window=64)),
+    "roberta-full": _base(FullConfig()),
+    "roberta-brl": _base(BRLConfig(window=128, num_compressed=128)),
+    "roberta-flash-quad": _base(GauConfig(), layers=24),
+    "roberta-flash": _base(FlashConfig(), layers=24),
+    "roberta-long-short": _base(LongShortConfig()),
+    "roberta-performer": _base(PerformerConfig()),
+    "roberta-linear": _base(LinearConfig()),
+    **{
+        f"roberta-transnormer-{variant}": _roberta(
+            transnormer(variant, MlmModelConfig, positions="learned", **TRANSNORMER_SIZES["roberta"])
+        )
+        for variant in ("t1", "t2")
+    },
+}
+
+
+def mlm_objective(model: MaskedLM) -> Objective:
+    """Cross-entropy and accuracy at the masked places of what `train.data.masking.mask_tokens` returns."""
+
+    def init(key: Array) -> Any:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return model.init(key, tokens, tokens)["params"]
+
+    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+        logits: Any = model.apply(
+            {"params": params},
+            batch["tokens"],
+            batch["places"],
+            lengths=batch["lengths"],
+            deterministic=key is None,
+            rngs=random_streams(key),
+        )
+        weights, targets = batch["weights"], batch["targets"]
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
+        return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
+
+    return Objective(init, loss, lambda rows: None, averages=("accuracy",), rates=make_rates(model.config))
+
+
+class MlmTask(Task[MlmConfig, LmData]):
+    """Masked language modeling; rows are pieces of the text, without memory."""
+
+    name = "mlm"
+    about = "Trains an encoder to predict masked tokens of text."
+    config_class = MlmConfig
+    presets = PRESETS
+    default_preset = "small"
+    is_sized_by_data = True
+
+    def sized(self, config: MlmConfig, data: LmData | None = None) -> MlmConfig:
+        """The tokenizer and the two special tokens decide the size of the vocabulary."""
+        size = vocabulary(config.data.tokenizer) if data is None else data.tokenizer.vocab_size
+        model = dataclasses.replace(config.model, vocab_size=size + SPECIAL, max_length=config.loop.length)
+        return dataclasses.replace(config, model=model)
+
+    def model(self, config: MlmConfig) -> MaskedLM:
+        return MaskedLM(config.model)
+
+    def objective(self, model: MaskedLM, config: MlmConfig) -> Objective:
+        return mlm_objective(model)
+
+    def batch_shapes(self, config: MlmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        asked = (rows, num_asked(config.loop.length, config.data.mask_share))
+        return {
+            "tokens": jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32),
+            "places": jax.ShapeDtypeStruct(asked, jnp.int32),
+            "targets": jax.ShapeDtypeStruct(asked, jnp.int32),
+            "weights": jax.ShapeDtypeStruct(asked, jnp.float32),
+            "lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
+
+    def load(self, config: MlmConfig, splits: Sequence[str]) -> LmData:
+        tokenizer, corpora = load(config.data, config.loop.workdir, splits)
+        return LmData(tokenizer, corpora, None)
+
+    def _masking(self, config: MlmConfig, data: LmData) -> dict[str, Any]:
+        size = data.tokenizer.vocab_size
+        return {"vocab_size": size, "mask": size + MASK, "share": config.data.mask_share}
+
+    def training_stream(self, config: MlmConfig, data: LmData, mesh: Mesh) -> MaskedStreams:
+        return MaskedStreams(
+            data.corpora["train"],
+            batch=config.loop.batch,
+            length=config.loop.length,
+            seed=config.loop.seed,
+            rows=host_rows(mesh, config.loop.batch),
+            **self._masking(config, data),
+        )
+
+    def _text(
+        self, config: MlmConfig, data: LmData, corpus: Corpus, limit: int, mesh: Mesh | None
+    ) -> MaskedText:
+        rows = max(1, min(config.loop.microbatch, len(corpus.tokens) // config.loop.length))
+        return MaskedText(
+            corpus,
+            batch=rows,
+            length=config.loop.length,
+            limit=limit or None,
+            rows=None if mesh is None else host_rows(mesh, rows),
+            **self._masking(config, data),
+        )
+
+    def held_out(self, config: MlmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> MaskedText:
+        return self._text(config, data, data.corpora[split], 0, mesh)
+
+    def streams(self, config: MlmConfig, data: LmData, mesh: Mesh) -> Streams:
+        """Evaluations on the way may read a part of the held-out text only."""
+        held_out = self._text(config, data, data.corpora["valid"], config.loop.eval_tokens, mesh)
+        whole = self.held_out(config, data, "valid", mesh) if config.loop.full_eval else held_out
+        return Streams(self.training_stream(config, data, mesh), held_out, whole)
+
+    def measures(
+        self, config: MlmConfig, data: LmData, split: str, held_out: HeldOut, sums: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
+        metrics = means(sums)
+        return {
+            "accuracy": metrics["accuracy"],
+            "perplexity": math.exp(metrics["loss"]),
+            "loss": metrics["loss"],
+            "tokens": round(sums["weight"]),
+        }
+
+    def describe_data(self, config: MlmConfig, data: LmData) -> str:
+        counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())
+        return f"{config.data.data} as {config.data.tokenizer}, {counts}"
+
+    def next_commands(self, config: MlmConfig, data: LmData) -> Sequence[Sequence[str]]:
+        return (("eval.mlm", "--workdir", config.loop.workdir),)
+
+
+MLM = MlmTask()
