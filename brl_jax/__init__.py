@@ -54,6 +54,8 @@ from brl_jax.attention.recurrent.performer import (
     performer_attention,
     performer_projection,
 )
+from brl_jax.attention.sorting.lsh import lsh_attention, lsh_rotations
+from brl_jax.attention.sorting.lsh_generation import init_lsh_state, lsh_step
 from brl_jax.attention.sorting.native_sparse import BlockSizes, compression_blocks, native_sparse_attention
 from brl_jax.attention.sorting.prob_sparse import (
     init_prob_sparse_state,
@@ -94,6 +96,7 @@ from brl_jax.layers import (
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
+    ReformerConfig,
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
@@ -165,6 +168,7 @@ __all__ = [
     "Pattern",
     "PerformerConfig",
     "PositionBias",
+    "ReformerConfig",
     "Regressor",
     "RegressorConfig",
     "RotaryBias",
@@ -205,6 +209,7 @@ __all__ = [
     "init_gau_state",
     "init_linear_state",
     "init_long_short_state",
+    "init_lsh_state",
     "init_mixed_chunk_state",
     "init_mlr_state",
     "init_performer_state",
@@ -215,6 +220,9 @@ __all__ = [
     "local_attention",
     "long_short_attention",
     "long_short_step",
+    "lsh_attention",
+    "lsh_rotations",
+    "lsh_step",
     "mixed_chunk_attention",
     "mlr_attention",
     "mlr_attention_step",

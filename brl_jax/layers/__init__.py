@@ -23,6 +23,7 @@ from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.registry import MECHANISMS, mechanism_name
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
+from brl_jax.layers.sorting.reformer import ReformerConfig
 from brl_jax.layers.sorting.sinkhorn import SinkhornConfig
 from brl_jax.layers.sorting.sliceformer import SliceformerConfig
 from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
@@ -57,6 +58,7 @@ __all__ = [
     "NormConfig",
     "NystromformerConfig",
     "PerformerConfig",
+    "ReformerConfig",
     "SinkhornConfig",
     "SkyformerConfig",
     "SliceformerConfig",

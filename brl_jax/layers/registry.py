@@ -27,6 +27,7 @@ from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
+from brl_jax.layers.sorting.reformer import ReformerConfig
 from brl_jax.layers.sorting.sinkhorn import SinkhornConfig
 from brl_jax.layers.sorting.sliceformer import SliceformerConfig
 from brl_jax.layers.structured.bilinear import BilinearBTTConfig, BilinearMLRConfig
@@ -46,6 +47,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "long_short": LongShortConfig,
         "informer": InformerConfig,
         "native_sparse": NativeSparseConfig,
+        "reformer": ReformerConfig,
         "sinkhorn": SinkhornConfig,
         "sliceformer": SliceformerConfig,
         "hopfield": HopfieldConfig,

@@ -84,6 +84,7 @@ def _with_sort_logits(batch):
     return *qkv(batch), _normal(18, batch, 3, KV_HEADS, 3)
 
 
+_ROTATIONS = _normal(19, 2, HEAD_DIM, 2)
 _SAMPLES = jnp.asarray([0.1, 0.6, 0.3, 0.9], jnp.float32)
 
 #: name -> (arrays of a batch size, the call)
@@ -142,6 +143,7 @@ CALLS = {
     ),
     "native_sparse": (qkv, _native_sparse),
     "prob_sparse": (qkv, lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=jax.random.key(0), factor=1)),
+    "lsh": (qkv, lambda q, k, v: bj.lsh_attention(q, v, _ROTATIONS, chunk_size=2, is_causal=True)),
     "sinkhorn": (_with_sort_logits, lambda *a: bj.sinkhorn_attention(*a, block_size=4, is_causal=True)),
     "slice_sort": (lambda batch: qkv(batch)[2:], lambda v: bj.slice_sort(v, order="interleaved")),
     "skyformer": (qkv, lambda q, k, v: bj.skyformer_attention(q, k, v, samples=_SAMPLES)),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from brl_jax.attention.low_rank.skyformer import skyformer_samples
+from brl_jax.attention.sorting.lsh import lsh_rotations
 from brl_jax.attention.sorting.prob_sparse import sampled_fractions
 from tests.laws.oracles import norm, project, relu, rotary, softmax
 from tests.laws.state_oracles import head_inputs, merge, residual_network
@@ -202,6 +203,33 @@ def native_sparse_mix(u, p, m, d):
     return np.tensordot(np.reshape(out, q.shape), p["out"]["kernel"], axes=2)
 
 
+def reformer_mix(u, p, m, d):
+    """Token by token, round by round: the softmax over what is seen in any round."""
+    # The random directions come from the library.
+    sizes = {"num_rounds": m.num_rounds, "num_buckets": m.num_buckets}
+    rotations = np.asarray(lsh_rotations(jax.random.key(m.seed), d.head_dim, **sizes), np.float64)
+    n, size, group = len(u), m.chunk_size, d.num_heads // d.num_kv_heads
+    queries, values = rotary(project(u, p["query"]), np.arange(n)), project(u, p["value"])
+    heads = []
+    for a in range(d.num_heads):
+        q, v = queries[:, a], values[:, a // group]
+        seen = np.zeros((n, n), bool)
+        for rotation in rotations:
+            sides = np.real(q) @ rotation
+            bucket = np.argmax(np.concatenate([sides, -sides], 1), 1)
+            if d.is_causal:
+                chunk = np.array([np.sum(bucket[:t] == bucket[t]) for t in range(n)]) // size
+            else:
+                chunk = np.argsort(sorted(range(n), key=lambda t, b=bucket: (b[t], t))) // size
+            apart = chunk[:, None] - chunk
+            seen |= (bucket[:, None] == bucket) & ((apart == 0) | (apart == 1))
+        seen &= np.tri(n, k=-1, dtype=bool) if d.is_causal else ~np.eye(n, dtype=bool)
+        seen |= np.diag(~seen.any(1))
+        scores = q @ (q / np.sqrt((q * q).sum(1, keepdims=True))).T / np.sqrt(d.head_dim)
+        heads.append(softmax(scores, seen) @ v)
+    return merge(heads, p)
+
+
 def sinkhorn_mix(u, p, m, d):
     """Block by block: the own tokens and the mixed ones, in one softmax."""
     n, w = len(u), m.block_size
@@ -254,6 +282,7 @@ def sliceformer_mix(u, p, m, d):
 
 NETWORKS = {
     "native_sparse": residual_network(native_sparse_mix),
+    "reformer": residual_network(reformer_mix),
     "sinkhorn": residual_network(sinkhorn_mix),
     "sliceformer": residual_network(sliceformer_mix),
     "informer": residual_network(informer_mix),

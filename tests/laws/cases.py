@@ -43,6 +43,7 @@ from brl_jax.layers import (
     NormConfig,
     NystromformerConfig,
     PerformerConfig,
+    ReformerConfig,
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
@@ -137,6 +138,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "native_sparse": {
         "": Case(NativeSparseConfig(window=5, compressed_size=4, stride=2, selected_size=4, num_selected=5)),
     },
+    "reformer": {"": Case(ReformerConfig(num_rounds=2, num_buckets=4, chunk_size=2))},
     # Dense products without a loop over tokens, as Nystromformer's; a row's padding has a fast test of its own.
     "sinkhorn": {
         "": Case(SinkhornConfig(block_size=5, max_length=32, iterations=3), repeats="nystromformer")

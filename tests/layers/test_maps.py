@@ -20,6 +20,7 @@ PLAIN = {
     "linformer": {"num_projected": 3, "max_length": 16},
     "nystromformer": {"num_landmarks": 3},
     "informer": {"factor": 1},
+    "reformer": {"num_buckets": 4, "chunk_size": 2},
     "sinkhorn": {"block_size": 3, "max_length": 16},
     "flowformer": {"chunk_size": 4},
     "kernelized": {},

@@ -6,7 +6,7 @@ lra-TASK-original                                    the first Long Range Arena'
 lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; batch and learning rate of Skyformer's
                                                      code)
 lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
--informer, -long-short                               (two layers of width 64)
+-informer, -reformer, -long-short                    (two layers of width 64)
 lra-TASK-flowformer, -sinkhorn, -sliceformer         mechanisms of BRL-Attention's table 1 in the network of its table
                                                      11
 
@@ -30,6 +30,7 @@ from brl_jax.layers import (
     LongShortConfig,
     Mechanism,
     NystromformerConfig,
+    ReformerConfig,
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
@@ -195,14 +196,17 @@ def _transnormer(task: str, variant: Variant) -> LraConfig:
 
 def _beside_transnormer(task: str) -> dict[str, Mechanism]:
     """The mechanisms of TransNormer's table 6 at the sizes of Skyformer's code (arXiv:2111.00035), by name. Informer's
-    factor is the one by which that code comes to 128 keys; the Long-Short Transformer has the window and the rank of
-    its own results on the Long Range Arena (arXiv:2107.02192)."""
+    factor is the one by which that code comes to 128 keys, and Reformer has its two rounds, chunks and buckets; the
+    Long-Short Transformer has the window and the rank of its own results on the Long Range Arena (arXiv:2107.02192).
+    """
     factor = math.ceil(128 / math.log(_LENGTHS[task]))
+    buckets = 2 ** int(math.log2(2 * (_LENGTHS[task] // 64)))
     return {
         "nystromformer": NystromformerConfig(num_landmarks=128),
         "kernelized": KernelizedConfig(),
         "skyformer": SkyformerConfig(num_samples=128),
         "informer": InformerConfig(factor=factor),
+        "reformer": ReformerConfig(num_rounds=2, num_buckets=buckets, chunk_size=64),
         "long-short": LongShortConfig(window=8, num_projected=32),
     }
 

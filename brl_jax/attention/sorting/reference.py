@@ -162,3 +162,37 @@ def sinkhorn_attention(
     scores = jnp.einsum("btnh,bsnh->bnts", query, keys) * scale
     attended = jax.nn.softmax(scores, -1, where=np.concatenate([brought, own], 1)[None, None])
     return jnp.einsum("bnts,bsnv->btnv", attended, values)
+
+
+def lsh_attention(
+    query: Float[Array, "B T N H"],
+    value: Float[Array, "B T K V"],
+    rotations: Float[Array, "R H F"],
+    *,
+    chunk_size: int = 64,
+    scale: float | None = None,
+    is_causal: bool = False,
+) -> Float[Array, "B T N V"]:
+    """Softmax over the tokens of the own bucket and chunk, or of the chunk before it, in any round (arXiv:2001.04451).
+
+    Runs outside of `jax.jit`.
+    """
+    length = query.shape[1]
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    seen = np.zeros((query.shape[0], query.shape[2], length, length), bool)
+    for rotation in rotations:
+        sides = np.asarray(jnp.einsum("btnh,hf->bntf", query, rotation))
+        buckets = np.concatenate([sides, -sides], -1).argmax(-1)
+        same = buckets[..., None] == buckets[..., None, :]
+        if is_causal:
+            chunks = np.tril(same, -1).sum(-1) // chunk_size
+        else:
+            chunks = buckets.argsort(-1, kind="stable").argsort(-1) // chunk_size
+        apart = chunks[..., None] - chunks[..., None, :]
+        seen |= same & ((apart == 0) | (apart == 1))
+    seen &= np.tri(length, k=-1, dtype=bool) if is_causal else ~np.eye(length, dtype=bool)
+    seen |= np.eye(length, dtype=bool) & ~seen.any(-1, keepdims=True)
+    key = query / jnp.linalg.norm(query, axis=-1, keepdims=True)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * scale
+    value = jnp.repeat(value, query.shape[2] // value.shape[2], axis=2)
+    return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores, -1, where=seen), value)

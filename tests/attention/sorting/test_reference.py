@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from brl_jax import prob_sparse_attention, sinkhorn_attention, slice_sort
+from brl_jax import lsh_attention, lsh_rotations, prob_sparse_attention, sinkhorn_attention, slice_sort
 from brl_jax.attention.sorting import reference
 from tests.attention.local.test_local import random_qkv
 from tests.attention.oracles import relative_error
@@ -38,3 +38,14 @@ def test_sinkhorn_equals_its_plain_form(is_causal, length):
     assert (
         relative_error(call(*arrays, logits), reference.sinkhorn_attention(*arrays, logits, **options)) < 1e-5
     )
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_hashed_attention_equals_its_plain_form(is_causal, length):
+    query, _, value, _ = random_qkv(length, heads=4)
+    rotations = lsh_rotations(jax.random.key(0), query.shape[3], num_rounds=3, num_buckets=4)
+    options = {"chunk_size": 5, "is_causal": is_causal, "scale": 1.5}
+    call = jax.jit(functools.partial(lsh_attention, **options))
+    expected = reference.lsh_attention(query, value, rotations, **options)
+    assert relative_error(call(query, value, rotations), expected) < 1e-5

@@ -1,0 +1,143 @@
+"""Causal `lsh_attention` token by token, from the chunks that earlier tokens are in."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_scale, check_sizes
+from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.softmax import MASKED, block_sums
+from brl_jax.attention.sorting.lsh import (
+    alone_sees_itself,
+    attend_in_buckets,
+    bucket_codes,
+    check_buckets,
+    check_lsh_arguments,
+    hash_buckets,
+    ranks,
+    share_chunks,
+    unit_keys,
+    unsort,
+)
+
+# The bucket and chunk of a place without a token, which is near no other.
+_NOWHERE = -3
+
+
+class LSHState(NamedTuple):
+    """What generation keeps of the hashes so far.
+
+    Attributes:
+      codes: the bucket and the chunk in it of each token in each round (`bucket_codes`), with room for later tokens.
+      counts: how many tokens each bucket has.
+    """
+
+    codes: Int[Array, "R B N S"]
+    counts: Int[Array, "R B N F2"]
+
+
+def init_lsh_state(
+    batch: int, length: int, num_heads: int, *, num_rounds: int = 4, num_buckets: int = 32
+) -> LSHState:
+    """The state before the first of up to `length` tokens.
+
+    Raises:
+      ValueError: a size below 1, or an odd number of buckets.
+    """
+    check_sizes(batch=batch, length=length, num_heads=num_heads, num_rounds=num_rounds)
+    check_buckets(num_buckets)
+    rows = (num_rounds, batch, num_heads)
+    return LSHState(
+        jnp.full((*rows, length), _NOWHERE, jnp.int32), jnp.zeros((*rows, num_buckets), jnp.int32)
+    )
+
+
+@attention_function
+def lsh_step(
+    query: Float[Array, "B T N H"],
+    past_query: Float[Array, "B S N H"],
+    past_value: Float[Array, "B S K V"],
+    rotations: Float[Array, "R H F"],
+    state: LSHState,
+    *,
+    start: Int[Array, ""] | int,
+    count: Any = None,
+    chunk_size: int = 64,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B T N V"], LSHState]:
+    """Causal `lsh_attention` of T new tokens after `start` earlier ones.
+
+    Few new tokens take their scores with all S places, O(T S) time; more than R chunk_size of them take the sorted form
+    over all S.
+
+    Args:
+      query: of the new tokens.
+      past_query, past_value: of all tokens, with room for later ones: those at start .. start + T are of the new
+        tokens. Room that no token has filled must be finite.
+      rotations: as there.
+      state: from `init_lsh_state` for S tokens, or from an earlier call.
+      start: the number of earlier tokens.
+      count: how many of the new tokens exist, the first ones; None for all. The outputs of the others are undefined.
+      chunk_size, scale: as there.
+
+    Returns:
+      (B, T, N, V) in the dtype of the query, and the new state.
+    """
+    check_lsh_arguments(past_query, past_value, rotations)
+    scale = check_scale(scale, query.shape[3])
+    length, room = query.shape[1], past_query.shape[1]
+    num_buckets = 2 * rotations.shape[2]
+    dtype = query.dtype
+    query, past_query, past_value = (x.astype(jnp.float32) for x in (query, past_query, past_value))
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    new = length if count is None else count
+    buckets = hash_buckets(query, rotations)
+    buckets = jnp.where((numbers < new)[None, None, None], buckets, num_buckets)
+    own, state = _append(buckets, state, start, new, chunk_size)
+    if length > rotations.shape[0] * chunk_size:
+        homes = jnp.where(state.codes < 0, num_buckets, state.codes // _code_size(room, chunk_size))
+        out = attend_in_buckets(past_query, past_value, homes, num_buckets, chunk_size, scale, True)
+        return jnp.take(out, jnp.minimum(start + numbers, room - 1), axis=1).astype(dtype), state
+    value = jnp.repeat(past_value, query.shape[2] // past_value.shape[2], axis=2)
+    seen = functools.reduce(
+        jnp.logical_or, (share_chunks(a[..., None], b[:, :, None]) for a, b in zip(own, state.codes))
+    )
+    earlier = jnp.arange(room, dtype=jnp.int32)[None] < (start + numbers)[:, None]
+    scores = jnp.einsum("btnh,bsnh->bnts", query, unit_keys(past_query)) * scale
+    scores = jnp.where(seen & earlier[None, None], scores, MASKED)
+    sums = block_sums(scores, lambda weights: jnp.einsum("bnts,bsnv->bntv", weights, value))
+    latest = jnp.take(value, jnp.minimum(start + numbers, room - 1), axis=1)
+    out = alone_sees_itself(sums, jnp.moveaxis(latest, 2, 1))
+    return jnp.moveaxis(out, 1, 2).astype(dtype), state
+
+
+def _most_chunks(room: int, chunk_size: int) -> int:
+    return -(-room // chunk_size)
+
+
+def _code_size(room: int, chunk_size: int) -> int:
+    """By how much the codes of neighbouring buckets differ."""
+    return _most_chunks(room, chunk_size) + 2
+
+
+def _append(
+    buckets: Int[Array, "R B N T"], state: LSHState, start: Any, new: Any, chunk_size: int
+) -> tuple[Array, LSHState]:
+    """The codes of the new tokens, and the state with them."""
+    rounds, batch, heads, length = buckets.shape
+    num_buckets, room = state.counts.shape[3], state.codes.shape[3]
+    flat = buckets.reshape(rounds * batch, heads, length)
+    order, _, rank = ranks(flat)
+    rank = unsort(order, rank).reshape(buckets.shape)
+    before = jnp.take_along_axis(state.counts, jnp.minimum(buckets, num_buckets - 1), axis=3)
+    codes = bucket_codes(buckets, (before + rank) // chunk_size, _most_chunks(room, chunk_size))
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    places = jnp.where(numbers < new, start + numbers, room)
+    added = buckets[..., None] == jnp.arange(num_buckets, dtype=jnp.int32)[None, None, None, None]
+    added = added.sum(3, dtype=jnp.int32)
+    counts = state.counts + added
+    return codes, LSHState(state.codes.at[..., places].set(codes, mode="drop"), counts)

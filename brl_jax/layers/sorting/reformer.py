@@ -1,0 +1,106 @@
+"""Reformer's attention among tokens with the same hash as a layer; its cache has all tokens and their hashes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.sorting.lsh import check_buckets, lsh_attention, lsh_rotations
+from brl_jax.attention.sorting.lsh_generation import LSHState, init_lsh_state, lsh_step
+from brl_jax.layers.core.caches import KeyValueCache
+from brl_jax.layers.core.modules import dense, merge_heads, sampled, sow_weights
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class ReformerConfig(Mechanism):
+    """Softmax attention among the tokens that a random hash puts into one bucket (Reformer, arXiv:2001.04451).
+
+    The cost is linear but for a factor of the length's logarithm; generation keeps all tokens. Queries are keys too.
+    The paper's reversible residual connections, which save memory, are not part of it: a block has one residual stream.
+    `remat` keeps the input of each layer in place of its activations."""
+
+    linear_cost: ClassVar[bool] = True
+
+    num_rounds: int = 4
+    """Rounds of hashing."""
+    num_buckets: int = 32
+    """Buckets of a round, an even number; the paper's are 2 length / chunk_size."""
+    chunk_size: int = 64
+    """Tokens of a chunk. A token sees those of its bucket in its own chunk and in the one before it."""
+    seed: int = 0
+    """Seed of the random directions. Where the network is called with deterministic=False and a key "sample" among its
+    rngs, as in training, each layer draws its directions from that key."""
+
+    def __post_init__(self):
+        check_at_least(self, "num_rounds", "chunk_size")
+        check_buckets(self.num_buckets)
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return ReformerAttention(self, dimensions, **kwargs)
+
+
+class ReformerCache(NamedTuple):
+    """A decoding cache.
+
+    Attributes:
+      past: the queries and values of all tokens so far.
+      state: see `LSHState`.
+    """
+
+    past: KeyValueCache
+    state: LSHState
+
+    @property
+    def num_tokens(self) -> Int[Array, ""]:
+        return self.past.num_tokens
+
+
+class ReformerAttention(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `lsh_attention` for the mathematics.
+
+    Scores are products with keys of length 1, so that muP's factor for wider heads has nothing to do."""
+
+    mechanism: ReformerConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> ReformerCache:
+        d, m = self.dimensions, self.mechanism
+        past = KeyValueCache.empty(
+            (batch, length, d.num_heads, d.head_dim), (batch, length, d.num_kv_heads, d.head_dim), d.dtype
+        )
+        options = {"num_rounds": m.num_rounds, "num_buckets": m.num_buckets}
+        return ReformerCache(past, init_lsh_state(batch, length, d.num_heads, **options))
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, m = self.dimensions, self.mechanism
+        query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
+        value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
+        if d.rope_theta is not None:
+            query = rotate(query, call.positions, d.rope_theta)
+
+        def draw(key: Any) -> Array:
+            return lsh_rotations(key, d.head_dim, num_rounds=m.num_rounds, num_buckets=m.num_buckets)
+
+        rotations = sampled(self, draw, m.seed, call.deterministic)
+        if call.cache is not None:
+            past = call.cache.past.append(query, value, call.count)
+            out, state = lsh_step(
+                query, past.key, past.value, rotations, call.cache.state, start=call.start, count=call.count,
+                chunk_size=m.chunk_size,
+            )  # fmt: skip
+            return merge_heads(d, out), ReformerCache(past, state)
+
+        def attend(value: Array) -> Array:
+            return lsh_attention(
+                query, value, rotations, chunk_size=m.chunk_size, is_causal=d.is_causal,
+                key_value_seq_lengths=None if d.is_causal else call.lengths, implementation=d.implementation,
+            )  # fmt: skip
+
+        sow_weights(self, attend, value)
+        return merge_heads(d, attend(value)), None

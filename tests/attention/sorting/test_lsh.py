@@ -1,0 +1,114 @@
+"""Attention in the buckets of a hash: reductions, padding, generation in pieces, and what it refuses."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import full_attention, init_lsh_state, lsh_attention, lsh_rotations, lsh_step
+from tests.attention.local.test_local import random_qkv
+from tests.attention.oracles import relative_error
+
+
+def arrays_of(length, heads=4):
+    query, _, value, _ = random_qkv(length, heads=heads)
+    return query, value
+
+
+def rotations_for(query, **sizes):
+    return lsh_rotations(jax.random.key(0), query.shape[3], **{"num_rounds": 2, "num_buckets": 4} | sizes)
+
+
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_one_bucket_is_full_attention_to_others(is_causal):
+    """Directions of 0 give all tokens one bucket, in each of three rounds."""
+    query, value = arrays_of(11)
+    rotations = jnp.zeros((3, query.shape[3], 1))
+    key = query / jnp.linalg.norm(query, axis=-1, keepdims=True)
+    mask = np.tri(11, k=-1, dtype=bool) if is_causal else ~np.eye(11, dtype=bool)
+    mask = mask | np.diag(~mask.any(1))
+    values = jnp.repeat(value, 2, axis=2)
+    expected = full_attention(query, key, values, mask=jnp.asarray(mask))
+    call = jax.jit(functools.partial(lsh_attention, chunk_size=11, is_causal=is_causal))
+    assert relative_error(call(query, value, rotations), expected) < 1e-5
+    # Smaller chunks reach less far back.
+    assert relative_error(lsh_attention(query, value, rotations, chunk_size=3), expected) > 1e-2
+
+
+def test_padding_changes_nothing():
+    query, value = arrays_of(14)
+    rotations = rotations_for(query)
+    lengths = jnp.asarray([9] + [14] * (query.shape[0] - 1), jnp.int32)
+    call = jax.jit(functools.partial(lsh_attention, chunk_size=3))
+    poisoned = (x.at[0, 9:].set(jnp.nan) for x in (query, value))
+    out = call(*poisoned, rotations, key_value_seq_lengths=lengths)
+    assert relative_error(out[:1, :9], call(query[:1, :9], value[:1, :9], rotations)) < 1e-5
+    np.testing.assert_array_equal(out[0, 9:], 0)
+    assert relative_error(out[1:], call(query, value, rotations)[1:]) < 1e-5
+
+
+def test_steps_of_which_some_tokens_exist():
+    """Tokens beyond `count` leave no trace, in the sorted form (7 new tokens) and in the plain one (2)."""
+    query, value = arrays_of(20)
+    rotations = rotations_for(query)
+    expected = jax.jit(functools.partial(lsh_attention, chunk_size=2, is_causal=True))(
+        query, value, rotations
+    )
+    step = jax.jit(functools.partial(lsh_step, chunk_size=2))
+    state = init_lsh_state(query.shape[0], 20, query.shape[2], num_rounds=2, num_buckets=4)
+    outputs, start = [], 0
+    for size, count in ((7, 5), (2, 1), (2, 2), (7, 7), (7, 5)):
+        piece = jnp.pad(query, ((0, 0), (0, 7), (0, 0), (0, 0)))[:, start : start + size]
+        out, state = step(
+            piece, query, value, rotations, state, start=jnp.int32(start), count=jnp.int32(count)
+        )
+        outputs.append(out[:, :count])
+        start += count
+    assert start == 20
+    assert relative_error(jnp.concatenate(outputs, 1), expected) < 1e-5
+
+
+def test_directions_are_drawn_from_the_key():
+    first, again, other = (lsh_rotations(jax.random.key(seed), 8, num_buckets=6) for seed in (0, 0, 1))
+    assert first.shape == (4, 8, 3)
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size must be an int of at least 1, got 0"),
+        ({"scale": math.inf}, "scale must be finite, got inf"),
+        ({"implementation": "pallas"}, "implementation must be None or 'xla', got 'pallas'"),
+        ({"query": [[1.0]]}, "query must be an array, got list"),
+        ({"value": jnp.ones((2, 5, 2, 8))}, "value must have query's length 6"),
+        ({"value": jnp.ones((2, 6, 2, 8), jnp.bfloat16)}, "value must have query's dtype float32"),
+        (
+            {"value": jnp.ones((2, 6, 3, 8))},
+            "the heads of query must be a multiple of those of value, got 4 and 3",
+        ),
+        ({"value": jnp.ones((3, 6, 2, 8))}, "value must have query's batch size 2, got 3"),
+        ({"rotations": jnp.ones((2, 7, 2))}, r"rotations must have shape \(rounds, 8, directions\), got"),
+        ({"key_value_seq_lengths": jnp.ones(3)}, "key_value_seq_lengths must be ints"),
+    ],
+)
+def test_bad_input(changes, message):
+    arguments = {
+        "query": jnp.ones((2, 6, 4, 8)),
+        "value": jnp.ones((2, 6, 2, 8)),
+        "rotations": jnp.ones((2, 8, 2)),
+    }
+    with pytest.raises(ValueError, match=message):
+        lsh_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize("number", [0, 3, True])
+def test_an_odd_number_of_buckets_is_refused(number):
+    with pytest.raises(ValueError, match="num_buckets must be an even int of at least 2, got"):
+        lsh_rotations(jax.random.key(0), 8, num_buckets=number)
+    with pytest.raises(ValueError, match="num_buckets must be an even int of at least 2, got"):
+        init_lsh_state(1, 8, 2, num_buckets=number)
