@@ -26,11 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from brl_jax.sharding import row_shards
-from eval.program_costs import collective_bytes, matrix_flops
+from eval.program_costs import collective_bytes
 from eval.stages import stages
 from eval.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
 from train.config import RunConfig, parse
 from train.errors import RunError, UserError, command, one_line
+from train.flops import matrix_flops
 from train.mesh import open_mesh, rows_sharding, training_programs
 from train.step import Batch, Objective, TrainState, num_rows, num_tokens
 from train.task import Task

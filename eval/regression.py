@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 
 from brl_jax.models import Regressor
 from eval.main import Evaluation, Measured, TableOptions
-from eval.program_costs import matrix_flops
 from eval.regression_table import draw, markdown
 from eval.runs import Run
 from train.errors import UserError, command
+from train.flops import matrix_flops
 from train.summary import mechanism_names, num_parameters
 from train.tasks.regression import REGRESSION, RegressionConfig
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from train.errors import UserError
+from train.throughput import PEAK_FLOPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +36,12 @@ _PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 
 CHIPS: dict[str, Chip] = {
-    "v4": Chip(32 * _GIB, 275e12, 1.2e12, 270e9, _CUBES),
-    "v5e": Chip(16 * _GIB, 197e12, 0.82e12, 180e9, _PLANES),
-    "v5p": Chip(95 * _GIB, 459e12, 2.77e12, 540e9, _CUBES),
-    "v6e": Chip(32 * _GIB, 918e12, 1.64e12, 360e9, _PLANES),
+    "v4": Chip(32 * _GIB, PEAK_FLOPS["TPU v4"], 1.2e12, 270e9, _CUBES),
+    "v5e": Chip(16 * _GIB, PEAK_FLOPS["TPU v5e"], 0.82e12, 180e9, _PLANES),
+    "v5p": Chip(95 * _GIB, PEAK_FLOPS["TPU v5p"], 2.77e12, 540e9, _CUBES),
+    "v6e": Chip(32 * _GIB, PEAK_FLOPS["TPU v6e"], 1.64e12, 360e9, _PLANES),
     # A chip has two devices, each with half of its memory and speed.
-    "tpu7x": Chip(96 * _GIB, 1154e12, 3.69e12, 540e9, _CUBES),
+    "tpu7x": Chip(96 * _GIB, PEAK_FLOPS["TPU7x"], 3.69e12, 540e9, _CUBES),
 }
 
 

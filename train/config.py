@@ -14,7 +14,7 @@ import difflib
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -28,6 +28,7 @@ from train.fields import Flat, Free, Mark, marked
 from train.help import first_screen, preset_list
 from train.hosts import HostsConfig
 from train.optimizer import OptimizerConfig
+from train.profiling import parse_steps
 from train.storage import check_address
 
 T = TypeVar("T")
@@ -73,6 +74,13 @@ class LoopConfig:
     """Number of the newest checkpoints to keep, besides the one with the best evaluation."""
     tensorboard: Free[bool] = True
     """Write TensorBoard event files beside metrics.jsonl."""
+    log: Free[Literal["", "wandb"]] = ""
+    """Send the metrics to Weights & Biases too (extra wandb)."""
+    profile: Free[str] = ""
+    """FIRST:LAST: trace these steps for TensorBoard, in the run's folder."""
+    compilation_cache: Free[str] = ""
+    """Folder of compiled programs, which the next start reads; "none": none are kept. By default
+    JAX_COMPILATION_CACHE_DIR, or else ~/.cache/brl-jax/xla."""
     log_gradient_std: bool = False
     """Log the relative standard deviation of the gradients' norms over the run (train/moments.py)."""
 
@@ -84,6 +92,7 @@ class LoopConfig:
         )
         check_at_least(self, "patience", least=0)
         check_seed(self.seed)
+        parse_steps(self.profile)
         check_address("workdir", self.workdir)
         if self.batch % self.accumulation:
             raise ValueError(

@@ -32,6 +32,7 @@ from train.hosts import ending_together, is_lead, preempted
 from train.mesh import place_batch, training_programs
 from train.metrics import MetricsLog, Reporter, log
 from train.optimizer import OptimizerConfig
+from train.profiling import Profiler
 from train.step import (
     Batch,
     Objective,
@@ -42,6 +43,7 @@ from train.step import (
     num_tokens,
 )
 from train.storage import as_os_errors
+from train.throughput import Meter
 from train.watchdog import WATCHDOG
 
 
@@ -67,11 +69,12 @@ class HeldOut(Protocol):
 
 
 class Trained(NamedTuple):
-    """A run that is done: its last state, and what its last evaluation measured (`held_out_metrics`), which is empty
-    where there was nothing left to do."""
+    """A run that is done: its last state, what its last evaluation measured (`held_out_metrics`), and how fast this
+    process trained (`train.throughput.Meter`); both are empty where there was nothing left to do."""
 
     state: TrainState
     measured: dict[str, float]
+    rates: dict[str, float]
 
 
 class Signals:
@@ -242,15 +245,21 @@ def _train(
             with as_os_errors():
                 write_json(config, epath.Path(loop.workdir) / "config.json")
         metrics_log = MetricsLog(
-            loop.workdir, last_step=step - 1 if line else step, tensorboard=loop.tensorboard
+            loop.workdir,
+            last_step=step - 1 if line else step,
+            tensorboard=loop.tensorboard,
+            wandb_config=config if loop.log == "wandb" else None,
         )
     except OSError as error:
         raise UserError(
             f"--workdir: cannot write under {loop.workdir}: {error.strerror or one_line(error)}"
         ) from error
 
+    meter = Meter(objective, mesh.devices.flat[0].device_kind, mesh.devices.size)
+    profiler = Profiler(loop.profile, loop.workdir)
     with (
         WATCHDOG.watching(loop.workdir),
+        contextlib.closing(profiler),
         contextlib.closing(checkpoints),
         contextlib.closing(metrics_log),
         Signals() as signals,
@@ -262,19 +271,23 @@ def _train(
                 WATCHDOG.alive()
                 return bool(signals.received)
 
-            reader = _MetricsReader(checkpoints)
+            reader = _MetricsReader(checkpoints, meter)
             while line is not None or step < loop.steps:
                 if line is None and loop.patience and best.misses >= loop.patience:
                     log(f"step {step}: no better for {best.misses} evaluations; the run ends here")
                     break
                 if line is None:
-                    batch = place_batch(mesh, next(stream), loop.batch)
+                    with meter.input():
+                        batch = place_batch(mesh, next(stream), loop.batch)
+                    profiler.before(step + 1)
                     state, metrics = programs.step(state, batch)
                     step += 1
+                    profiler.after(step, metrics)
                     WATCHDOG.alive()
                     if preempted(step):
                         signals.received = signal.SIGTERM
-                    finished = reader.exchange(step, metrics, num_tokens(batch))
+                    flops = meter.flops(state.params, batch)
+                    finished = reader.exchange(step, metrics, num_tokens(batch), flops)
                     if finished is not None:
                         metrics_log.write(finished)
                         reporter.step(finished)
@@ -324,7 +337,7 @@ def _train(
                 "resumes from there",
                 signals.received,
             )
-    return Trained(state, measured)
+    return Trained(state, measured, meter.summary())
 
 
 def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
@@ -363,34 +376,37 @@ class _MetricsReader:
 
     Args:
       checkpoints: the run's; an error names the last good one.
+      meter: measures the speed between two readings.
     """
 
-    def __init__(self, checkpoints: Checkpoints):
-        self._checkpoints = checkpoints
-        self._waiting: tuple[int, Mapping[str, Any], int] | None = None
+    def __init__(self, checkpoints: Checkpoints, meter: Meter):
+        self._checkpoints, self._meter = checkpoints, meter
+        self._waiting: tuple[int, Mapping[str, Any], int, float] | None = None
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Excludes the time since the last reading from tokens_per_second."""
+        """Excludes the time since the last reading from the speed of the next step."""
         self._clock = time.perf_counter()
 
-    def exchange(self, step: int, metrics: Mapping[str, Any], tokens: int) -> dict[str, Any] | None:
-        """Takes the metrics of a step that was just started, and its number of tokens; returns the metrics of the step
-        before, unless they were read already."""
+    def exchange(
+        self, step: int, metrics: Mapping[str, Any], tokens: int, flops: float
+    ) -> dict[str, Any] | None:
+        """Takes the metrics of a step that was just started, its tokens and its operations; returns the metrics of the
+        step before, unless they were read already."""
         line = None if self._waiting is None else self.read()
-        self._waiting = step, metrics, tokens
+        self._waiting = step, metrics, tokens, flops
         return line
 
     def read(self) -> dict[str, Any]:
         """Waits for the metrics that were taken last. Raises RunError where the loss or the gradient isn't finite."""
         assert self._waiting is not None
-        (step, metrics, tokens), self._waiting = self._waiting, None
+        (step, metrics, tokens, flops), self._waiting = self._waiting, None
         line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
         for name in ("loss", "grad_norm"):
             if not math.isfinite(line[name]):
                 self._checkpoints.wait()
                 raise RunError(f"step {step}: {name} is {line[name]}; {self._checkpoints.last_good}")
         now = time.perf_counter()
-        line["tokens_per_second"] = tokens / (now - self._clock)
+        line |= self._meter.step(tokens, flops, now - self._clock)
         self._clock = now
         return line

@@ -15,9 +15,10 @@ from train.loop import train
 from train.mesh import open_mesh
 from train.metrics import log
 from train.step import num_tokens
-from train.storage import check_client
+from train.storage import check_client, user_cache
 from train.summary import beginning, ending, num_parameters
 from train.task import Task
+from train.throughput import in_words
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
@@ -36,6 +37,7 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
     task = next(task for task in tasks if task.config_class is type(config))
     check_client("--workdir", config.loop.workdir)
     join(config.hosts)
+    keep_programs(config.loop.compilation_cache)
     check_shared(config.loop.workdir, task.to_json(config))
     mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
     if task.is_sized_by_data:
@@ -57,7 +59,7 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
         tokens=num_tokens(task.batch_shapes(config, config.loop.batch)),
     )
     began = time.monotonic()
-    state, measured = train(
+    state, measured, rates = train(
         objective,
         config.loop,
         config.optimizer,
@@ -70,10 +72,21 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
         introduction=introduction,
     )
     seconds = time.monotonic() - began
+    if rates:
+        log(in_words(rates))
     log(ending(config.loop, step=int(state.step), seconds=seconds, measured=measured))
     task.finish(config, data, model, state.params, mesh)
     for words in task.next_commands(config, data):
         log(f"next: python -m {shlex.join(words)}")
+
+
+def keep_programs(folder: str) -> None:
+    """Keeps compiled programs for the next start in a folder: the given one, else the one that JAX has been given, else
+    the user's; "none" keeps none."""
+    if folder == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif folder or jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", folder or str(user_cache() / "xla"))
 
 
 def _load(task: Task[Any, Any], config: Any) -> Any:

@@ -23,7 +23,8 @@ from rich.progress import (
 from tensorboardX import SummaryWriter
 
 from train.hosts import is_lead
-from train.storage import Mirror, as_os_errors, is_remote, write_whole
+from train.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
+from train.wandb_log import WandbLog
 
 T = TypeVar("T")
 
@@ -73,16 +74,28 @@ class MetricsLog:
       workdir: the run's folder.
       last_step: the last step whose line stays; -1 starts an empty file.
       tensorboard: whether to write event files.
+      wandb_config: sends the metrics to Weights & Biases, with this configuration.
 
     Raises:
       OSError: the folder cannot be written.
+      UserError: Weights & Biases cannot be used.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, last_step: int, tensorboard: bool):
-        self._file = self._events = self._mirror = None
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        last_step: int,
+        tensorboard: bool,
+        wandb_config: Mapping[str, Any] | None = None,
+    ):
+        self._file = self._events = self._mirror = self._wandb = None
         if not is_lead():
             return
         folder = Path(workdir)
+        if wandb_config is not None:
+            where = user_cache() if is_remote(workdir) else folder
+            self._wandb = WandbLog(os.fspath(workdir), where, wandb_config)
         written = [epath.Path(workdir) / "metrics.jsonl"]
         if is_remote(workdir):
             self._mirror = Mirror(epath.Path(workdir), log)
@@ -103,6 +116,8 @@ class MetricsLog:
         if self._file is None:
             return
         self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        if self._wandb is not None:
+            self._wandb.write(line)
         if self._events is not None:
             for name, value in line.items():
                 if name != "step":
@@ -122,6 +137,8 @@ class MetricsLog:
             self._file.close()
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
         if self._mirror is not None:
             self._mirror.close()
 
@@ -172,6 +189,7 @@ class Reporter:
         """Shows a step that is done; `line` is its line in metrics.jsonl."""
         step, rate = line["step"], line["tokens_per_second"]
         note = f"loss {line['loss']:.4f}  {_thousands(rate)} tokens/s"
+        note += f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
         if "val_loss" in line:
             note += f"  held-out loss {line['val_loss']:.4f}"
             note += f", accuracy {line['val_accuracy']:.1%}" if "val_accuracy" in line else ""

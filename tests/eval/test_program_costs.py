@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eval.program_costs import collective_bytes, matrix_flops
+from eval.program_costs import collective_bytes
+from train.flops import matrix_flops
 
 
 def _flops(function, *shapes, platform="tpu"):
