@@ -23,6 +23,7 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.kernelized import kernelized_attention
 from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import (
     BigBird,
     BlockDiagonal,
@@ -125,6 +126,7 @@ __all__ = [
     "MECHANISMS",
     "TRANSNORMER_SIZES",
     "ALiBi",
+    "Axial",
     "BRLConfig",
     "BSBRConfig",
     "BigBird",
@@ -149,6 +151,7 @@ __all__ = [
     "FlowformerConfig",
     "FullConfig",
     "GauConfig",
+    "GlobalLocal",
     "GlobalWindow",
     "GlobalWindowConfig",
     "HopfieldConfig",
@@ -162,6 +165,7 @@ __all__ = [
     "MaskedLM",
     "Mechanism",
     "NativeSparseConfig",
+    "Neighbourhood",
     "NormConfig",
     "NystromformerConfig",
     "PairClassifier",

@@ -94,6 +94,25 @@ def global_window(left, right, num_global):
     return lambda i, j: i < num_global or j < num_global or sliding(left, right)(i, j)
 
 
+def axial(width):
+    return lambda i, j: i // width == j // width or i % width == j % width
+
+
+def neighbourhood(width, rows, columns):
+    return lambda i, j: abs(i // width - j // width) <= rows and abs(i % width - j % width) <= columns
+
+
+def global_local(left, right, num_global, segment):
+    def sees(i, j):
+        if j < num_global:
+            return True
+        if i < num_global:
+            return segment is None or (j - num_global) // segment == i
+        return sliding(left, right)(i, j)
+
+    return sees
+
+
 def big_bird(block, window_blocks, global_blocks, random_lists):
     def sees(i, j):
         a, b = i // block, j // block

@@ -89,6 +89,14 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "fixed": Case(LocalConfig(window=5, pattern="fixed"), repeats="local-sliding"),
         "global": Case(LocalConfig(window=5, pattern="global", num_global=3), repeats="local-bigbird"),
         "bigbird": Case(LocalConfig(window=4, pattern="bigbird", num_global=4)),
+        "global_local": Case(
+            LocalConfig(window=5, pattern="global_local", num_global=3, global_segment=7),
+            repeats="local-bigbird",
+        ),
+        "axial": Case(LocalConfig(pattern="axial", grid_width=6), repeats="local-sliding"),
+        "neighbourhood": Case(
+            LocalConfig(window=4, pattern="neighbourhood", grid_width=7), repeats="local-sliding"
+        ),
     },
     "brl": {
         "output": _brl(memory="output", compress_scale="m1"),

@@ -115,6 +115,15 @@ def local_mask(n, d, mechanism):
                 seen = i // w == j // w or j % w == w - 1
             elif kind == "global":
                 seen = -left <= j - i <= right or min(i, j) < mechanism.num_global
+            elif kind == "global_local":
+                few, segment = mechanism.num_global, mechanism.global_segment
+                seen = j < few or (-left <= j - i <= right if i >= few else (j - few) // segment == i)
+            elif kind == "axial":
+                seen = i // mechanism.grid_width == j // mechanism.grid_width
+                seen = seen or i % mechanism.grid_width == j % mechanism.grid_width
+            elif kind == "neighbourhood":
+                (a, b), (c, e) = divmod(i, mechanism.grid_width), divmod(j, mechanism.grid_width)
+                seen = abs(a - c) <= w // 2 and abs(b - e) <= w // 2
             else:
                 seen = random_blocks[i // w, j // w]
             mask[i, j] = seen and (j <= i or not d.is_causal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array
 
 from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.layouts import Axial
 from brl_jax.attention.local.patterns import Dilated, Fixed, SlidingWindow, Strided
 from pallas_kernels import gpu
 
@@ -15,7 +16,7 @@ _STRETCH = 32
 def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     """Why the kernel cannot serve a call without a bias; None if it can. Traces nothing."""
     name = type(call.pattern).__name__
-    if isinstance(call.pattern, (Strided, Fixed)):
+    if isinstance(call.pattern, (Strided, Fixed, Axial)):
         return f"pattern must touch few blocks of keys, and the columns of {name} touch all of them"
     if call.key_offset is None and not isinstance(call.pattern, (SlidingWindow, Dilated)):
         return f"key_offset must be a static int with {name}, got it traced"

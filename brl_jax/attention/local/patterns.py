@@ -30,7 +30,8 @@ from brl_jax.attention.local.parts import (
 from pallas_kernels.positions import floor_divide, remainder
 
 
-def _at_least(pattern: object, lowest: int, *names: str) -> None:
+def at_least(pattern: object, lowest: int, *names: str) -> None:
+    """Raises ValueError unless fields of a pattern are ints of at least `lowest`."""
     for name in names:
         number = getattr(pattern, name)
         is_int = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
@@ -113,7 +114,7 @@ class SlidingWindow(Pattern):
     right: int
 
     def __post_init__(self):
-        _at_least(self, 0, "left", "right")
+        at_least(self, 0, "left", "right")
 
     @classmethod
     def of_width(cls, width: int, is_causal: bool) -> SlidingWindow:
@@ -149,8 +150,8 @@ class Dilated(Pattern):
     dilation: int
 
     def __post_init__(self):
-        _at_least(self, 0, "left", "right")
-        _at_least(self, 1, "dilation")
+        at_least(self, 0, "left", "right")
+        at_least(self, 1, "dilation")
 
     @property
     def lookback(self) -> int:
@@ -176,7 +177,7 @@ class BlockDiagonal(Pattern):
     block: int
 
     def __post_init__(self):
-        _at_least(self, 1, "block")
+        at_least(self, 1, "block")
 
     @property
     def lookback(self) -> int:
@@ -206,8 +207,8 @@ class Bucketed(Pattern):
     after: int = 1
 
     def __post_init__(self):
-        _at_least(self, 1, "size")
-        _at_least(self, 0, "before", "after")
+        at_least(self, 1, "size")
+        at_least(self, 0, "before", "after")
 
     @property
     def lookback(self) -> int:
@@ -236,8 +237,8 @@ class SurroundedBlocks(Pattern):
     reach: int
 
     def __post_init__(self):
-        _at_least(self, 1, "size")
-        _at_least(self, 0, "reach")
+        at_least(self, 1, "size")
+        at_least(self, 0, "reach")
 
     @property
     def lookback(self) -> int:
@@ -266,7 +267,7 @@ class Strided(Pattern):
     stride: int
 
     def __post_init__(self):
-        _at_least(self, 1, "stride")
+        at_least(self, 1, "stride")
 
     def _near(self, query_positions, key_positions, num_positions=None):
         return abs(key_positions - query_positions) <= self.stride
@@ -298,7 +299,7 @@ class Fixed(Pattern):
     summary: int = 1
 
     def __post_init__(self):
-        _at_least(self, 1, "stride", "summary")
+        at_least(self, 1, "stride", "summary")
         require(
             self.summary <= self.stride,
             f"summary of Fixed must be at most its stride {self.stride}, got {self.summary}",
@@ -335,8 +336,8 @@ class GlobalWindow(Pattern):
     causal_ok: ClassVar[bool] = False
 
     def __post_init__(self):
-        _at_least(self, 0, "left", "right")
-        _at_least(self, 1, "num_global")
+        at_least(self, 0, "left", "right")
+        at_least(self, 1, "num_global")
 
     def _near(self, query_positions, key_positions, num_positions=None):
         ahead = key_positions - query_positions
@@ -384,8 +385,8 @@ class BigBird(Pattern):
     causal_ok: ClassVar[bool] = False
 
     def __post_init__(self):
-        _at_least(self, 1, "block", "window_blocks")
-        _at_least(self, 0, "global_blocks", "random_blocks", "seed")
+        at_least(self, 1, "block", "window_blocks")
+        at_least(self, 0, "global_blocks", "random_blocks", "seed")
         require(
             self.window_blocks % 2 == 1, f"window_blocks of BigBird must be odd, got {self.window_blocks}"
         )
@@ -451,7 +452,7 @@ class BlockMask(Pattern):
     mask: tuple[tuple[bool, ...], ...]
 
     def __post_init__(self):
-        _at_least(self, 1, "block")
+        at_least(self, 1, "block")
         rows = self.mask
         require(
             isinstance(rows, tuple) and len(rows) > 0 and all(isinstance(r, tuple) and r for r in rows),

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
 from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.layouts import Axial
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
 from pallas_kernels import tpu
 from pallas_kernels.absent import mark_absent
@@ -117,7 +118,10 @@ def _launches(call: PatternCall, query: Any, key: Any) -> list[_Launch]:
             return [_window(_Phases(call, dilation), query, key, left, right)]
         case Strided(stride):
             near = _window(tokens, query, key, stride, stride)
-            return [near, _far_columns(_Phases(call, stride), query, key)]
+            return [near, _far_columns(_Phases(call, stride), query, key, beyond=1)]
+        case Axial(width) if call.key_offset is not None:
+            row = _pattern(tokens, query, key, BlockDiagonal(width), call.key_offset)
+            return [row, _far_columns(_Phases(call, width), query, key, beyond=0)]
         case Fixed(stride, summary) if call.key_offset is not None:
             near = _pattern(tokens, query, key, BlockDiagonal(stride), call.key_offset)
             return [near, _far_summaries(call, query, key, stride, summary)]
@@ -382,17 +386,18 @@ def _dense(num_queries: int, num_keys: int, size: int, visible: Callable[[int], 
     return lists
 
 
-def _far_columns(tokens: _Phases, query: Any, key: Any) -> _Launch:
-    """The keys of Strided that lie a multiple of the stride away, beyond the window: all but three of the phase."""
+def _far_columns(tokens: _Phases, query: Any, key: Any, *, beyond: int) -> _Launch:
+    """The keys of Strided and Axial that lie a multiple of the stride away: those of the phase but for `beyond` on each
+    side of the query and its own, which another launch has."""
     query, key, call = tokens.shape(query, True), tokens.shape(key, False), tokens.call
     num_keys, size = key.shape[1], _block_size(Strided(1), query.shape[1])
 
     def rule(queries, keys):
-        return (keys < queries - 1) if call.is_causal else (abs(keys - queries) > 1)
+        return (keys < queries - beyond) if call.is_causal else (abs(keys - queries) > beyond)
 
     offset = tokens.query_offset
     lists = _dense(
-        query.shape[1], num_keys, size, lambda last: last + offset - 1 if call.is_causal else num_keys
+        query.shape[1], num_keys, size, lambda last: last + offset - beyond if call.is_causal else num_keys
     )
     return _listed(tokens, query, key, lists, size, {"mask": rule, "query_position": offset})
 

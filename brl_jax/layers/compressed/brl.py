@@ -19,7 +19,7 @@ from brl_jax.layers.compressed.brl_layer import BRLAttention, BRLCarrier
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
 from brl_jax.layers.local.local_attention import LocalConfig
 
-Pattern = Literal["sliding", "dilated", "block", "bucketed"]
+Pattern = Literal["sliding", "dilated", "block", "bucketed", "neighbourhood"]
 Memory = Literal["output", "layer"]
 Generation = Literal["blocks", "all"]
 Formulation = Literal["algorithm", "equations"]
@@ -38,9 +38,11 @@ class BRLConfig(Mechanism):
     window: int = 128
     """Width of the local attention [w], as in the mechanism `local`."""
     pattern: Pattern = "sliding"
-    """Pattern of the local attention [D]."""
+    """Pattern of the local attention [D]; "neighbourhood" is a window in two dimensions, for images row by row."""
     dilation: int = 2
     """Step between the keys of the pattern "dilated"."""
+    grid_width: int = 32
+    """Tokens in a row of the grid of "neighbourhood"."""
     num_compressed: int = 64
     """Compressed tokens [m], 1 to 256; 0 for local attention only."""
     compressed_dim: int | None = None
@@ -96,7 +98,7 @@ class BRLConfig(Mechanism):
     "rope", 0.80 and 0.79 with "none". `bias="t5"` without rotary positions (seed 0): 0.00 and 0.59."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "dilation")
+        check_at_least(self, "window", "dilation", "grid_width")
         choices = {
             "pattern": Pattern,
             "memory": Memory,
@@ -139,7 +141,7 @@ class BRLConfig(Mechanism):
     @property
     def local(self) -> LocalConfig:
         """The local attention inside."""
-        return LocalConfig(self.window, self.pattern, self.dilation)
+        return LocalConfig(self.window, self.pattern, self.dilation, grid_width=self.grid_width)
 
     @property
     def block(self) -> int:

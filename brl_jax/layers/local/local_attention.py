@@ -11,16 +11,19 @@ from jaxtyping import Array
 
 from brl_jax.attention.core.arguments import check_soft_cap
 from brl_jax.attention.core.checks import check_at_least, check_choice
-from brl_jax.attention.local import patterns, sharded
+from brl_jax.attention.local import layouts, patterns, sharded
 from brl_jax.attention.local.api import local_attention
 from brl_jax.layers.core.attention_layer import SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 from brl_jax.sharding import sequence_axis, shard_call
 
-LocalPattern = Literal["sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird"]
-_BIDIRECTIONAL_ONLY = ("global", "bigbird")
-_NOT_LINEAR = ("strided", "fixed")
+LocalPattern = Literal[
+    "sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird", "global_local", "axial",
+    "neighbourhood",
+]  # fmt: skip
+_BIDIRECTIONAL_ONLY = ("global", "bigbird", "global_local")
+_NOT_LINEAR = ("strided", "fixed", "axial")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,19 +35,28 @@ class LocalConfig(Mechanism):
     encoder. For other patterns it is the block of "block" and "bigbird", the bucket of "bucketed", and the stride of
     "strided" and "fixed"."""
     pattern: LocalPattern = "sliding"
-    """Which keys a token sees; "global" and "bigbird" have no causal form."""
+    """Which keys a token sees; "global", "bigbird" and "global_local" (ETC, arXiv:2004.08483) have no causal form. In a
+    grid that is stored row by row, as an image is: "axial", its row and its column (arXiv:1912.12180), and
+    "neighbourhood", the window // 2 rows and columns around it."""
     dilation: int = 2
     """Step between the keys of "dilated"."""
     num_global: int = 64
-    """Tokens at the start that see all tokens and are seen by all, in "global"; "bigbird" rounds them up to blocks."""
-
+    """Tokens at the start that see all tokens and are seen by all, in "global"; "bigbird" rounds them up to blocks. In
+    "global_local" they see what `global_segment` says."""
+    global_segment: int | None = None
+    """In "global_local", the tokens that each of the global tokens sees: the first one the first so many of those that
+    follow, and so on. None: all of them see all tokens."""
+    grid_width: int = 32
+    """Tokens in a row of the grid of "axial" and "neighbourhood"."""
     sinks: bool = False
     """A learned logit without a value for each head, in the softmax beside the keys (gpt-oss, arXiv:2508.10925)."""
     logits_soft_cap: float | None = None
     """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None for no bound."""
 
     def __post_init__(self):
-        check_at_least(self, "window", "dilation", "num_global")
+        check_at_least(self, "window", "dilation", "num_global", "grid_width")
+        if self.global_segment is not None:
+            check_at_least(self, "global_segment")
         check_choice("pattern", self.pattern, get_args(LocalPattern))
         check_soft_cap(self.logits_soft_cap)
 
@@ -79,6 +91,12 @@ class LocalConfig(Mechanism):
                 return patterns.Fixed(self.window)
             case "global":
                 return patterns.GlobalWindow(sliding.left, sliding.right, self.num_global)
+            case "global_local":
+                return layouts.GlobalLocal(sliding.left, sliding.right, self.num_global, self.global_segment)
+            case "axial":
+                return layouts.Axial(self.grid_width)
+            case "neighbourhood":
+                return layouts.Neighbourhood(self.grid_width, self.window // 2, self.window // 2)
             case "bigbird":
                 return patterns.BigBird(self.window, global_blocks=-(-self.num_global // self.window))
         raise ValueError(f"unknown pattern {self.pattern!r}")

@@ -13,6 +13,7 @@ from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local import api as local
 from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import (
     BigBird,
     BlockDiagonal,
@@ -43,6 +44,10 @@ PATTERNS = {
     "strided": (Strided(11), oracles.strided(11)),
     "fixed": (Fixed(16, 2), oracles.fixed(16, 2)),
     "global_window": (GlobalWindow(5, 4, 3), oracles.global_window(5, 4, 3)),
+    "axial": (Axial(13), oracles.axial(13)),
+    "neighbourhood": (Neighbourhood(10, 2, 3), oracles.neighbourhood(10, 2, 3)),
+    "global_local": (GlobalLocal(5, 4, 6, 9), oracles.global_local(5, 4, 6, 9)),
+    "global_local_all": (GlobalLocal(3, 2, 4), oracles.global_local(3, 2, 4, None)),
     "big_bird": (BIG_BIRD, oracles.big_bird(8, 3, 1, BIG_BIRD.random_lists(-(-130 // 8)))),
     "block_mask": (BlockMask.of(13, MASK), oracles.block_mask(13, MASK)),
 }
@@ -396,6 +401,8 @@ LINEAR = {
     "block_diagonal": BlockDiagonal(128),
     "bucketed": Bucketed(64),
     "global_window": GlobalWindow(64, 64, 16),
+    "neighbourhood": Neighbourhood(32, 2, 2),
+    "global_local": GlobalLocal(64, 64, 16, 32),
     "big_bird": BigBird(64, 3, 1, 2),
 }
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.local.call import PatternCall
+from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import (
     BigBird,
     BlockDiagonal,
@@ -121,6 +122,9 @@ def test_random_blocks_of_big_bird():
         (lambda: Strided(0), "stride of Strided must be an int of at least 1, got 0"),
         (lambda: Fixed(4, 5), "summary of Fixed must be at most its stride 4, got 5"),
         (lambda: GlobalWindow(1, 1, 0), "num_global of GlobalWindow must be an int of at least 1, got 0"),
+        (lambda: Axial(0), "width of Axial must be an int of at least 1, got 0"),
+        (lambda: Neighbourhood(4, -1, 1), "rows of Neighbourhood must be an int of at least 0, got -1"),
+        (lambda: GlobalLocal(1, 1, 2, 0), "segment of GlobalLocal must be an int of at least 1, got 0"),
         (lambda: BigBird(8, window_blocks=2), "window_blocks of BigBird must be odd, got 2"),
         (lambda: BlockMask(4, [[True]]), "mask of BlockMask must be a tuple of tuples"),
         (lambda: BlockMask(4, ((True,), (True, False))), "rows of one length"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import BigBird, BlockMask, GlobalWindow, SlidingWindow, Strided
 from tests.attention import oracles
 from tests.attention.local.test_local import PATTERNS, expect, random_qkv
@@ -101,6 +102,9 @@ def test_padding_and_segments(name):
         (BigBird(64, global_blocks=1, random_blocks=1, seed=3), None),
         (GlobalWindow(130, 10, 140), oracles.global_window(130, 10, 140)),
         (Strided(100), oracles.strided(100)),
+        (Axial(24), oracles.axial(24)),
+        (Neighbourhood(24, 1, 2), oracles.neighbourhood(24, 1, 2)),
+        (GlobalLocal(9, 7, 5, 40), oracles.global_local(9, 7, 5, 40)),
         (SlidingWindow(6000, 0), oracles.sliding(6000, 0)),
     ],
     ids=lambda x: type(x).__name__,
