@@ -170,6 +170,12 @@ def test_presets_are_the_papers_settings():
     informer, flow = PRESETS["lra-retrieval-informer"], PRESETS["lra-listops-flowformer"]
     assert (informer.model.mechanism.factor, informer.loop.batch, informer.model.d_model) == (16, 16, 64)
     assert (flow.model.mechanism, flow.model.d_model, flow.model.pooling) == (FlowformerConfig(), 512, "cls")
+    reformer, sinkhorn = PRESETS["lra-text-reformer"], PRESETS["lra-text-sinkhorn"]
+    assert (reformer.model.mechanism.num_buckets, reformer.model.mechanism.num_rounds) == (64, 2)
+    assert (
+        sinkhorn.model.mechanism.max_length > sinkhorn.data.padded_lengths[-1]
+    )  # a class token stands in front
+    assert PRESETS["lra-text-sliceformer"].model.d_model == 256
     assert PRESETS["lra-image-long-short"].model.mechanism.num_projected == 32
     assert len({json.dumps(to_json(preset)) for preset in PRESETS.values()}) == len(PRESETS)
 
