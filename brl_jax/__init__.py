@@ -22,6 +22,7 @@ from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, in
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.kernelized import kernelized_attention
+from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import (
@@ -101,6 +102,7 @@ from brl_jax.layers import (
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
+    SynthesizerConfig,
     TLinFormerConfig,
 )
 from brl_jax.layers.core.protocol import Dimensions
@@ -184,6 +186,7 @@ __all__ = [
     "StackConfig",
     "Strided",
     "SurroundedBlocks",
+    "SynthesizerConfig",
     "T5Bias",
     "TLinFormerConfig",
     "alibi_slopes",
@@ -244,5 +247,6 @@ __all__ = [
     "skyformer_samples",
     "slice_sort",
     "stream",
+    "synthesizer_attention",
     "transnormer",
 ]

@@ -12,6 +12,7 @@ from brl_jax.layers.dense.diag import DiagConfig
 from brl_jax.layers.dense.full import FullConfig
 from brl_jax.layers.dense.hopfield import HopfieldConfig
 from brl_jax.layers.dense.kernelized import KernelizedConfig
+from brl_jax.layers.dense.synthesizer import SynthesizerConfig
 from brl_jax.layers.local.local_attention import LocalConfig
 from brl_jax.layers.low_rank.linformer import LinformerConfig
 from brl_jax.layers.low_rank.long_short import LongShortConfig
@@ -43,6 +44,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "linformer": LinformerConfig,
         "nystromformer": NystromformerConfig,
         "kernelized": KernelizedConfig,
+        "synthesizer": SynthesizerConfig,
         "skyformer": SkyformerConfig,
         "long_short": LongShortConfig,
         "informer": InformerConfig,

@@ -84,6 +84,11 @@ def _with_sort_logits(batch):
     return *qkv(batch), _normal(18, batch, 3, KV_HEADS, 3)
 
 
+def _with_hidden(batch):
+    return *qkv(batch)[2:], _normal(20, batch, LENGTH, HEADS, 3)
+
+
+_COLUMNS = _normal(21, 12, HEADS, 3)
 _ROTATIONS = _normal(19, 2, HEAD_DIM, 2)
 _SAMPLES = jnp.asarray([0.1, 0.6, 0.3, 0.9], jnp.float32)
 
@@ -136,6 +141,14 @@ CALLS = {
     "linformer": (qkv, _linformer),
     "nystrom": (qkv, lambda q, k, v: bj.nystrom_attention(q, k, v, num_landmarks=3)),
     "kernelized": (qkv, bj.kernelized_attention),
+    "synthesizer_random": (
+        lambda batch: qkv(batch)[2:],
+        lambda v: bj.synthesizer_attention(v, _COLUMNS[:LENGTH], _COLUMNS, is_causal=True),
+    ),
+    "synthesizer_dense": (
+        _with_hidden,
+        lambda v, hidden: bj.synthesizer_attention(v, hidden, _COLUMNS, _COLUMNS[..., 0]),
+    ),
     "flow": (qkv, lambda q, k, v: bj.flow_attention(q, k, v, is_causal=True, chunk_size=4)),
     "long_short": (
         qkv,

@@ -62,6 +62,16 @@ def kernelized_mix(u, p, m, d):
     return merge([gaussian(q, k, d) @ v for q, k, v in head_inputs(u, p, d)], p)
 
 
+def synthesizer_mix(u, p, m, d):
+    n, group = len(u), d.num_heads // d.num_kv_heads
+    rows = p["rows"][:n] if m.weights == "random" else relu(project(u, p["hidden"]))
+    bias = np.zeros((n, d.num_heads)) if m.weights == "random" else p["column_bias"][:n]
+    v = project(u, p["value"])
+    seen = np.tri(n, dtype=bool) if d.is_causal else np.ones((n, n), bool)
+    scores = [rows[:, a] @ p["columns"][:n, a].T + bias[:, a] for a in range(d.num_heads)]
+    return merge([softmax(s, seen) @ v[:, a // group] for a, s in enumerate(scores)], p)
+
+
 def skyformer_mix(u, p, m, d):
     # The random places come from the library; half of them choose queries, half keys.
     places = np.asarray(skyformer_samples(jax.random.key(m.seed), m.num_samples), np.float64)
@@ -288,6 +298,7 @@ NETWORKS = {
     "informer": residual_network(informer_mix),
     "long_short": residual_network(long_short_mix),
     "kernelized": residual_network(kernelized_mix),
+    "synthesizer": residual_network(synthesizer_mix),
     "skyformer": residual_network(skyformer_mix),
     "nystromformer": residual_network(nystromformer_mix),
 }

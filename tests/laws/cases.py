@@ -47,6 +47,7 @@ from brl_jax.layers import (
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
+    SynthesizerConfig,
     TLinFormerConfig,
 )
 
@@ -141,6 +142,10 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "long_short": {"": Case(LongShortConfig(window=5, num_projected=2, chunk_size=6, chunk_rank=2))},
     "hopfield": {"": Case(HopfieldConfig(steps=2, beta=1.0))},
     "kernelized": {"": Case(KernelizedConfig(), repeats="hopfield")},
+    "synthesizer": {
+        "": Case(SynthesizerConfig(rank=3, max_length=32), repeats="hopfield"),
+        "dense": Case(SynthesizerConfig("dense", max_length=32), repeats="synthesizer"),
+    },
     "informer": {"": Case(InformerConfig(factor=1))},
     # The last of a row's 27 tokens have four blocks of which they choose two; compressed blocks overlap.
     "native_sparse": {

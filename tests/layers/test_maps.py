@@ -24,6 +24,7 @@ PLAIN = {
     "sinkhorn": {"block_size": 3, "max_length": 16},
     "flowformer": {"chunk_size": 4},
     "kernelized": {},
+    "synthesizer": {"rank": 3, "max_length": 16},
     "skyformer": {"num_samples": 4},
     "hopfield": {},
     "linear": {"chunk_size": 4},

@@ -568,6 +568,27 @@ MUTANTS = (
         "0.0",
         (LAWS, "-k", "law_3 and kernelized"),
     ),
+    Mutant(
+        "dense/Synthesizer's later blocks of queries see as far as the first",
+        "brl_jax/attention/dense/synthesizer.py",
+        "positions = jnp.arange(length, dtype=jnp.int32) + offset",
+        "positions = jnp.arange(length, dtype=jnp.int32) + query_offset",
+        ("tests/attention/dense/test_synthesizer.py", "-k", "gradients"),
+    ),
+    Mutant(
+        "dense/Synthesizer gives weights to padding",
+        "brl_jax/attention/dense/synthesizer.py",
+        "keys[None] < lengths[:, None])",
+        "keys[None] < num_values + 0 * lengths[:, None])",
+        (LAWS, "-k", "law_4_padding and synthesizer"),
+    ),
+    Mutant(
+        "dense/Synthesizer generates with the rows of the first positions",
+        "brl_jax/layers/dense/synthesizer.py",
+        "places = start + jnp.arange(",
+        "places = 0 * start + jnp.arange(",
+        (LAWS, "-k", "law_2_generation and synthesizer"),
+    ),
     # Kernels.
     Mutant(
         "kernels/window: one key too many on the left",

@@ -7,8 +7,8 @@ lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; 
                                                      code)
 lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
 -informer, -reformer, -long-short                    (two layers of width 64)
-lra-TASK-flowformer, -sinkhorn, -sliceformer         mechanisms of BRL-Attention's table 1 in the network of its table
-                                                     11
+lra-TASK-flowformer, -sinkhorn, -sliceformer,        mechanisms of BRL-Attention's table 1 in the network of its table
+-synthesizer                                         11
 
 BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. Neither gives steps or warm-up: the steps are
 those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
@@ -34,6 +34,7 @@ from brl_jax.layers import (
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
+    SynthesizerConfig,
 )
 from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
@@ -231,11 +232,13 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
 
 def _beside_brl(task: str) -> dict[str, Mechanism]:
     """Mechanisms of BRL-Attention's table 1, by name. Sinkhorn's blocks have the size of the Long Range Arena's code;
-    a row has a class token more. Sliceformer sorts in ascending order, as in its authors' code."""
+    a row has a class token more. Sliceformer sorts in ascending order, as in its authors' code. Synthesizer has the
+    factorised random weights."""
     return {
         "flowformer": FlowformerConfig(),
         "sinkhorn": SinkhornConfig(block_size=50, max_length=_LENGTHS[task] + 50),
         "sliceformer": SliceformerConfig(order="ascending"),
+        "synthesizer": SynthesizerConfig(weights="random", rank=32, max_length=_LENGTHS[task] + 1),
     }
 
 

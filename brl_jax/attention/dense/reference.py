@@ -61,6 +61,25 @@ def kernelized_attention(
     return jnp.einsum("btsn,bsnv->btnv", jnp.exp(-scale * distances / 2), value)
 
 
+def synthesizer_attention(
+    value: Float[Array, "B S K V"],
+    rows: Float[Array, "B T N R"] | Float[Array, "T N R"],
+    columns: Float[Array, "L N R"],
+    column_bias: Float[Array, "L N"] | None = None,
+    *,
+    is_causal: bool = False,
+) -> Float[Array, "B T N V"]:
+    """softmax(rows columns^T + column_bias) v (arXiv:2005.00743, section 3.1)."""
+    length = value.shape[1]
+    scores = jnp.einsum("...tnr,snr->...nts", rows, columns[:length]).astype(jnp.float32)
+    if column_bias is not None:
+        scores = scores + jnp.broadcast_to(column_bias[:length].T[:, None], scores.shape)
+    visible = jnp.tril(jnp.ones(scores.shape, bool)) if is_causal else True
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    value = jnp.repeat(value.astype(jnp.float32), rows.shape[-2] // value.shape[2], axis=2)
+    return jnp.einsum("nts,bsnv->btnv" if rows.ndim == 3 else "bnts,bsnv->btnv", weights, value)
+
+
 def diag_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],

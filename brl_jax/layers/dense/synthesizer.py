@@ -1,0 +1,113 @@
+"""Synthesizer attention as a layer: weights from positions or from single tokens, and a cache of all values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least, check_choice, require
+from brl_jax.attention.dense.synthesizer import synthesizer_attention
+from brl_jax.layers.core.caches import write_tokens
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores, sow_weights
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
+
+Weights = Literal["random", "dense"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesizerConfig(Mechanism):
+    """Attention whose weights come from no products of queries and keys (Synthesizer, arXiv:2005.00743), quadratic in
+    the length. Weights belong to places in the row, whatever the tokens' positions are."""
+
+    weights: Weights = "random"
+    """"random", the product of two trained matrices of positions (the factorised random form); "dense", a network of
+    each token, which has one hidden layer of the head's size."""
+    rank: int = 32
+    """Columns of the two matrices of "random" [k]."""
+    max_length: int = 4096
+    """Longest sequence; the parameters have an entry for each of its positions."""
+
+    def __post_init__(self):
+        check_choice("weights", self.weights, get_args(Weights))
+        check_at_least(self, "rank", "max_length")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return SynthesizerAttention(self, dimensions, **kwargs)
+
+    def check_length(self, length: int) -> None:
+        """Raises ValueError if a sequence of `length` tokens is too long."""
+        require(
+            length <= self.max_length,
+            f"max_length must be at least the sequence's length {length}, got {self.max_length}: "
+            "Synthesizer has parameters for each position",
+        )
+
+
+class SynthesizerCache(NamedTuple):
+    """A decoding cache: the values of all tokens so far, each at its position, and how many tokens there are."""
+
+    value: Float[Array, "B S K H"]
+    num_tokens: Int[Array, ""]
+
+
+class SynthesizerAttention(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call and `synthesizer_attention` for the mathematics."""
+
+    mechanism: SynthesizerConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> SynthesizerCache:
+        d = self.dimensions
+        self.mechanism.check_length(length)
+        value = jnp.zeros((batch, length, d.num_kv_heads, d.head_dim), d.dtype)
+        return SynthesizerCache(value, jnp.zeros((), jnp.int32))
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, length = self.dimensions, x.shape[1]
+        self.mechanism.check_length(length)
+        value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
+        rows, columns, bias = self._factors(x, call.start)
+        attend = functools.partial(
+            synthesizer_attention,
+            rows=rows,
+            columns=columns,
+            column_bias=bias,
+            is_causal=d.is_causal,
+            query_offset=call.start,
+            key_value_seq_lengths=None if d.is_causal else call.lengths,
+            implementation=d.implementation,
+        )
+        if call.cache is not None:
+            values = write_tokens(call.cache.value, value, call.start, call.count)
+            cache = SynthesizerCache(values, call.start + call.num_new(length))
+            return merge_heads(d, attend(values)), cache
+        sow_weights(self, attend, value)
+        return merge_heads(d, attend(value)), None
+
+    def _factors(self, x: Float[Array, "B T D"], start: Any) -> tuple[Array, Array, Array | None]:
+        """Rows, columns and the columns' bias."""
+        d, m = self.dimensions, self.mechanism
+        if m.weights == "random":
+            # Products of `rank` pairs have variance 1, as the scores of softmax attention do.
+            init = nn.initializers.normal(m.rank**-0.25)
+            shape, axes = (m.max_length, d.num_heads, m.rank), ("position", "heads", "projected")
+            rows, columns = (
+                parameter(self, name, init, shape, axes).astype(d.dtype) for name in ("rows", "columns")
+            )
+            places = start + jnp.arange(x.shape[1], dtype=jnp.int32)
+            return jnp.take(rows, places, axis=0, mode="clip"), columns, None
+        heads = (d.num_heads, d.head_dim)
+        biased = dataclasses.replace(d, use_bias=True)
+        hidden = jax.nn.relu(dense(biased, heads, ("embed", "heads", "head_dim"), name="hidden")(x))
+        init = nn.initializers.normal(d.head_dim**-0.5)
+        shape = (m.max_length, *heads)
+        columns = parameter(self, "columns", init, shape, ("position", "heads", "head_dim"))
+        zeros = nn.initializers.zeros_init()
+        bias = parameter(self, "column_bias", zeros, shape[:2], ("position", "heads"))
+        return scale_scores(hidden, d.head_score_factor), columns.astype(d.dtype), bias.astype(d.dtype)

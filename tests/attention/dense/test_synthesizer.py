@@ -1,0 +1,87 @@
+"""Synthesizer's function against its plain form: several blocks of queries, padding, offsets, gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax import SynthesizerConfig, synthesizer_attention
+from brl_jax.attention.dense import reference
+from brl_jax.layers import Dimensions
+from tests.attention.oracles import relative_error
+
+B, L, N, K, R, V = 3, 300, 4, 2, 5, 6
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+# More queries than one block of them.
+VALUE, COLUMNS, BIAS = array(B, L - 7, K, V), array(L, N, R), array(L, N)
+ROWS = {"random": array(L - 7, N, R), "dense": array(B, L - 7, N, R)}
+
+
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ROWS)
+def test_outputs_and_gradients_are_those_of_the_plain_form(form, is_causal):
+    weight = array(B, L - 7, N, V)
+
+    def both(function):
+        def loss(*arrays):
+            out = function(*arrays, is_causal=is_causal)
+            return jnp.sum(out * weight), out
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(VALUE, ROWS[form], COLUMNS, BIAS)
+
+    got, expected = jax.jit(
+        lambda: [both(f) for f in (synthesizer_attention, reference.synthesizer_attention)]
+    )()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_padding_is_not_read(form):
+    lengths, rows = jnp.asarray([9, 0, 4]), ROWS[form][..., :12, :, :]
+    absent = jnp.arange(12)[None, :, None, None] >= lengths[:, None, None, None]
+    value = jnp.where(absent, jnp.nan, VALUE[:, :12])
+    rows = rows if form == "random" else jnp.where(absent, jnp.nan, rows)
+    out = synthesizer_attention(
+        value, rows, COLUMNS, BIAS, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+    )
+    for b, n in enumerate(lengths):
+        assert not np.asarray(out[b, n:]).any()
+        if n:
+            own = ROWS[form][:n] if form == "random" else ROWS[form][b : b + 1, :n]
+            alone = reference.synthesizer_attention(VALUE[b : b + 1, :n], own, COLUMNS, BIAS)
+            assert relative_error(out[b : b + 1, :n], alone) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": VALUE[0]}, "value must have shape"),
+        ({"rows": ROWS["dense"][:1]}, "rows must have shape"),
+        ({"columns": COLUMNS[: L - 8]}, "columns must have an entry for each of 293 values, got 292"),
+        ({"columns": COLUMNS[..., 1:]}, "columns must have shape"),
+        ({"columns": COLUMNS.astype(jnp.bfloat16)}, "columns must have value's dtype"),
+        ({"column_bias": BIAS[1:]}, "column_bias must have shape"),
+        ({"value": jnp.concatenate([VALUE] * 3, 2)}, "heads of rows must be a multiple"),
+        ({"query_offset": 0.5}, "query_offset must be an int"),
+        ({"implementation": "cudnn"}, "implementation must be"),
+    ],
+)
+def test_bad_arguments(changes, message):
+    arguments = {"value": VALUE, "rows": ROWS["dense"], "columns": COLUMNS} | changes
+    with pytest.raises(ValueError, match=message):
+        synthesizer_attention(**arguments)
+
+
+def test_a_sequence_that_is_too_long():
+    layer = SynthesizerConfig(max_length=8).layer(Dimensions(16, 4, 2, 4, 16, is_causal=True))
+    with pytest.raises(ValueError, match="max_length must be at least the sequence's length 9, got 8"):
+        layer.init(jax.random.key(0), jnp.zeros((1, 9, 16)))
+    with pytest.raises(ValueError, match="max_length must be at least the sequence's length 9, got 8"):
+        layer.init_cache(1, 9)
