@@ -1,10 +1,11 @@
 """What the GPU kernels cost, by the compiler's own counts and without a GPU: python -m eval.gpu_costs.
 
-Compiles local attention, compress and propagate in Triton, forward and with the backward pass, for an A100, an H100
-and a B200, and prints for each program how many kernels it launches, how many bytes these read and write beside the
-least that is possible (every argument and result once), and the registers, spilled bytes and shared memory of our own
-kernels. A second table has the launches of the mechanisms that compute all chunks at once, at two lengths. Needs
-`pip install '.[gpu]'` (the CUDA plugin brings its assembler), and neither a driver nor a device.
+Compiles local attention, compress, propagate and the attention of gated attention units in Triton, forward and with the
+backward pass, for an A100, an H100 and a B200, and prints for each program how many kernels it launches, how many bytes
+these read and write beside the least that is possible (every argument and result once), and the registers, spilled
+bytes and shared memory of our own kernels. A second table has the launches of the mechanisms that compute all chunks at
+once, and of BRL's layers, at two lengths. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), and
+neither a driver nor a device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens,
 or if a mechanism exceeds the limits in `eval.gpu_mechanisms`.
@@ -86,8 +87,8 @@ class CostOptions:
 
     targets: tuple[str, ...] = ("a100", "h100", "b200")
     """Out of a100, h100, b200."""
-    operations: tuple[str, ...] = ("local", "compress", "propagate")
-    """Out of local, compress, propagate."""
+    operations: tuple[str, ...] = ("local", "compress", "propagate", "squared_relu")
+    """Out of local, compress, propagate, squared_relu (of gated attention units: one head, a bias)."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag; compiled for the first target."""
     length: int = 16384
@@ -106,7 +107,7 @@ class CostOptions:
     def __post_init__(self) -> None:
         choices: dict[str, Iterable[str]] = {
             "targets": TARGETS,
-            "operations": ("local", "compress", "propagate"),
+            "operations": ("local", "compress", "propagate", "squared_relu"),
             "mechanisms": gpu_mechanisms.NAMES,
         }
         for name, known in choices.items():
@@ -133,6 +134,7 @@ def unserved(options: CostOptions) -> dict[str, str]:
         "local": gpu.local_obstacle(many, many, many),
         "compress": gpu.compress_obstacle(few, many),
         "propagate": gpu.propagate_obstacle(many, few, few),
+        "squared_relu": gpu.squared_relu_obstacle(many, many, many),
     }
     return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
 
@@ -148,6 +150,9 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
     many = jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
     few = jax.ShapeDtypeStruct((1, options.compressed, options.heads, options.head_dim), jnp.bfloat16)
     head = jax.ShapeDtypeStruct((options.heads,), jnp.float32)
+    # The features of a bias stand beside those of queries and keys.
+    wide, one = (jax.ShapeDtypeStruct((1, length, 1, n * options.head_dim), jnp.bfloat16) for n in (2, 1))
+    token = jax.ShapeDtypeStruct((1, length), jnp.int32)
     window = SlidingWindow.of_width(options.window, True)
     stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
     pattern = gpu.Pattern(stretches, window.visible, True, length, length)
@@ -161,6 +166,10 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
         "propagate": (
             lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=scale),
             (many, few, few, head),
+        ),
+        "squared_relu": (
+            lambda q, k, v, *ranges: gpu.squared_relu_attention(q, k, v, gpu.Ranges(*ranges)),
+            (wide, wide, one, token, token, token, token),
         ),
     }
 

@@ -1,7 +1,7 @@
 """The mechanisms whose chunks a GPU computes all at once, for `eval.gpu_costs`: how many kernels a call launches.
 
 A loop over chunks launches kernels in proportion to the tokens, and a GPU waits for each of them. The programs here are
-compiled by XLA from JAX operations.
+compiled by XLA from JAX operations, but for the kernels in Triton that some of them launch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,38 @@ LENGTHS = (4096, 16384)
 #: The most launches of the longer length over those of the shorter one. Four times the tokens are two more levels of a
 #: tree over chunks; of a loop they would be four times the launches.
 GROWTH = 1.5
-#: GAU's cost is quadratic, and so is its number of launches beyond what its bounded memory takes at once.
-QUADRATIC = ("gau",)
-NAMES = ("linear", "norm", "cosformer", "performer", "deltanet", "gau", "flash", "bsbr", "diag")
+NAMES = (
+    "linear",
+    "norm",
+    "cosformer",
+    "performer",
+    "deltanet",
+    "gau",
+    "flash",
+    "bsbr",
+    "diag",
+    "brl-encoder",
+    "brl-decoder",
+)
 
 
 def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The mechanism's causal call, and the shapes of its arguments, in bfloat16. GAU has one head, as its layer has."""
+    """The mechanism's causal call, and the shapes of its arguments, in bfloat16.
+
+    GAU has one head and a bias, as its layer has.
+    """
     import jax
     import jax.numpy as jnp
 
     import brl_jax
 
+    if name.startswith("brl-"):
+        return _brl_layer(length, heads, head_dim, is_causal=name == "brl-decoder")
     heads = 1 if name == "gau" else heads
     tokens = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((1, head_dim), jnp.float32)
     more: dict[str, tuple[Any, ...]] = {
+        "gau": (vector, vector),
         "deltanet": (jax.ShapeDtypeStruct((1, length, heads), jnp.float32),),
         "performer": (jax.ShapeDtypeStruct((2 * head_dim, head_dim), jnp.float32),),
         "flash": (tokens, tokens),
@@ -41,12 +58,36 @@ def program(name: str, length: int, heads: int, head_dim: int) -> tuple[Callable
         "cosformer": lambda q, k, v: brl_jax.cosformer_attention(q, k, v, max_length=length, is_causal=True),
         "performer": lambda q, k, v, w: brl_jax.performer_attention(q, k, v, projection=w, is_causal=True),
         "deltanet": brl_jax.delta_rule,
-        "gau": lambda q, k, v: brl_jax.gau_attention(q, k, v, is_causal=True),
+        "gau": lambda q, k, v, left, right: brl_jax.gau_attention(
+            q, k, v, bias=brl_jax.RotaryBias(left, right), is_causal=True
+        ),
         "flash": lambda q, k, v, lq, lk: brl_jax.mixed_chunk_attention(q, k, lq, lk, v, is_causal=True),
         "bsbr": lambda q, k, v, rq, rk: brl_jax.bsbr_attention(q, k, v, rq, rk, is_causal=True),
         "diag": lambda q, k, v: brl_jax.diag_attention(q, k, v, is_causal=True),
     }
     return functions[name], (tokens, tokens, tokens, *more.get(name, ()))
+
+
+def _brl_layer(
+    length: int, heads: int, head_dim: int, *, is_causal: bool
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A BRL layer by itself, with its default options, of its parameters and inputs."""
+    import jax
+    import jax.numpy as jnp
+
+    from brl_jax.layers import BRLConfig, Dimensions
+
+    width = heads * head_dim
+    dimensions = Dimensions(width, heads, heads, head_dim, 4 * width, is_causal=is_causal, dtype=jnp.bfloat16)
+    layer = BRLConfig().layer(dimensions)
+    inputs = jax.ShapeDtypeStruct((1, length, width), jnp.bfloat16)
+    parameters = jax.eval_shape(layer.init, jax.random.key(0), inputs)
+    leaves, structure = jax.tree.flatten(parameters)
+
+    def run(inputs: Any, *leaves: Any) -> Any:
+        return layer.apply(jax.tree.unflatten(structure, leaves), inputs)[0]
+
+    return run, (inputs, *leaves)
 
 
 def problems(name: str, passes: str, counts: tuple[int, int], temporary: tuple[int, int]) -> list[str]:
@@ -55,7 +96,7 @@ def problems(name: str, passes: str, counts: tuple[int, int], temporary: tuple[i
     found = []
     if counts[1] > MOST[passes]:
         found.append(f"{name}, {passes}: {counts[1]} launches for {long} tokens, more than {MOST[passes]}")
-    if name not in QUADRATIC and counts[1] > GROWTH * counts[0]:
+    if counts[1] > GROWTH * counts[0]:
         found.append(
             f"{name}, {passes}: {counts[0]} launches for {short} tokens grow to {counts[1]} for {long}"
         )

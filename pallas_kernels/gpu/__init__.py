@@ -5,10 +5,12 @@ from pallas_kernels.gpu.core.bridge import LEAST_CAPABILITY, check_interpretatio
 from pallas_kernels.gpu.local.api import local_attention, local_obstacle
 from pallas_kernels.gpu.local.lists import Pattern
 from pallas_kernels.gpu.propagate.api import propagate, propagate_obstacle
+from pallas_kernels.gpu.squared_relu.api import Ranges, squared_relu_attention, squared_relu_obstacle
 
 __all__ = [
     "LEAST_CAPABILITY",
     "Pattern",
+    "Ranges",
     "check_interpretation",
     "compress",
     "compress_obstacle",
@@ -17,5 +19,7 @@ __all__ = [
     "obstacle",
     "propagate",
     "propagate_obstacle",
+    "squared_relu_attention",
+    "squared_relu_obstacle",
     "target_capability",
 ]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 ALL_AT_ONCE = "tests/attention/recurrent/test_all_at_once.py"
 LAWS = "tests/laws/test_laws.py"
 LOCAL = "tests/attention/local"
+RECURRENT_GPU = "tests/attention/recurrent/test_gpu.py"
 TPU = "tests/pallas_kernels/tpu"
 
 
@@ -278,6 +279,48 @@ MUTANTS = (
         "jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)",
         "jnp.full_like(jnp.sum(seen, axis=-1, keepdims=True), key.shape[1])",
         (LAWS, "-k", "law_3 and gau"),
+    ),
+    Mutant(
+        "recurrent/a GPU's GAU forgets how many keys a segment has",
+        "brl_jax/attention/recurrent/gpu.py",
+        "jnp.maximum(ranges.stop - ranges.first, 1)",
+        "jnp.maximum(ranges.stop, 1)",
+        (RECURRENT_GPU, "-k", "gau"),
+    ),
+    Mutant(
+        "recurrent/a GPU's GAU sees padding",
+        "brl_jax/attention/recurrent/gpu.py",
+        "stop = jnp.minimum(end, existing)",
+        "stop = end",
+        (RECURRENT_GPU, "-k", "gau"),
+    ),
+    Mutant(
+        "recurrent/a GPU's GAU turns its bias by the places of the piece",
+        "brl_jax/attention/recurrent/gpu.py",
+        "bias.factor(bias.left, positions)",
+        "bias.factor(bias.left, positions - positions[:, :1])",
+        (RECURRENT_GPU, "-k", "gau"),
+    ),
+    Mutant(
+        "recurrent/a GPU's keys miss queries after a state",
+        "brl_jax/attention/recurrent/gpu.py",
+        "jnp.maximum(at_key - positions[:, :1], 0)",
+        "at_key",
+        (RECURRENT_GPU, "-k", "gau"),
+    ),
+    Mutant(
+        "compressed/a GPU's blocks count their history from the wrong end",
+        "brl_jax/attention/compressed/gpu.py",
+        "block_windows(x, **sizes)[:, ::-1]",
+        "block_windows(x, **sizes)",
+        (RECURRENT_GPU, "-k", "compress_blocks"),
+    ),
+    Mutant(
+        "compressed/a GPU's blocks have compress's scale without M",
+        "brl_jax/attention/compressed/gpu.py",
+        "1.0 / (tokens * math.sqrt(query.shape[4]))",
+        "1.0 / math.sqrt(query.shape[4])",
+        (RECURRENT_GPU, "-k", "compress_blocks"),
     ),
     Mutant(
         "recurrent/BSBR's chunks see themselves",

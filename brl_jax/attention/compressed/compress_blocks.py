@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.compressed import tpu
+from brl_jax.attention.compressed import gpu, tpu
 from brl_jax.attention.compressed.compress import compress, per_head
+from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
@@ -82,9 +83,12 @@ def compress_blocks(
 )
 def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, implementation, **static):
     operands = (query, key, contrast_key, value, gamma, bias, lengths)
-    kernel = tpu.compress_blocks_backend(query, key, contrast_key, value, bias, **static)
+    backends = {
+        "tpu": [tpu.compress_blocks_backend(query, key, contrast_key, value, bias, **static)],
+        "cuda": [gpu.compress_blocks_backend(query, value, bias, **static)],
+    }
     xla_form = functools.partial(_compress_windows, **static)
-    return dispatch("compress_blocks", implementation, {"tpu": [kernel]}, xla_form, *operands)
+    return dispatch("compress_blocks", implementation, backends, xla_form, *operands)
 
 
 def _compress_windows(
@@ -92,19 +96,9 @@ def _compress_windows(
 ):
     """The history of every block as a batch entry of its own."""
     batch, blocks = query.shape[:2]
-    needed = history_size + (blocks - 1) * block_size
-    # Whole blocks, shifted: the windows overlap, and the backward pass of a strided gather would be a scatter.
-    shifts = -(-history_size // block_size)
-    lead = shifts * block_size - history_size
-
-    def windows(array):
-        if array is None:
-            return None
-        array = jnp.pad(array[:, :needed], ((0, 0), (lead, 0), (0, 0), (0, 0)))
-        array = rearrange(array, "b (c t) n h -> b c t n h", t=block_size)
-        array = jnp.concatenate([array[:, s : s + blocks] for s in range(shifts)], axis=2)
-        return rearrange(array[:, :, lead:], "b c s n h -> (b c) s n h")
-
+    windows = functools.partial(
+        block_windows, blocks=blocks, block_size=block_size, history_size=history_size
+    )
     mask = None
     if lengths is not None:
         lengths = jnp.broadcast_to(lengths, (batch, blocks))
@@ -115,7 +109,7 @@ def _compress_windows(
     out = compress(
         rearrange(query, "b c m n h -> (b c) m n h"),
         windows(key),
-        windows(contrast_key),
+        None if contrast_key is None else windows(contrast_key),
         windows(value),
         gamma=gamma,
         scale=scale,

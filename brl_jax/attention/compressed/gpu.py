@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.dispatch import Backend, bias_obstacle
 
 # Triton is imported where it is needed: it costs import time.
@@ -26,6 +32,49 @@ def compress_backend(query, value, bias, mask, *, axis_name: str | None, **stati
 
         gpu.check_interpretation(interpret)
         return gpu.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
+
+    return Backend("triton", run, obstacle)
+
+
+def compress_blocks_backend(
+    query, value, bias, *, block_size: int, history_size: int, scale: float | None, **static: Any
+) -> Backend:
+    """The kernel of `compress_blocks` for operands (query, key, contrast_key, value, gamma, bias, lengths).
+
+    Each block's history becomes a row of the batch.
+    """
+    tokens = query.shape[2]
+
+    def obstacle() -> str | None:
+        from pallas_kernels import gpu
+
+        rows = jax.ShapeDtypeStruct((1, tokens, *query.shape[3:]), query.dtype)
+        return bias_obstacle(bias) or gpu.compress_obstacle(rows, value)
+
+    def run(query, key, contrast_key, value, gamma, bias, lengths, *, interpret):
+        from pallas_kernels import gpu
+
+        gpu.check_interpretation(interpret)
+        batch, blocks = query.shape[:2]
+        sizes = {"blocks": blocks, "block_size": block_size, "history_size": history_size}
+
+        def windows(x: Array) -> Array:
+            # Backwards: the kernel counts the keys that exist from the first, and their order does not matter.
+            return block_windows(x, **sizes)[:, ::-1]
+
+        if lengths is not None:
+            lengths = jnp.broadcast_to(lengths, (batch, blocks)).reshape(batch * blocks)
+        out = gpu.compress(
+            query.reshape(batch * blocks, *query.shape[2:]),
+            windows(key),
+            None if contrast_key is None else windows(contrast_key),
+            windows(value),
+            gamma=gamma,
+            scale=1.0 / (tokens * math.sqrt(query.shape[4])) if scale is None else scale,
+            key_lengths=lengths,
+            **static,
+        )
+        return out.reshape(*query.shape[:4], value.shape[3])
 
     return Backend("triton", run, obstacle)
 

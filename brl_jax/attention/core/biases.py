@@ -99,15 +99,14 @@ class RotaryBias:
     theta: float = dataclasses.field(default=10000.0, metadata={"static": True})
 
     def __call__(self, query_positions, key_positions):
-        left, right = (
-            rotate(
-                jnp.broadcast_to(vector.astype(jnp.float32), (1, places.shape[0], *vector.shape)),
-                places[None],
-                self.theta,
-            )[0]
-            for vector, places in ((self.left, query_positions), (self.right, key_positions))
-        )
+        left = self.factor(self.left, query_positions[None])[0]
+        right = self.factor(self.right, key_positions[None])[0]
         return jnp.einsum("tnh,snh->nts", left, right)
+
+    def factor(self, vector: Float[Array, "N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
+        """`left` or `right`, rotated to each position, in float32: the bias is the product of both."""
+        rows = jnp.broadcast_to(vector.astype(jnp.float32), (*positions.shape, *vector.shape))
+        return rotate(rows, positions, self.theta)
 
 
 def t5_bucket(

@@ -51,6 +51,7 @@ def dispatch(
     *operands: Any,
     plain: Callable[..., Any] | None = None,
     communicates: bool = False,
+    cost: str = "linear",
 ) -> Any:
     """Runs one call of the function `name` on the backend of the platform it is lowered for, or through XLA.
 
@@ -67,6 +68,7 @@ def dispatch(
         `differentiable`); None if `xla` can be differentiated in every way.
       communicates: whether the functions exchange values over a named axis. They then keep the gradient that they
         have, of the first order: `differentiable` could not map them by `jax.vmap` over that axis.
+      cost: that of `xla` in the number of tokens, for the warning.
 
     Raises:
       ValueError: for a name that this function does not have.
@@ -112,7 +114,7 @@ def dispatch(
                 obstacles.append(obstacle)
         if obstacles and platform not in rows:
             why = "; ".join(dict.fromkeys(obstacles))
-            message = f"{name} runs through XLA on the platform {platform!r}, at linear cost: {why}"
+            message = f"{name} runs through XLA on the platform {platform!r}, at {cost} cost: {why}"
             operands = _mark(operands, _fallback, platform, message)
     if not rows:
         return with_xla(*operands)

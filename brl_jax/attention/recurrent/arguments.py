@@ -51,6 +51,7 @@ def prepare_inputs(
     implementation: Any,
     segment_ids: Any = None,
     same_tokens: bool | None = None,
+    dispatched: bool = False,
 ) -> PreparedInputs:
     """Checks the shared arguments and sets padding to 0, so that NaN in it reaches neither results nor gradients.
 
@@ -58,6 +59,7 @@ def prepare_inputs(
       query, key, value, is_causal, ...: as given to the public function.
       same_tokens: whether queries and keys are the same tokens, so that the lengths apply to both; they always are
         where is_causal, which is the default.
+      dispatched: whether the implementation is checked where a backend is chosen (`core.dispatch`).
 
     Raises:
       ValueError: naming the argument that does not fit.
@@ -76,7 +78,8 @@ def prepare_inputs(
         require(
             is_causal or not given, f"{name} needs is_causal=True: a state summarises the earlier tokens only"
         )
-    check_implementation(implementation, None, "xla")
+    if not dispatched:
+        check_implementation(implementation, None, "xla")
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, key.shape[0])
     if segment_ids is not None:
         require(

@@ -14,9 +14,10 @@ from brl_jax.attention.core.arguments import check_sizes, is_int
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks, segment_numbers
+from brl_jax.attention.recurrent.gpu import gau_backend
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
 
 # Scores that a GPU computes at once; 256 MiB in float32.
@@ -88,7 +89,9 @@ def gau_attention(
       query, key, value: as for `linear_attention`.
       bias: b, a `PositionBias`.
       is_causal: query i sees the keys up to its own.
-      key_value_seq_lengths, segment_ids, implementation: as for `linear_attention`.
+      key_value_seq_lengths, segment_ids: as for `linear_attention`.
+      implementation: None takes the Triton kernel on a GPU where it serves the call (bias None or a `RotaryBias`, more
+        than chunk_size queries), XLA otherwise; "xla", "triton" and "triton_interpret" as for `local_attention`.
       state: from `init_gau_state` or an earlier call (causal only, without segment_ids).
       return_state: if True, the result is (out, state) with the state after these tokens; requires a state, which
         determines the largest number of tokens.
@@ -104,7 +107,7 @@ def gau_attention(
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
-        implementation=implementation,
+        implementation=implementation, dispatched=True,
     )  # fmt: skip
     check_position_bias(bias, query.shape[2])
     query, key, value, key_segments = prepared.query, prepared.key, prepared.value, prepared.segments
@@ -121,6 +124,31 @@ def gau_attention(
         key, value = state.key, state.value
         key_segments = segment_numbers(batch, key.shape[1], state.length, None)
 
+    static: dict[str, Any] = {"is_causal": is_causal, "each_row": state is not None, "chunk_size": chunk_size}
+    # A few queries, as in a decoding step, take few kernels in any case.
+    kernel = gau_backend(query, key, value, bias, is_causal=is_causal, unsuited=length <= chunk_size)
+    out = dispatch(
+        "gau_attention", implementation, {"cuda": [kernel]}, functools.partial(_attend, **static),
+        query, key, value, bias, query_positions, query_segments, key_segments, cost="quadratic",
+    )  # fmt: skip
+    return out if state is None or not return_state else (out, state)
+
+
+def _attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    bias: PositionBias | None,
+    query_positions: Int[Array, "B T"],
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B S"] | None,
+    *,
+    is_causal: bool,
+    each_row: bool,
+    chunk_size: int,
+) -> Float[Array, "B T N V"]:
+    """Piece by piece of the queries, in JAX operations."""
+    batch, length = query.shape[:2]
     keys, values = heads_first(key), heads_first(value)
     key_positions = jnp.arange(key.shape[1], dtype=jnp.int32)
 
@@ -136,10 +164,7 @@ def gau_attention(
         scores = jnp.einsum("bkrf,bksf->bkrs", rows, keys)
         count = jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1).astype(scores.dtype)
         scores_bias = position_bias(
-            bias,
-            chunk["positions"],
-            jnp.broadcast_to(key_positions, key.shape[:2]),
-            each_row=state is not None,
+            bias, chunk["positions"], jnp.broadcast_to(key_positions, key.shape[:2]), each_row=each_row
         )
         weights = squared_relu(scores, seen, 1 / count, scores_bias)
         out = jnp.einsum("bkrs,bksv->bkrv", weights, values)
@@ -148,17 +173,16 @@ def gau_attention(
     def attend(queries: int, inputs: Any) -> Array:
         return scan_chunks(step, None, inputs, chunk_size=queries)[1]
 
-    # A GPU takes as many queries at once as a bounded memory holds: its time would go into the launches of short loops.
+    # Without its kernel a GPU takes as many queries at once as a bounded memory holds: its time would go into the
+    # launches of short loops.
     rows = batch if is_int(batch) else 1  # an exported program may leave the batch open
     most = max(chunk_size, _GPU_SCORES // (rows * query.shape[2] * key.shape[1]))
     inputs = {"query": query, "positions": query_positions, "segments": query_segments}
     if length <= chunk_size:
-        out = attend(chunk_size, inputs)
-    else:
-        many = functools.partial(attend, most)
-        few = functools.partial(attend, chunk_size)
-        out = lax.platform_dependent(inputs, cuda=many, rocm=many, default=few)
-    return out if state is None or not return_state else (out, state)
+        return attend(chunk_size, inputs)
+    many = functools.partial(attend, most)
+    few = functools.partial(attend, chunk_size)
+    return lax.platform_dependent(inputs, cuda=many, rocm=many, default=few)
 
 
 def _check_gau_state(state: Any, key: Array, value: Array) -> GauState:

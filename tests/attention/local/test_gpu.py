@@ -13,11 +13,14 @@ from brl_jax import (
     ALiBi,
     BlockDiagonal,
     Fixed,
+    RotaryBias,
     SlidingWindow,
     Strided,
     alibi_slopes,
     compress,
+    compress_blocks,
     full_attention,
+    gau_attention,
     local_attention,
     propagate,
 )
@@ -144,6 +147,18 @@ LOWERED = {
     "xla": (lambda q: local_attention(q, q, q, implementation="xla", **WINDOW), Q, XLA),
     "compress": (lambda q: compress(FEW, q, q, q, gamma=0.5), Q, TRITON),
     "propagate": (lambda q: propagate(q, FEW, FEW, strength=0.5), Q, TRITON),
+    "gau": (lambda q: gau_attention(q, q, q, is_causal=True), Q, TRITON),
+    "gau's bias": (
+        lambda q: gau_attention(q, q, q, bias=RotaryBias(jnp.ones((2, 4)), jnp.ones((2, 4))), is_causal=True),
+        Q, TRITON,
+    ),
+    "gau with ALiBi": (lambda q: gau_attention(q, q, q, bias=ALiBi(alibi_slopes(2))), Q, XLA),
+    "gau step": (lambda q: gau_attention(q[:, :1], q, q), Q, XLA),
+    "compress blocks": (
+        lambda q: compress_blocks(
+            FEW[:, None].repeat(3, 1), q, q, q, gamma=0.5, block_size=64, history_size=128
+        ), Q, TRITON,
+    ),
     "full": (lambda q: full_attention(q, q, q, is_causal=True), Q, CUDNN),
 }  # fmt: skip
 

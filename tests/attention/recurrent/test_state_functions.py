@@ -216,6 +216,8 @@ def test_bad_input(name):
     query, key, value = inputs(9)
     state = case.init(2, 2, 8)
     other = CASES["delta" if name != "delta" else "linear"].init(2, 2, 8)
+    with_kernel = "None, 'xla', 'triton' or 'triton_interpret'"
+    implementations = with_kernel if name == "gau" else "None or 'xla'"
     wrong = {
         "chunk_size must be an int of at least 1, got 0": {"chunk_size": 0},
         f"state must be a {type(state).__name__}": {"state": other},
@@ -223,7 +225,7 @@ def test_bad_input(name):
         r"key_value_seq_lengths must be ints of shape \(2,\)": {
             "key_value_seq_lengths": jnp.ones(3, jnp.int32)
         },
-        "implementation must be None or 'xla', got 'pallas'": {"implementation": "pallas"},
+        f"implementation must be {implementations}, got 'pallas'": {"implementation": "pallas"},
     }
     for message, options in wrong.items():
         with pytest.raises(ValueError, match=message):

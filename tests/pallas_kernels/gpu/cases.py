@@ -142,6 +142,81 @@ def propagate(score, *, length=100, tokens=20, heads=2, head_dim=24, batch=2, dt
     close(("out", "d_query", "d_key", "d_value", "d_strength"), (out, *pull(d_out)), want, dtype)
 
 
+def gau(
+    *, length=100, heads=(2, 1), head_dim=24, value_dim=40, is_causal=True, dtype="float32", bias=False,
+    ids=None, lengths=None, before=0,
+):  # fmt: skip
+    """`brl_jax.gau_attention` in a batch of two on the kernel, against the dense form in float64.
+
+    ids are segments' lengths, of which row 0 has them in this order and row 1 in the reverse. `before` tokens of row 1,
+    and three fewer of row 0, are in a state already.
+    """
+    batch, total = 2, length + before
+    query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
+    key = random(1, batch, total, heads[1], head_dim, dtype=dtype)
+    value = random(2, batch, total, heads[1], value_dim, dtype=dtype)
+    vectors = [random(seed, heads[0], 8, dtype="float32") for seed in (3, 4)]
+    options = {"is_causal": is_causal, "chunk_size": 16, "implementation": "triton_interpret"}
+    starts = np.maximum(before - np.asarray([3, 0]), 0)
+    at_query, at_key = np.arange(length)[None, :, None] + starts[:, None, None], np.arange(total)[None, None]
+    seen = np.broadcast_to(at_key <= at_query if is_causal else True, (batch, length, total))
+    if ids is not None:
+        numbers = np.stack([np.repeat(np.arange(len(ids)), row) for row in (ids, ids[::-1])])
+        options["segment_ids"] = jnp.asarray(numbers)
+        seen = seen & (numbers[:, :, None] == numbers[:, None])
+    clean_key, clean_value = key, value
+    if lengths is not None:
+        options["key_value_seq_lengths"] = jnp.asarray(lengths)
+        inside = np.arange(total)[None] < np.asarray(lengths)[:, None]
+        seen = seen & inside[:, None]
+        key, value = (jnp.where(inside[:, :, None, None], x, jnp.nan) for x in (key, value))
+        if is_causal:  # a padded query is 0
+            query = jnp.where(inside[:, :length, None, None], query, 0)
+    weights = np.maximum(seen.sum(-1), 1)[..., None, None]
+
+    def run(query, key, value, *vectors):
+        more = dict(options)
+        if bias:
+            more["bias"] = brl_jax.RotaryBias(*vectors)
+        if before:
+            state = brl_jax.init_gau_state(batch, total, heads[1], head_dim, value_dim, dtype=dtype)
+            more["state"] = state._replace(
+                key=key.at[:, before:].set(0), value=value.at[:, before:].set(0), length=jnp.asarray(starts)
+            )
+            key, value = key[:, before:], value[:, before:]
+        return brl_jax.gau_attention(query, key, value, **more)
+
+    out, pull = jax.vjp(run, query, key, value, *vectors)
+    d_out = random(5, *out.shape, dtype=dtype)
+    rows, columns = np.asarray(query, np.float64) / weights, np.asarray(clean_key, np.float64)
+    if before:  # row 0's tokens before lie three places further left
+        columns[0, before - 3 :][:length] = columns[0, before:]
+        clean_value = np.asarray(clean_value, np.float64)
+        clean_value[0, before - 3 :][:length] = clean_value[0, before:]
+    turned = []
+    if bias:
+        places = (
+            np.broadcast_to(at_query[:, :, 0], (batch, length)),
+            np.broadcast_to(at_key[:, 0], (batch, total)),
+        )
+        turned = [oracle.rotated(v, p) for v, p in zip(vectors, places)]
+        rows, columns = (np.concatenate([x, y], -1) for x, y in zip((rows, columns), turned))
+    want, d_rows, d_columns, d_value = oracle.squared_relu(rows, columns, clean_value, seen, d_out)
+    d_key = d_columns[..., :head_dim]
+    if before:
+        d_key, d_value = (
+            np.stack([np.concatenate([x[0, : before - 3], 0 * x[0, :3], x[0, before - 3 : -3]]), x[1]])
+            for x in (d_key, d_value)
+        )
+    got, expected = (out, *pull(d_out)), [want, d_rows[..., :head_dim] / weights, d_key, d_value]
+    if bias:
+        expected += [
+            oracle.rotated(d[..., head_dim:], -p).sum((0, 1)) for d, p in zip((d_rows, d_columns), places)
+        ]
+    names = ("out", "d_query", "d_key", "d_value", "d_left", "d_right")[: len(expected)]
+    close(names, got[: len(expected)], expected, dtype)
+
+
 def mapped():
     """vmap is one launch on a longer batch, and gives what calls one by one give."""
     query = random(0, 3, 2, 40, 2, 16, dtype="float32")
@@ -217,6 +292,46 @@ def public_compress():
     close(names, run("triton_interpret"), run("xla"), "float32")
 
 
+def public_compress_blocks(score="softmax", contrast=True):
+    """`brl_jax.compress_blocks` on the kernel, and each block alone in float64: lengths, a window of no whole block."""
+    batch, blocks, tokens, block_size, history = 2, 3, 12, 20, 33
+    query = random(0, batch, blocks, tokens, 2, 16, dtype="float32")
+    key, contrast_key, value = (random(i, batch, 80, 2, 16, dtype="float32") for i in (1, 2, 3))
+    gamma = jnp.asarray([0.3, 0.7])
+    lengths = np.asarray([[0, 20, 33], [5, 25, 33]])
+
+    def run(query, key, contrast_key, value, gamma):
+        return brl_jax.compress_blocks(
+            query, key, contrast_key if contrast else None, value, gamma=gamma if contrast else None,
+            block_size=block_size, history_size=history, score=score, history_lengths=jnp.asarray(lengths),
+            implementation="triton_interpret",
+        )  # fmt: skip
+
+    out, pull = jax.vjp(jax.jit(run), query, key, contrast_key, value, gamma)
+    d_out = random(5, *out.shape, dtype="float32")
+    want = [np.zeros(x.shape) for x in (out, query, key, contrast_key, value, gamma)]
+    for block in range(blocks):
+        at = slice(block * block_size, block * block_size + history)
+        seen = np.arange(history)[None] >= history - lengths[:, block, None]
+        windows = (x[:, at] for x in (key, contrast_key, value))
+        parts = oracle.compress(
+            query[:, block],
+            *windows,
+            gamma * contrast,
+            seen[:, None, None],
+            1 / (4 * tokens),
+            score,
+            d_out[:, block],
+        )
+        for whole, part in zip(want[:2], parts[:2]):
+            whole[:, block] = part
+        for whole, part in zip(want[2:5], parts[2:5]):
+            whole[:, at] += part
+        want[5] += contrast * parts[5]
+    names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
+    close(names, (out, *pull(d_out)), want, "float32")
+
+
 def public_propagate():
     """`brl_jax.propagate` on the kernel and through XLA."""
     query, key, value = (
@@ -274,6 +389,14 @@ CASES = {
     "propagate-softmax-float16": lambda: propagate("softmax", dtype="float16"),
     "propagate-relu2": lambda: propagate("relu2"),
     "propagate-laplace": lambda: propagate("laplace"),
+    "gau-causal-grouped": lambda: gau(heads=(4, 2)),
+    "gau-both-sides": lambda: gau(is_causal=False, lengths=[100, 37]),
+    "gau-lengths": lambda: gau(lengths=[61, 0]),
+    "gau-segments": lambda: gau(ids=[30, 1, 16, 53]),
+    "gau-segments-both-sides": lambda: gau(ids=[30, 1, 16, 53], is_causal=False, lengths=[90, 40]),
+    "gau-bias": lambda: gau(heads=(2, 2), bias=True),
+    "gau-bias-after-a-state": lambda: gau(heads=(2, 2), bias=True, length=40, before=27),
+    "gau-float16": lambda: gau(dtype="float16"),
     "vmap": mapped,
     "shard-map": sharded,
     "public-window": lambda: public(SLIDING(20, 0), is_causal=True),
@@ -283,6 +406,9 @@ CASES = {
     "public-block-mask": lambda: public(MASK),
     "public-bucketed-at-an-offset": lambda: public(patterns.Bucketed(16), is_causal=True, key_offset=5),
     "public-compress": public_compress,
+    "public-compress-blocks": public_compress_blocks,
+    "public-compress-blocks-relu2": lambda: public_compress_blocks("relu2"),
+    "public-compress-blocks-one-attention": lambda: public_compress_blocks(contrast=False),
     "public-propagate": public_propagate,
     "public-sinks": lambda: public(SLIDING(20, 0), sinks=jnp.asarray([0.5, -0.5]), logits_soft_cap=0.8),
     "public-dilated": lambda: public(patterns.Dilated(4, 4, 3)),

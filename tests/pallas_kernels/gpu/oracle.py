@@ -95,3 +95,25 @@ def propagate(query, key, value, strength, scale, score, d_out):
         np.einsum("bntm,btnh->bmnh", weights, do) * s[None, None, :, None],
         np.einsum("btnh,btnh->n", do, read),
     )
+
+
+def squared_relu(query, key, value, seen, d_out):
+    """out and the gradients of query, key and value; seen is (B, T, S), heads are grouped."""
+    groups = query.shape[2] // key.shape[2]
+    q, k, v, do = (np.asarray(x, np.float64) for x in (query, key, value, d_out))
+    wide_k, wide_v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    weights, pull = sigma(np.einsum("btnh,bsnh->bnts", q, wide_k), seen[:, None], "relu2")
+    d_scores = pull(np.einsum("btnv,bsnv->bnts", do, wide_v))
+    d_key = np.einsum("bnts,btnh->bsnh", d_scores, q)
+    d_value = np.einsum("bnts,btnv->bsnv", weights, do)
+    d_key, d_value = (x.reshape(*x.shape[:2], key.shape[2], groups, -1).sum(3) for x in (d_key, d_value))
+    out = np.einsum("bnts,bsnv->btnv", weights, wide_v)
+    return out, np.einsum("bnts,bsnh->btnh", d_scores, wide_k), d_key, d_value
+
+
+def rotated(x, positions):
+    """Adjacent pairs of (N, H) or (B, T, N, H) turned to positions (B, T): (B, T, N, H)."""
+    x = np.asarray(x, np.float64)
+    angle = positions[..., None, None] * 10000.0 ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
+    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
+    return np.stack([turned.real, turned.imag], -1).reshape(*turned.shape[:-1], -1)

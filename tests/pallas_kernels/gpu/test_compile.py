@@ -40,6 +40,7 @@ def local(query, key, value, sinks, ids):
 
 MANY, FEW, WIDE = half(1, 1024, 8, 64), half(1, 64, 8, 64), half(1, 1024, 8, 128)
 HEADS = jax.ShapeDtypeStruct((8,), jnp.float32)
+TOKEN = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 OPERATIONS: dict[str, tuple[Any, tuple]] = {
     "local": (local, (WIDE, WIDE, WIDE, HEADS, jax.ShapeDtypeStruct((1, 1024), jnp.int32))),
     "compress": (
@@ -47,6 +48,10 @@ OPERATIONS: dict[str, tuple[Any, tuple]] = {
         (FEW, MANY, MANY, MANY, HEADS),
     ),
     "propagate": (lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=0.1), (MANY, FEW, FEW, HEADS)),
+    "squared_relu": (
+        lambda q, k, v, *ranges: gpu.squared_relu_attention(q, k, v, gpu.Ranges(*ranges)),
+        (half(1, 1024, 1, 256), half(1, 1024, 1, 256), half(1, 1024, 1, 192), *4 * [TOKEN]),
+    ),
 }
 
 
@@ -90,7 +95,7 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
         return out, pull(out)
 
     found = [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
-    assert len(found) == {"local": 3, "compress": 2, "propagate": 3}[operation]
+    assert len(found) == {"local": 3, "compress": 2, "propagate": 3, "squared_relu": 4}[operation]
     for number, (arrays, launch) in enumerate(found):
         path = tmp_path / f"{number}.ptx"
         path.write_text(ptx(arrays, launch, TARGETS[target].capability))

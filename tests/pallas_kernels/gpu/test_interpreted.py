@@ -42,14 +42,18 @@ def found(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-# One mechanism for each operation: local attention in a decoder, compress and propagate in an encoder. In a decoder BRL
-# compresses by blocks, for which there is no GPU kernel.
+# Mechanisms for each operation: local attention and gated attention units in a decoder, compress and propagate in an
+# encoder, and compress by blocks in a decoder.
 LAWS = (
     "law_1_causal[local-sinks]",
+    "law_1_causal[gau]",
     "law_2_generation_is_training[local-sinks]",
     "law_3_oracle[local-sinks-causal]",
+    "law_3_oracle[gau-causal]",
     "law_3_oracle[brl-output-bidirectional]",
+    "law_3_oracle[brl-output-causal]",
     "law_4_packing[local-sinks]",
+    "law_4_packing[gau]",
     "law_4_padding[brl-output]",
 )
 

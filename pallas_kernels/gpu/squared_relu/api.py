@@ -1,0 +1,230 @@
+"""Attention with squared ReLU on GPUs: the call that can be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.gpu.core import bridge
+from pallas_kernels.gpu.core.sizes import padded
+from pallas_kernels.varying import vary_alike
+
+#: Features of queries and keys that one program holds.
+MOST_FEATURES = 256
+
+
+class PairTile(NamedTuple):
+    """Queries and keys of a block, and Triton's warps and stages."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class PairTiles(NamedTuple):
+    """The four kernels' sizes."""
+
+    forward: PairTile
+    query_gradient: PairTile
+    key_gradient: PairTile
+    value_gradient: PairTile
+
+
+# By the least compute capability and the padded features of queries that they are for. Chosen by the compiler's counts
+# of registers and spills (`python -m eval.gpu_costs`).
+_TILES = {
+    (90, 128): PairTiles(
+        PairTile(128, 64, 8, 2), PairTile(64, 64, 8, 2), PairTile(64, 64, 8, 2), PairTile(64, 128, 8, 2)
+    ),
+    (90, 256): PairTiles(
+        PairTile(64, 64, 8, 1), PairTile(64, 32, 8, 1), PairTile(32, 64, 8, 1), PairTile(64, 64, 8, 1)
+    ),
+    (80, 128): PairTiles(
+        PairTile(64, 64, 8, 1), PairTile(64, 32, 8, 1), PairTile(32, 64, 8, 1), PairTile(32, 64, 8, 1)
+    ),
+    (80, 256): PairTiles(
+        PairTile(64, 32, 8, 1), PairTile(32, 32, 8, 1), PairTile(32, 32, 8, 1), PairTile(32, 32, 8, 1)
+    ),
+}
+# float32 takes twice the registers and shared memory of a 16-bit type.
+_FLOAT32 = PairTiles(*(PairTile(32, 32, 8, 1) for _ in range(4)))
+# Small tiles keep Triton's interpreter quick and show every kind of edge.
+_INTERPRETED = PairTiles(
+    *(PairTile(32, 16, 4, 1) for _ in range(2)), *(PairTile(16, 32, 4, 1) for _ in range(2))
+)
+
+
+class Ranges(NamedTuple):
+    """Who sees whom.
+
+    Attributes:
+      first, stop: query i sees the keys first[i] .. stop[i].
+      begin, end: at least the queries that see key j lie in begin[j] .. end[j].
+    """
+
+    first: Int[Array, "B T"]
+    stop: Int[Array, "B T"]
+    begin: Int[Array, "B S"]
+    end: Int[Array, "B S"]
+
+
+def squared_relu_obstacle(query: Any, key: Any, value: Any) -> str | None:
+    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    missing = bridge.obstacle()
+    if missing is not None:
+        return missing
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if query.shape[3] > MOST_FEATURES:
+        return f"head_dim must be at most {MOST_FEATURES}, got {query.shape[3]}"
+    return None
+
+
+def squared_relu_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ranges: Ranges,
+) -> Float[Array, "B T N V"]:
+    """out_i = sum_j ReLU(q_i . k_j)^2 v_j over the keys that query i sees: gated attention units (arXiv:2202.10447).
+
+    One launch forward and three backward, none of which needs memory beside its results. Differentiable in query, key
+    and value. Blocks of keys that no query of a block sees are not read.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16, H up to 256, scaled. The squares of small float16 numbers
+        would be 0: float16 is computed in TF32, which has as many bits and a wider range.
+      key: (B, S, K, H) and value: (B, S, K, V), of the same dtype, V of any size; K divides N.
+      ranges: int32; what lies outside is read, so that it must be finite.
+
+    Returns:
+      (B, T, N, V) in query's dtype, zero where a query sees nothing.
+
+    Raises:
+      NotImplementedError: where `squared_relu_obstacle` names one.
+    """
+    reason = squared_relu_obstacle(query, key, value)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    dtype = query.dtype
+    precision = "ieee" if dtype == jnp.float32 else "tf32"
+    if dtype == jnp.float16:
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    arrays = vary_alike(query, key, value, *(x.astype(jnp.int32) for x in ranges))
+    return _attend(*arrays, precision).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _attend(query, key, value, first, stop, begin, end, precision: str):
+    return _attend_forward(query, key, value, first, stop, begin, end, precision)[0]
+
+
+def _attend_forward(query, key, value, first, stop, begin, end, precision: str):
+    (out,) = _run_forward(precision)(query, key, value, first, stop)
+    return out, (query, key, value, first, stop, begin, end)
+
+
+def _attend_backward(precision: str, saved, d_out):
+    return *_run_backward(precision)(*saved, d_out.astype(saved[0].dtype)), None, None, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def choose_tiles(features: int, dtype: Any) -> PairTiles:
+    """The sizes for queries of so many features and a type, on the GPU that is compiled for."""
+    if bridge.interprets():
+        return _INTERPRETED
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32
+    return _TILES[bridge.tuned_for(c for c, _ in _TILES), max(128, padded(features))]
+
+
+def _sizes(query: Array, key: Array, value: Array, precision: str, tile: PairTile) -> dict[str, Any]:
+    (_, length, heads, features), (num_keys, kv_heads) = query.shape, key.shape[1:3]
+    return {
+        "T": length,
+        "S": num_keys,
+        "N": heads,
+        "G": heads // kv_heads,
+        "H": features,
+        "HP": padded(features),
+        "V": value.shape[3],
+        "VB": _value_tile(value),
+        "PRECISION": precision,
+        "BM": tile.block_q,
+        "BN": tile.block_k,
+    }
+
+
+def _value_tile(value: Array) -> int:
+    """Features of the values that one program holds."""
+    most = 16 if bridge.interprets() else 64 if value.dtype.itemsize > 2 else 128
+    return min(most, padded(value.shape[3]))
+
+
+def _options(tile: PairTile) -> dict[str, int]:
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+@functools.lru_cache(maxsize=8)
+def _run_forward(precision: str):
+    from pallas_kernels.gpu.squared_relu import forward
+
+    def run(query, key, value, first, stop):
+        batch, length, heads, features = query.shape
+        tile = choose_tiles(features, query.dtype).forward
+        value_tiles = -(-value.shape[3] // _value_tile(value))
+        return bridge.launch(
+            forward.squared_relu_forward,
+            (query, key, value, first, stop),
+            (jax.ShapeDtypeStruct((batch, length, heads, value.shape[3]), query.dtype),),
+            (-(-length // tile.block_q), heads * value_tiles, batch),
+            _sizes(query, key, value, precision, tile),
+            **_options(tile),
+        )
+
+    return bridge.fold_vmap(run)
+
+
+@functools.lru_cache(maxsize=8)
+def _run_backward(precision: str):
+    from pallas_kernels.gpu.squared_relu import backward
+
+    def run(query, key, value, first, stop, begin, end, d_out):
+        batch, length, heads, features = query.shape
+        num_keys, kv_heads = key.shape[1:3]
+        tiles = choose_tiles(features, query.dtype)
+        value_tiles = -(-value.shape[3] // _value_tile(value))
+
+        def launch(kernel, tile, arrays, result, grid):
+            (gradient,) = bridge.launch(
+                kernel, arrays, (jax.ShapeDtypeStruct(result.shape, result.dtype),), grid,
+                _sizes(query, key, value, precision, tile), **_options(tile),
+            )  # fmt: skip
+            return gradient
+
+        seen, seen_by = (first, stop), (begin, end)
+        tile = tiles.query_gradient
+        d_query = launch(
+            backward.squared_relu_query_gradient, tile, (query, key, value, d_out, *seen), query,
+            (-(-length // tile.block_q), heads, batch),
+        )  # fmt: skip
+        tile = tiles.key_gradient
+        d_key = launch(
+            backward.squared_relu_key_gradient, tile, (query, key, value, d_out, *seen, *seen_by), key,
+            (-(-num_keys // tile.block_k), kv_heads, batch),
+        )  # fmt: skip
+        tile = tiles.value_gradient
+        d_value = launch(
+            backward.squared_relu_value_gradient, tile, (query, key, d_out, *seen, *seen_by), value,
+            (-(-num_keys // tile.block_k), kv_heads * value_tiles, batch),
+        )  # fmt: skip
+        return d_query, d_key, d_value
+
+    return bridge.fold_vmap(run)

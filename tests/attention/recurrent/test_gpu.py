@@ -1,0 +1,105 @@
+"""What `gau_attention` and `compress_blocks` give the GPU kernels, which stand here as dense forms in JAX.
+
+The kernels' own numbers: tests/pallas_kernels/gpu.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import brl_jax
+from pallas_kernels import gpu
+from tests.attention.recurrent.test_state_functions import close
+
+
+def dense(query, key, value, ranges):
+    """The kernel's formula; every pair that is seen lies in the queries' ranges of its key."""
+    at_query, at_key = jnp.arange(query.shape[1])[None, :, None], jnp.arange(key.shape[1])[None, None]
+    seen = (ranges.first[..., None] <= at_key) & (at_key < ranges.stop[..., None])
+    seen_by = (ranges.begin[:, None] <= at_query) & (at_query < ranges.end[:, None])
+    groups = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    weights = jnp.square(jax.nn.relu(jnp.einsum("btnh,bsnh->bnts", query, key)))
+    return jnp.einsum("bnts,bsnv->btnv", jnp.where((seen & seen_by)[:, None], weights, 0), value)
+
+
+@pytest.fixture
+def in_jax(monkeypatch):
+    for name in ("squared_relu_obstacle", "compress_obstacle", "check_interpretation"):
+        monkeypatch.setattr(gpu, name, lambda *arguments: None)
+    monkeypatch.setattr(gpu, "squared_relu_attention", dense)
+    compress = lambda *x, key_lengths, **o: brl_jax.compress(  # noqa: E731
+        *x, key_value_seq_lengths=key_lengths, implementation="xla", **o
+    )
+    monkeypatch.setattr(gpu, "compress", compress)
+
+
+def random(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+IDS = jnp.asarray(np.repeat([[4, 2, 4], [1, 0, 7]], [7, 1, 12], axis=1))
+LENGTHS = jnp.asarray([20, 5])
+
+
+@pytest.mark.usefixtures("in_jax")
+@pytest.mark.parametrize(
+    ("options", "is_causal"),
+    [
+        ({"key_value_seq_lengths": LENGTHS}, False),
+        ({"segment_ids": IDS, "key_value_seq_lengths": LENGTHS}, False),
+        ({"segment_ids": IDS, "key_value_seq_lengths": LENGTHS}, True),
+        ({"state": (3, 9)}, True),
+    ],
+    ids=("lengths", "segments", "causal segments", "state"),
+)
+def test_gau(options, is_causal):
+    """Outputs and gradients with a bias equal XLA's."""
+    arrays = [random(i, 2, 20, 2, 6) for i in range(3)] + [random(i, 2, 4) for i in (3, 4)]
+    if "state" in options:
+        state = brl_jax.init_gau_state(2, 31, 2, 6, 6)
+        filled = [random(i, *x.shape) for i, x in zip((5, 6), state)]
+        options = {"state": state._replace(key=filled[0], value=filled[1], length=jnp.asarray([3, 9]))}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, *arrays):
+        def out(*arrays):
+            return brl_jax.gau_attention(
+                *arrays[:3], bias=brl_jax.RotaryBias(*arrays[3:]), is_causal=is_causal, chunk_size=8,
+                implementation=implementation, **options,
+            )  # fmt: skip
+
+        result, pull = jax.vjp(out, *arrays)
+        return result, pull(result)
+
+    for got, want in zip(*(jax.tree.leaves(run(i, *arrays)) for i in ("triton_interpret", "xla"))):
+        close(got, want)
+
+
+@pytest.mark.usefixtures("in_jax")
+def test_compress_blocks():
+    query, *keys = (random(i, *shape) for i, shape in enumerate([(2, 3, 4, 2, 6), *3 * [(2, 17, 2, 6)]]))
+    lengths = jnp.asarray([[0, 3, 7], [1, 4, 6]])
+    run = functools.partial(
+        brl_jax.compress_blocks, query, *keys, gamma=0.5, block_size=5, history_size=7, history_lengths=lengths
+    )  # fmt: skip
+    close(run(implementation="triton_interpret"), run(implementation="xla"))
+
+
+@pytest.mark.usefixtures("in_jax")
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (brl_jax.ALiBi(brl_jax.alibi_slopes(2)), "bias must be None or a RotaryBias, got ALiBi"),
+        (brl_jax.RotaryBias(jnp.ones((2, 4)), jnp.ones((2, 4))), "as many key heads as query heads, got 1 and 2"),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_of_gau_cannot_serve(bias, message):
+    query, key = random(0, 1, 9, 2, 6), random(1, 1, 9, 1, 6)
+    with pytest.raises(
+        NotImplementedError, match=f"gau_attention with implementation='triton_interpret': .*{message}"
+    ):
+        brl_jax.gau_attention(query, key, key, bias=bias, implementation="triton_interpret")
