@@ -1,14 +1,19 @@
-"""Trained networks, read from the folder of a run without the training code. Needs the extra `train`."""
+"""Trained networks, read without the training code: `load_run` reads the folder of a run (extra `train`), `load_export`
+one that `python -m eval.export` or transformers wrote (extra `hf`)."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
 
 from brl_jax.configuration import configuration
 from brl_jax.models import (
@@ -19,7 +24,10 @@ from brl_jax.models import (
     PairClassifier,
     Regressor,
     RegressorConfig,
+    huggingface,
 )
+from brl_jax.models.config import ComputationType
+from brl_jax.models.huggingface import files
 
 _TOKENS, _PAIRS = jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1, 2, 1), jnp.int32)
 
@@ -29,12 +37,12 @@ class LoadedRun(NamedTuple):
 
     Attributes:
       model: the Flax module. variables: what `model.apply` takes: {"params": ...}, float32.
-      step: the step of the checkpoint. config: what config.json holds.
+      step: the step of the checkpoint; None where the folder does not say it. config: what config.json holds.
     """
 
     model: Any
     variables: dict[str, Any]
-    step: int
+    step: int | None
     config: dict[str, Any]
 
 
@@ -86,6 +94,69 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
     return LoadedRun(
         model, {"params": read(step, params=ocp.args.StandardRestore(like))["params"]}, step, config
     )
+
+
+def load_export(path: str | os.PathLike[str]) -> LoadedRun:
+    """Reads a network that `python -m eval.export` wrote, or a decoder in the layout of transformers.
+
+    Args:
+      path: a folder with config.json and safetensors; see docs/huggingface.md.
+
+    Raises:
+      ImportError: the extra `hf` is not installed.
+      FileNotFoundError: a file is missing.
+      ValueError: config.json is damaged or of a network that this version does not know, or the weights are of another
+        network.
+    """
+    folder = Path(path)
+    config = files.read_json(folder / files.CONFIG)
+    if "model_type" in config:
+        decoder, params = huggingface.load(folder)
+        return LoadedRun(DecoderLM(decoder), {"params": params}, None, config)
+    model, example = _network(config)
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), example)["params"])
+    expected = traverse_util.flatten_dict(shapes, sep=".")
+    with files.open_tensors(folder) as (names, read):
+        if set(names) != set(expected):
+            differing = sorted(set(names) ^ set(expected))
+            raise ValueError(
+                f"the weights in {folder} are not those of config.json: {', '.join(differing[:5])}"
+            )
+        leaves = {name: jnp.asarray(read(name), shape.dtype) for name, shape in expected.items()}
+        step = files.metadata(folder).get("step")
+    for name, leaf in leaves.items():
+        if leaf.shape != expected[name].shape:
+            raise ValueError(
+                f"{name} must have the shape {expected[name].shape}, got {leaf.shape} in {folder}"
+            )
+    params = traverse_util.unflatten_dict(leaves, sep=".")
+    return LoadedRun(model, {"params": params}, None if step is None else int(step), config)
+
+
+def save_export(
+    path: str | os.PathLike[str],
+    params: Any,
+    config: Mapping[str, Any],
+    *,
+    step: int,
+    tokenizer: str | os.PathLike[str] | None = None,
+    dtype: ComputationType = "float32",
+) -> None:
+    """Writes a run's network as safetensors under the names of its parameters, for `load_export`.
+
+    Args:
+      path: a new folder, which appears complete or not at all.
+      params, config, step: the parameters, what config.json holds, and the step of the checkpoint.
+      tokenizer: a folder whose tokenizer files are copied. dtype: of the weights in the file.
+
+    Raises:
+      ImportError: the extra `hf` is not installed.
+      FileExistsError: the folder exists and is not empty.
+    """
+    flat = traverse_util.flatten_dict(nn.unbox(params), sep=".")
+    tensors = {name: np.ascontiguousarray(np.asarray(leaf).astype(dtype)) for name, leaf in flat.items()}
+    metadata = {"format": "brl_jax", "step": str(step)}
+    files.write_folder(path, tensors, config, metadata=metadata, tokenizer=tokenizer)
 
 
 def _network(config: Any) -> tuple[Any, jax.ShapeDtypeStruct]:

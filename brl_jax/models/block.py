@@ -55,6 +55,9 @@ class CrossAttention(nn.Module):
 class Block(nn.Module):
     """A mechanism and (mostly) a feed-forward network, each added to the residual stream (see `Mechanism.residual`).
 
+    With `output_norms` of the dimensions, what each of them gives is normalised before it is added, besides its input
+    (Gemma 2, arXiv:2408.00118): h = x + norm(mix(norm(x))).
+
     With `cross_attention` there is a second mixer between them, `CrossAttention` to what `encoded` holds, normalised
     as the feed-forward network is.
     """
@@ -74,6 +77,12 @@ class Block(nn.Module):
         if self.mechanism.residual != "mixer":
             self.feed_forward = FeedForward(d)
             self.feed_forward_norm = norm(d, name="feed_forward_norm")
+        if d.output_norms:
+            self.mixer_output_norm = norm(d, name="mixer_output_norm")
+            if self.cross_attention:
+                self.cross_output_norm = norm(d, name="cross_output_norm")
+            if self.mechanism.residual != "mixer":
+                self.feed_forward_output_norm = norm(d, name="feed_forward_output_norm")
         self.dropout = nn.Dropout(d.dropout)
 
     def __call__(
@@ -96,12 +105,16 @@ class Block(nn.Module):
         )
         if residual == "post":
             mixed = self.mixer_norm(mixed)
+        if self.dimensions.output_norms:
+            mixed = self.mixer_output_norm(mixed)
         x = self._add(x, mixed, deterministic)
         if encoded is not None:
             if residual == "post":
                 mixed = self.cross_norm(self.cross_mixer(x, encoded))
             else:
                 mixed = self.cross_mixer(self.cross_norm(x), encoded)
+            if self.dimensions.output_norms:
+                mixed = self.cross_output_norm(mixed)
             x = self._add(x, mixed, deterministic)
         if residual == "mixer":
             return x, carry, cache
@@ -109,6 +122,8 @@ class Block(nn.Module):
             mixed = self.feed_forward_norm(self.feed_forward(x))
         else:
             mixed = self.feed_forward(self.feed_forward_norm(x))
+        if self.dimensions.output_norms:
+            mixed = self.feed_forward_output_norm(mixed)
         return self._add(x, mixed, deterministic), carry, cache
 
     def _add(self, x: Float[Array, "B T D"], mixed: Array, deterministic: bool) -> Float[Array, "B T D"]:

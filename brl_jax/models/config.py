@@ -31,10 +31,13 @@ class StackConfig:
     """Query heads."""
     num_kv_heads: int | None = None
     """Key/value heads; None for as many as query heads."""
+    head_dim: int | None = None
+    """Size of a head; None for d_model / num_heads. Only full and local attention take another."""
     d_ff: int | None = None
     """Width inside the feed-forward network; None for 4 * d_model."""
     ffn: FeedForwardKind = "glu_relu"
-    """The feed-forward network: gated by a ReLU or by a swish ("swiglu"), or a plain one with a ReLU ("relu")."""
+    """The feed-forward network: gated by a ReLU, a swish ("swiglu") or a GELU ("geglu"), or a plain one with a ReLU
+    ("relu")."""
     mechanism: Mechanism = BRLConfig()
     """The mechanism that mixes tokens."""
     late_mechanism: Mechanism | None = None
@@ -51,6 +54,10 @@ class StackConfig:
     """Base of the rotary frequencies, above 0; None for no rotary positions."""
     norm: NormKind = "layer"
     """LayerNorm or RMSNorm."""
+    norm_epsilon: float = 1e-5
+    """What norms add to the variance or mean square."""
+    output_norms: bool = False
+    """Whether blocks also normalise what their mixer and feed-forward network add to the residual stream."""
     use_bias: bool = False
     """Whether projections and norms have biases."""
     ffn_bias: bool | None = None
@@ -76,6 +83,7 @@ class StackConfig:
             "d_model",
             "num_heads",
             "num_kv_heads",
+            "head_dim",
             "d_ff",
             "mup_base_width",
             "mup_base_heads",
@@ -99,14 +107,15 @@ class StackConfig:
             _check_mechanism(name, getattr(self, name))
         if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
             raise ValueError(f"rope_theta must be a finite number above 0, or None, got {self.rope_theta}")
-        if self.d_model % self.num_heads:
+        if not 0 <= self.norm_epsilon < math.inf:
+            raise ValueError(f"norm_epsilon must be a finite number, not negative, got {self.norm_epsilon}")
+        if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads={self.num_heads}, got {self.d_model}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}")
-        if self.rope_theta is not None and (self.d_model // self.num_heads) % 2:
-            raise ValueError(
-                f"rotary positions need an even head_dim, got d_model / num_heads = {self.d_model // self.num_heads}"
-            )
+        if self.rope_theta is not None and self._head_dim % 2:
+            source = "d_model / num_heads = " if self.head_dim is None else ""
+            raise ValueError(f"rotary positions need an even head_dim, got {source}{self._head_dim}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.mup_base_width is None and self.mup_base_heads is not None:
@@ -146,6 +155,10 @@ class StackConfig:
                 )
 
     @property
+    def _head_dim(self) -> int:
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
     def embedding_width(self) -> int:
         """The width that sets the size of the embedding's entries: inputs are the table times its square root."""
         return self.d_model if self.mup_base_width is None else self.mup_base_width
@@ -183,12 +196,14 @@ class StackConfig:
             d_model=self.d_model,
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            head_dim=self.d_model // self.num_heads,
+            head_dim=self._head_dim,
             d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
             ffn=self.ffn,
             is_causal=is_causal,
             rope_theta=self.rope_theta,
             norm=self.norm,
+            norm_epsilon=self.norm_epsilon,
+            output_norms=self.output_norms,
             use_bias=self.use_bias,
             ffn_bias=self.use_bias if self.ffn_bias is None else self.ffn_bias,
             dropout=self.dropout,
@@ -199,8 +214,21 @@ class StackConfig:
             base_head_dim=None if base_width is None else base_width // base_heads,
         )
         for mechanism in set(self.mechanisms):
+            _check_options(mechanism, dimensions)
             mechanism.check(dimensions)
         return dimensions
+
+
+def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
+    """Raises ValueError for an option of the network that cannot be combined with a mechanism."""
+    name, d = type(mechanism).__name__, dimensions
+    if d.num_heads * d.head_dim != d.d_model and not mechanism.any_head_dim:
+        raise ValueError(
+            f"head_dim must be d_model / num_heads = {d.d_model / d.num_heads:g} with mechanism {name}, got "
+            f"{d.head_dim}"
+        )
+    if d.output_norms and (mechanism.residual == "post" or mechanism.network is not None):
+        raise ValueError(f"output_norms must be False with mechanism {name}, which places its own norms")
 
 
 def _check_mechanism(name: str, value: object) -> None:

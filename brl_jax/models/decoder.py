@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, require
+from brl_jax.attention.core.scores import soft_cap
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.inputs import Inputs
@@ -26,10 +28,25 @@ class DecoderConfig(StackConfig):
 
     vocab_size: int = 256
     """Number of tokens."""
+    tied_embeddings: bool = True
+    """Whether the logits are products with the table of the embedding; otherwise with a table of their own."""
+    embedding_scale: float | None = None
+    """What embedded tokens are multiplied by; None for the square root of the width."""
+    final_soft_cap: float | None = None
+    """Bounds the logits smoothly: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None for no bound."""
 
     def __post_init__(self):
         super().__post_init__()
         check_at_least(self, "vocab_size")
+        for name in ("embedding_scale", "final_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, or None, got {value}")
+        if self.mup_base_width is not None:
+            # muP's rules are for one table, whose entries keep their size.
+            for name, alone in (("tied_embeddings", True), ("embedding_scale", None)):
+                if getattr(self, name) != alone:
+                    raise ValueError(f"{name} must be {alone} with mup_base_width, got {getattr(self, name)}")
         self.make_dimensions(is_causal=True)  # refuses mechanisms that cannot serve
 
     @property
@@ -39,7 +56,7 @@ class DecoderConfig(StackConfig):
 
 
 class DecoderLM(nn.Module):
-    """Token embedding, a stack of blocks, and logits through the same embedding.
+    """Token embedding, a stack of blocks, and logits, by default through the same embedding.
 
     Three calls, all through `apply`:
       logits, memory = model(tokens, memory=memory)      a training or evaluation batch of a stream
@@ -53,8 +70,18 @@ class DecoderLM(nn.Module):
 
     def setup(self):
         c = self.config
-        self.inputs = Inputs(c.dimensions, c.vocab_size, embedding_width=c.embedding_width)
+        self.inputs = Inputs(
+            c.dimensions,
+            c.vocab_size,
+            embedding_width=c.embedding_width,
+            embedding_scale=c.embedding_scale,
+        )
         nn.share_scope(self, self.inputs)
+        if not c.tied_embeddings:
+            init = nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), ("vocab", "embed"))
+            self.unembedding: Any = self.param(
+                "unembedding", init, (c.vocab_size, c.d_model), c.dimensions.param_dtype
+            )
         self.stack = make_stack(c.mechanisms, c.dimensions, c.remat)
         self.dropout = nn.Dropout(c.dropout)
 
@@ -131,11 +158,13 @@ class DecoderLM(nn.Module):
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32."""
-        base = self.config.mup_base_width
+        c = self.config
+        base = c.mup_base_width
         # muP: the table's entries do not shrink with the width, so a wider network's products are scaled down.
-        hidden = hidden if base is None else hidden * jnp.asarray(base / self.config.d_model, hidden.dtype)
-        embedding = self.inputs.embedding.astype(hidden.dtype)
-        logits = jnp.einsum("btd,vd->btv", hidden, embedding, preferred_element_type=jnp.float32)
+        hidden = hidden if base is None else hidden * jnp.asarray(base / c.d_model, hidden.dtype)
+        table = (self.inputs.embedding if c.tied_embeddings else self.unembedding).astype(hidden.dtype)
+        logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+        logits = logits if c.final_soft_cap is None else soft_cap(logits, c.final_soft_cap)
         return constrain(logits, ("batch", "length", "vocab"))
 
     def __call__(self, tokens: Int[Array, "B T"], **kwargs: Any):

@@ -62,7 +62,8 @@ def existing(lengths: Int[Array, "B"], length: int) -> Array:
 class Inputs(nn.Module):
     """Rows (B, T, D) in the computation's dtype for tokens (B, T) ints or features (B, T, `size`) real numbers.
 
-    Kinds: "embed" looks up a learned vector for each of `size` tokens and multiplies it by sqrt(embedding_width), so
+    Kinds: "embed" looks up a learned vector for each of `size` tokens and multiplies it by sqrt(embedding_width), or
+    `embedding_scale`, so
     that inputs of size 1 meet logits of size 1 from one table: otherwise what the layers add drowns the tokens at
     first. "scale" takes the number of a token, scaled to -1..1, through a linear map. "features" takes vectors of
     `size` numbers through a linear map. Positions "learned" and "sinusoidal" are added here; "rope" is left to the
@@ -77,6 +78,7 @@ class Inputs(nn.Module):
     size: int
     kind: InputKind = "embed"
     embedding_width: int | None = None
+    embedding_scale: float | None = None
     added: Positions = "rope"
     max_length: int | None = None
 
@@ -88,7 +90,7 @@ class Inputs(nn.Module):
             self.embedding: Any = parameter(
                 self, "embedding", init, (self.size, d.d_model), ("vocab", "embed")
             )
-            self.factor = math.sqrt(width)
+            self.factor = math.sqrt(width) if self.embedding_scale is None else self.embedding_scale
         else:
             axis = "pixel" if self.kind == "scale" else "inputs"
             self.embedding = dense(d, d.d_model, (axis, "embed"), name="embedding", use_bias=True)

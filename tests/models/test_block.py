@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
-from brl_jax import BRLConfig, FullConfig, LocalConfig, Stack, TLinFormerConfig
+from brl_jax import BRLConfig, DecoderConfig, DecoderLM, FullConfig, LocalConfig, Stack, TLinFormerConfig
 from brl_jax.models.block import Block, CrossAttention, Encoded
 from brl_jax.models.networks import make_stack
 from tests.laws.cases import dimensions
@@ -129,3 +130,30 @@ def test_dropout_reaches_each_sublayer(sublayer):
     assert 0.4 < gone.mean() < 0.6
     np.testing.assert_allclose(dropped[~gone], 2 * whole[~gone], rtol=1e-4, atol=1e-5)
     assert (gone != (added(False, 1) == 0)).any()
+
+
+def test_output_norms_own_logits_and_their_bound():
+    """Norms remove the size of what the sublayers give, the logits have a table of their own, and a bound bounds."""
+    config = DecoderConfig(
+        num_layers=1, d_model=8, num_heads=3, head_dim=6, d_ff=8, vocab_size=5, mechanism=FullConfig(qk_norm=True),
+        norm="rms", output_norms=True, tied_embeddings=False, embedding_scale=0.5, norm_epsilon=0.0,
+    )  # fmt: skip
+    tokens = jnp.arange(5)[None]
+    params = nn.unbox(DecoderLM(config).init(jax.random.key(0), tokens))["params"]
+
+    def logits(config, change):
+        flat = traverse_util.flatten_dict(params)
+        changed = {path: x * change.get(path[-2], 1.0) if path[1:] else x for path, x in flat.items()}
+        return np.asarray(
+            DecoderLM(config).apply({"params": traverse_util.unflatten_dict(changed)}, tokens)[0]
+        )
+
+    want = logits(config, {})
+    np.testing.assert_allclose(
+        logits(config, {"out": 7.0, "down": 9.0, "query": 3.0}), want, rtol=1e-4, atol=1e-5
+    )
+    doubled = {**params, "unembedding": 2 * params["unembedding"]}
+    got = DecoderLM(config).apply({"params": doubled}, tokens)[0]
+    np.testing.assert_allclose(got, 2 * want, rtol=1e-5)
+    capped = logits(dataclasses.replace(config, final_soft_cap=0.25), {})
+    np.testing.assert_allclose(capped, 0.25 * np.tanh(want / 0.25), rtol=1e-5, atol=1e-7)

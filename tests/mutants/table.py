@@ -788,6 +788,41 @@ MUTANTS = (
         "second if i % (run + 1) == 0 else first",
         ("tests/models/test_schedules.py", "-k", "which_layer"),
     ),
+    Mutant(
+        "huggingface/heads go home as they came",
+        "brl_jax/models/huggingface/weights.py",
+        "back = np.argsort(pairs)",
+        "back = pairs",
+        ("tests/models/test_huggingface.py", "-k", "folder"),
+    ),
+    Mutant(
+        "huggingface/unknown fields of config.json pass",
+        "brl_jax/models/huggingface/architectures.py",
+        "not is_ignored and value not in (None, False)",
+        "not is_ignored and value is True",
+        ("tests/models/test_huggingface.py", "-k", "counterpart"),
+    ),
+    Mutant(
+        "huggingface/a damaged save leaves its folder",
+        "brl_jax/models/huggingface/files.py",
+        "if target.exists() and (",
+        "if not target.exists() and (",
+        ("tests/models/test_huggingface.py", "-k", "folder"),
+    ),
+    Mutant(
+        "rotary/fast frequencies are slowed",
+        "brl_jax/attention/core/rotary.py",
+        "return plain * kept + plain / self.factor * (1 - kept)",
+        "return plain * (1 - kept) + plain / self.factor * kept",
+        ("tests/attention/core/test_rotary.py",),
+    ),
+    Mutant(
+        "models/what the mixer gives has no norm",
+        "brl_jax/models/block.py",
+        "mixed = self.mixer_output_norm(mixed)",
+        "self.mixer_output_norm(mixed)",
+        ("tests/models/test_block.py", "-k", "output_norms"),
+    ),
     # Decoding.
     Mutant(
         "decoding/top_p drops the token that reaches p",

@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.scores import accumulation_dtype
+
+RopeScalingKind = Literal["none", "linear", "llama3", "yarn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotary frequencies, by which a network reads longer sequences than it was trained on.
+
+    "linear"  all are divided by `factor`, as if positions were interpolated (Chen et al. 2023, arXiv:2306.15595);
+    "llama3"  those of long wavelengths are (Llama 3, arXiv:2407.21783; the rule is that of its published code);
+    "yarn"    the same with another transition, and scaled queries and keys (Peng et al. 2023, arXiv:2309.00071).
+
+    Raises:
+      ValueError: an unknown kind, or numbers out of range.
+    """
+
+    kind: RopeScalingKind = "none"
+    """Which frequencies are divided; "none" leaves all as they are."""
+    factor: float = 1.0
+    """What they are divided by."""
+    original_length: int = 8192
+    """Tokens of the sequences that the network was trained on; for "llama3" and "yarn"."""
+    slow_turns: float = 1.0
+    """Frequencies with fewer turns than this over `original_length` are divided by the whole factor."""
+    fast_turns: float = 4.0
+    """Frequencies with more turns than this stay as they are; those between have a mixture."""
+    query_key_factor: float = 1.0
+    """Multiplies rotated queries and keys ("yarn")."""
+
+    def __post_init__(self):
+        check_choice("kind", self.kind, get_args(RopeScalingKind))
+        for name in ("factor", "original_length", "slow_turns", "query_key_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, got {getattr(self, name)}")
+        if not self.slow_turns < self.fast_turns < math.inf:
+            raise ValueError(f"fast_turns must be above slow_turns={self.slow_turns}, got {self.fast_turns}")
+
+    def frequencies(self, theta: float, head_dim: int) -> Float[np.ndarray, " H/2"]:
+        """The angle per position of each pair of features, float64."""
+        plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if self.kind == "none":
+            return plain
+        if self.kind == "linear":
+            return plain / self.factor
+        if self.kind == "llama3":
+            turns = self.original_length * plain / (2 * math.pi)
+            kept = (turns - self.slow_turns) / (self.fast_turns - self.slow_turns)
+        else:
+            # The pair that makes a number of turns, as a real number; the transition is linear in the pair's number.
+            first, last = (
+                head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                for turns in (self.fast_turns, self.slow_turns)
+            )
+            first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+            kept = 1 - (np.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+        kept = np.clip(kept, 0.0, 1.0)
+        return plain * kept + plain / self.factor * (1 - kept)
 
 
 def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], theta: float = 10000.0
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "#B T"],
+    theta: float = 10000.0,
+    scaling: RopeScaling | None = None,
 ) -> Float[Array, "B T N H"]:
     """Rotary position embedding on adjacent pairs (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
@@ -22,6 +85,7 @@ def rotate(
     Args:
       x: (B, T, N, H) with H even; positions: (B, T) or (1, T), not negative.
       theta: base of the frequencies theta^(-2 i / H).
+      scaling: changes some of them; None for none.
 
     Raises:
       ValueError: if H is odd.
@@ -30,7 +94,8 @@ def rotate(
     if head_dim % 2:
         raise ValueError(f"rotary positions need an even head_dim, got {head_dim}")
     low = 1024
-    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    scaling = RopeScaling() if scaling is None else scaling
+    frequency = scaling.frequencies(theta, head_dim)
     step = np.remainder(low * frequency, 2 * math.pi)
     angle = (positions % low).astype(jnp.float32)[..., None] * jnp.asarray(frequency, jnp.float32)[None, None]
     angle += (positions // low).astype(jnp.float32)[..., None] * jnp.asarray(step, jnp.float32)[None, None]
@@ -39,5 +104,7 @@ def rotate(
     accumulate = accumulation_dtype(x.dtype)
     even, odd = x[..., 0::2].astype(accumulate), x[..., 1::2].astype(accumulate)
     cos, sin = cos.astype(accumulate), sin.astype(accumulate)
+    if scaling.query_key_factor != 1.0:
+        cos, sin = cos * scaling.query_key_factor, sin * scaling.query_key_factor
     rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return rotated.reshape(x.shape).astype(x.dtype)

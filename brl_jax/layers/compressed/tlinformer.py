@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.layers.dense.full import FullAttention
 
@@ -30,6 +31,11 @@ class TLinFormerConfig(Mechanism):
     # Its layers are those of full attention, without these options.
     sinks: ClassVar[bool] = False
     logits_soft_cap: ClassVar[float | None] = None
+    scale: ClassVar[float | None] = None
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool | None] = None
+    rope_theta: ClassVar[float | None] = None
+    rope_scaling: ClassVar[RopeScaling] = RopeScaling()
 
     window: int = 256
     """Tokens that share one state of the history [W_og]: each full window becomes part of the history."""

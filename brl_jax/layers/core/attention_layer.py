@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.arguments import check_soft_cap
+from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.layers.core.caches import KeyValueCache
 from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import LayerCall, MechanismLayer
+from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
 
 
 class AttentionLayer(MechanismLayer):
@@ -87,8 +91,55 @@ class AttentionLayer(MechanismLayer):
         return self.output(attend(value)), None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoftmaxConfig(Mechanism):
+    """Options of the mechanisms around softmax attention to tokens."""
+
+    sinks: bool = False
+    """A learned logit without a value for each head, in the softmax beside the keys (gpt-oss, arXiv:2508.10925)."""
+    logits_soft_cap: float | None = None
+    """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None for no bound."""
+    scale: float | None = None
+    """Multiplies the scores; None for 1 / sqrt(head dimension)."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised, each head by itself, before they are rotated (Qwen 3, Gemma 3)."""
+    qkv_bias: bool | None = None
+    """Whether the projections to queries, keys and values have biases (Qwen 2); None: as the network's others."""
+    rope_theta: float | None = None
+    """Base of these layers' rotary frequencies; None for the network's. Without rotary positions it has no effect."""
+    rope_scaling: RopeScaling = RopeScaling()
+    """Changes these layers' rotary frequencies for long sequences."""
+
+    def __post_init__(self):
+        check_soft_cap(self.logits_soft_cap)
+        for name in ("scale", "rope_theta"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, or None, got {value}")
+
+    @property
+    def any_head_dim(self) -> bool:
+        return True
+
+
 class SoftmaxLayer(AttentionLayer):
-    """A layer around softmax attention, whose mechanism has the fields `sinks` and `logits_soft_cap`."""
+    """A layer around softmax attention, whose mechanism has the fields of `SoftmaxConfig`."""
+
+    def heads(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        mechanism: Any = self.mechanism
+        d = self.dimensions
+        if mechanism.rope_theta is not None and d.rope_theta is not None:
+            d = dataclasses.replace(d, rope_theta=mechanism.rope_theta)
+        return project_qkv(
+            d,
+            x,
+            positions,
+            qk_norm=mechanism.qk_norm,
+            qkv_bias=mechanism.qkv_bias,
+            rope_scaling=mechanism.rope_scaling,
+        )
 
     def attention_options(self) -> dict[str, Any]:
         mechanism: Any = self.mechanism
@@ -96,4 +147,8 @@ class SoftmaxLayer(AttentionLayer):
         if mechanism.sinks:
             heads = self.dimensions.num_heads
             sinks = parameter(self, "sinks", nn.initializers.zeros_init(), (heads,), ("heads",))
-        return {"sinks": sinks, "logits_soft_cap": mechanism.logits_soft_cap}
+        return {
+            "sinks": sinks,
+            "logits_soft_cap": mechanism.logits_soft_cap,
+            "scale": mechanism.scale,
+        }

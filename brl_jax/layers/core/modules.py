@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from brl_jax.attention.core.implied_weights import implied_weights
-from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.core.rotary import RopeScaling, rotate
 from brl_jax.layers.core.protocol import Dimensions, NormKind
 from brl_jax.sharding import constrain
 
@@ -74,7 +75,7 @@ def parameter(
 def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0) -> nn.Module:
     """LayerNorm or RMSNorm over the last axis, with statistics in float32; its weights start at `scale`."""
     shared: dict[str, Any] = {
-        "epsilon": 1e-5,
+        "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
         "param_dtype": dimensions.param_dtype,
         "scale_init": nn.with_logical_partitioning(nn.initializers.constant(scale), (axis,)),
@@ -89,7 +90,7 @@ def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float
 def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
     """A norm of each head of (..., N, H) by itself, with a scale for each head and channel."""
     shared: dict[str, Any] = {
-        "epsilon": 1e-5,
+        "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
         "param_dtype": dimensions.param_dtype,
         "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
@@ -105,7 +106,7 @@ def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
 def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Module:
     """A norm over all heads and channels of (..., N, H) together, with a scale for each head and channel."""
     shared: dict[str, Any] = {
-        "epsilon": 1e-5,
+        "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
         "param_dtype": dimensions.param_dtype,
         "scale_init": nn.with_logical_partitioning(nn.initializers.ones_init(), ("heads", "head_dim")),
@@ -121,6 +122,7 @@ class FeedForward(nn.Module):
 
     "glu_relu"  W2 (ReLU(W1 x) * W3 x), the gated network of BRL-Attention (eq. 5);
     "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv:2002.05202, eq. 6), TransNormer's GLU;
+    "geglu"     W2 (GELU(W1 x) * W3 x), the same paper's, with GELU's approximation by tanh, as in Gemma;
     "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2).
     """
 
@@ -134,7 +136,7 @@ class FeedForward(nn.Module):
         if d.ffn == "relu":
             hidden = jax.nn.relu(hidden)
         else:
-            open_gate = jax.nn.relu if d.ffn == "glu_relu" else jax.nn.silu
+            open_gate = {"glu_relu": jax.nn.relu, "swiglu": jax.nn.silu, "geglu": jax.nn.gelu}[d.ffn]
             gate = dense(d, d.d_ff, ("embed", "mlp"), name="gate", use_bias=d.ffn_bias)
             hidden = open_gate(gate(x)) * hidden
         down = dense(d, width, ("mlp", "embed"), name="down", scale=d.residual_scale, use_bias=d.ffn_bias)
@@ -148,6 +150,8 @@ def project_qkv(
     *,
     qk_norm: bool = False,
     root_scores: bool = True,
+    qkv_bias: bool | None = None,
+    rope_scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions (None: not rotated).
 
@@ -157,8 +161,10 @@ def project_qkv(
       qk_norm: normalise queries and keys first, each head by itself, with one scale for all heads.
       root_scores: the scores will be products over sqrt(head_dim). muP makes them smaller in wider heads, by a factor
         that the queries take.
+      qkv_bias: biases in the three projections; None: as the network's other projections.
+      rope_scaling: changes the rotary frequencies.
     """
-    d = dimensions
+    d = dimensions if qkv_bias is None else dataclasses.replace(dimensions, use_bias=qkv_bias)
     query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
     key = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="key")(x)
     value = dense(d, (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim"), name="value")(x)
@@ -166,7 +172,7 @@ def project_qkv(
         query = norm(d, name="query_norm", axis="head_dim")(query)
         key = norm(d, name="key_norm", axis="head_dim")(key)
     if d.rope_theta is not None and positions is not None:
-        query, key = rotate(query, positions, d.rope_theta), rotate(key, positions, d.rope_theta)
+        query, key = (rotate(x, positions, d.rope_theta, rope_scaling) for x in (query, key))
     if root_scores:
         query = scale_scores(query, d.head_score_factor)
     return query, key, value

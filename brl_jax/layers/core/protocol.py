@@ -73,7 +73,7 @@ from brl_jax.attention.core.checks import check_choice
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
-FeedForwardKind = Literal["glu_relu", "swiglu", "relu"]
+FeedForwardKind = Literal["glu_relu", "swiglu", "geglu", "relu"]
 Residual = Literal["pre", "ffn", "post", "mixer"]
 
 
@@ -85,10 +85,12 @@ class Dimensions:
       d_model, d_ff: model width and feed-forward width.
       ffn: kind of the feed-forward network (see `FeedForward`).
       num_heads, num_kv_heads: query heads and key/value heads; the first is a multiple of the second.
-      head_dim: size of a head.
+      head_dim: size of a head; num_heads * head_dim is the model width unless a mechanism's `any_head_dim` is True.
       is_causal: True in a decoder, where no output may depend on a later token.
       rope_theta: base of the rotary frequencies; None for no rotary embedding.
       norm: "layer" or "rms".
+      norm_epsilon: what the norms add to the variance or mean square.
+      output_norms: a block also normalises what its mixer and its feed-forward network give (see `Block`).
       use_bias: biases in projections and norms.
       ffn_bias: biases in the feed-forward network.
       dropout: rate after the embedding, the mixer and the feed-forward network.
@@ -111,6 +113,8 @@ class Dimensions:
     ffn: FeedForwardKind = "glu_relu"
     rope_theta: float | None = 10000.0
     norm: NormKind = "layer"
+    norm_epsilon: float = 1e-5
+    output_norms: bool = False
     use_bias: bool = False
     ffn_bias: bool = False
     dropout: float = 0.0
@@ -172,6 +176,11 @@ class Mechanism:
     def decodes(self) -> bool:
         """Generates token by token from a cache."""
         return self.causal
+
+    @property
+    def any_head_dim(self) -> bool:
+        """Takes heads whose number times their size is not the model width."""
+        return False
 
     # --- What every mechanism has ---
 

@@ -48,6 +48,10 @@ class SideBySideConfig(Mechanism):
     def decodes(self) -> bool:
         return self.first.decodes and self.second.decodes
 
+    @property
+    def any_head_dim(self) -> bool:
+        return self.first.any_head_dim and self.second.any_head_dim
+
     def check(self, dimensions: Dimensions) -> None:
         for mechanism in self.both.values():
             mechanism.check(dimensions)

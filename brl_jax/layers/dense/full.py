@@ -8,25 +8,16 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array
 
-from brl_jax.attention.core.arguments import check_soft_cap
 from brl_jax.attention.dense.full import full_attention
-from brl_jax.layers.core.attention_layer import SoftmaxLayer
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
+from brl_jax.layers.core.protocol import Dimensions
 
 
 @dataclasses.dataclass(frozen=True)
-class FullConfig(Mechanism):
+class FullConfig(SoftmaxConfig):
     """Softmax attention over all tokens (in a decoder, over the earlier ones), quadratic in the length."""
 
     packs: ClassVar[bool] = True
-
-    sinks: bool = False
-    """A learned logit without a value for each head, in the softmax beside the keys (gpt-oss, arXiv:2508.10925)."""
-    logits_soft_cap: float | None = None
-    """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None for no bound."""
-
-    def __post_init__(self):
-        check_soft_cap(self.logits_soft_cap)
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return FullAttention(self, dimensions, **kwargs)

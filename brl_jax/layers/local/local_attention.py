@@ -9,13 +9,12 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array
 
-from brl_jax.attention.core.arguments import check_soft_cap
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.local import layouts, patterns, sharded
 from brl_jax.attention.local.api import local_attention
-from brl_jax.layers.core.attention_layer import SoftmaxLayer
+from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
-from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
+from brl_jax.layers.core.protocol import Dimensions, LayerCall
 from brl_jax.sharding import sequence_axis, shard_call
 
 LocalPattern = Literal[
@@ -27,7 +26,7 @@ _NOT_LINEAR = ("strided", "fixed", "axial")
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalConfig(Mechanism):
+class LocalConfig(SoftmaxConfig):
     """Softmax attention in which a token sees a pattern of its neighbourhood (BRL-Attention, eq. 1)."""
 
     window: int = 128
@@ -48,17 +47,13 @@ class LocalConfig(Mechanism):
     follow, and so on. None: all of them see all tokens."""
     grid_width: int = 32
     """Tokens in a row of the grid of "axial" and "neighbourhood"."""
-    sinks: bool = False
-    """A learned logit without a value for each head, in the softmax beside the keys (gpt-oss, arXiv:2508.10925)."""
-    logits_soft_cap: float | None = None
-    """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None for no bound."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_at_least(self, "window", "dilation", "num_global", "grid_width")
         if self.global_segment is not None:
             check_at_least(self, "global_segment")
         check_choice("pattern", self.pattern, get_args(LocalPattern))
-        check_soft_cap(self.logits_soft_cap)
 
     @property
     def causal(self) -> bool:

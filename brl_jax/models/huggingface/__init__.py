@@ -1,0 +1,123 @@
+"""Decoders of Hugging Face's transformers (safetensors and config.json), read as `DecoderLM` and written.
+
+    from brl_jax import generate
+    from brl_jax.models import DecoderLM, huggingface
+
+    config, params = huggingface.load("path/to/model")
+    generate(DecoderLM(config), {"params": params}, prompts, max_new_tokens=64, temperature=0)
+    huggingface.save("path/to/copy", config, params)
+
+Supported are Llama, Mistral, Qwen 2 and 3 (dense), and Gemma 1 to 3 (text). docs/huggingface.md lists their options.
+Needs the extra `hf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from brl_jax.models.config import ComputationType
+from brl_jax.models.decoder import DecoderConfig
+from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of, read_config, write_config
+from brl_jax.models.huggingface.files import CONFIG, open_tensors, read_json, write_folder
+from brl_jax.models.huggingface.weights import to_parameters, to_tensors
+
+__all__ = ["ARCHITECTURES", "load", "save"]
+
+
+def load(
+    path: str | os.PathLike[str], *, dtype: ComputationType = "float32"
+) -> tuple[DecoderConfig, dict[str, Any]]:
+    """Reads a decoder that transformers saved (`model.save_pretrained(path)`), or that is of its layout.
+
+    Args:
+      path: a folder with config.json and model.safetensors, or shards and their index.
+      dtype: of the computation. Parameters are float32, whatever the file holds.
+
+    Returns:
+      The configuration and the parameters, for `DecoderLM(config).apply({"params": params}, tokens)`.
+
+    Raises:
+      ImportError: the extra `hf` is not installed.
+      FileNotFoundError: a file is missing.
+      ValueError: an architecture or an option that is not supported, or weights that do not fit config.json.
+    """
+    folder = Path(path)
+    values = read_json(folder / CONFIG)
+    config = read_config(values, dtype)
+    with open_tensors(folder) as (names, read):
+        params = to_parameters(config, architecture_of(values), names, read)
+    return config, jax.tree.map(jnp.asarray, params)
+
+
+def save(
+    path: str | os.PathLike[str],
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    dtype: ComputationType = "float32",
+    max_length: int = 8192,
+) -> str:
+    """Writes a decoder in the layout of transformers, for `AutoModelForCausalLM.from_pretrained(path)`.
+
+    Where no supported architecture scales its embeddings as this network does, its table is written twice, once scaled.
+
+    Args:
+      path: a new folder, which appears complete or not at all.
+      config, params: of a `DecoderLM`, such as `load` returns or training makes.
+      tokenizer: a folder whose tokenizer files are copied.
+      dtype: of the weights in the file.
+      max_length: what config.json gives as max_position_embeddings.
+
+    Returns:
+      The `model_type` that was written.
+
+    Raises:
+      ImportError: the extra `hf` is not installed.
+      FileExistsError: the folder exists and is not empty.
+      ValueError: no supported architecture computes this network, or the parameters are not the configuration's.
+    """
+    params = nn.unbox(params)
+    try:
+        kind, values = write_config(config, max_length)
+    except ValueError as error:
+        config, params = _untied(config, params)
+        try:
+            kind, values = write_config(config, max_length)
+        except ValueError:
+            raise error from None
+    kept = jnp.dtype(dtype)
+    tensors = {
+        name: tensor.astype(kept) for name, tensor in to_tensors(config, ARCHITECTURES[kind], params).items()
+    }
+    values["torch_dtype"] = dtype
+    write_folder(
+        path,
+        tensors,
+        values,
+        metadata={"format": "pt"},  # transformers reads no other
+        tokenizer=tokenizer,
+    )
+    return kind
+
+
+def _untied(config: DecoderConfig, params: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
+    """The same network without a scale of its embedding: two tables, of which the first is scaled."""
+    if config.mup_base_width is not None or "embedding" not in params:
+        return config, dict(params)
+    scale = math.sqrt(config.d_model) if config.embedding_scale is None else config.embedding_scale
+    table = np.asarray(params["embedding"], np.float32)
+    return (
+        dataclasses.replace(config, tied_embeddings=False, embedding_scale=1.0),
+        {**params, "embedding": table * scale, "unembedding": params.get("unembedding", table)},
+    )

@@ -1,0 +1,139 @@
+"""Folders with safetensors and a config.json, read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "characters.json",
+    "chat_template.jinja",
+)
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+
+
+def safetensors_numpy() -> Any:
+    """The module `safetensors.numpy`.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError("reading and writing safetensors needs: pip install 'brl-jax[hf]'") from error
+    return safetensors.numpy
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+      FileNotFoundError: there is no such file. ValueError: it does not hold an object.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold an object, got {type(values).__name__}")
+    return values
+
+
+@contextlib.contextmanager
+def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.ndarray]]]:
+    """The names of a folder's tensors, in one file or in the shards of an index, and a function that reads one.
+
+    Raises:
+      FileNotFoundError: neither file is there, or a shard is missing. ValueError: a file is damaged.
+    """
+    safetensors_numpy()
+    from safetensors import SafetensorError, safe_open
+
+    with contextlib.ExitStack() as stack:
+
+        def open_file(name: str) -> Any:
+            path = folder / name
+            if not path.is_file():
+                raise FileNotFoundError(f"{folder / INDEX} names {name}, which is missing")
+            try:
+                return stack.enter_context(safe_open(path, framework="np"))
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged: {error}") from error
+
+        if (folder / WEIGHTS).is_file():
+            file = open_file(WEIGHTS)
+            yield list(file.keys()), file.get_tensor
+            return
+        if not (folder / INDEX).is_file():
+            raise FileNotFoundError(f"no {WEIGHTS} and no {INDEX} in {folder}")
+        shard_of = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(shard_of, dict):
+            raise ValueError(f"{folder / INDEX} must have an object weight_map")
+        shards = {name: open_file(name) for name in sorted(set(shard_of.values()))}
+        yield list(shard_of), lambda name: shards[shard_of[name]].get_tensor(name)
+
+
+def metadata(folder: Path) -> dict[str, str]:
+    """The metadata of a folder's weights; empty where they are in shards."""
+    safetensors_numpy()
+    from safetensors import safe_open
+
+    if not (folder / WEIGHTS).is_file():
+        return {}
+    with safe_open(folder / WEIGHTS, framework="np") as file:
+        return file.metadata() or {}
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str],
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes weights, config.json and a tokenizer's files into a new folder, which appears complete or not at all.
+
+    Args:
+      tokenizer: the folder of the tokenizer's files; those of the usual names are copied.
+
+    Raises:
+      FileExistsError: the folder exists and is not empty.
+    """
+    save_file = safetensors_numpy().save_file
+    target = Path(path).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not empty; give the name of a new folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        save_file(dict(tensors), partial / WEIGHTS, metadata=dict(metadata))
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        source = None if tokenizer is None else Path(tokenizer)
+        for name in TOKENIZER_FILES:
+            if source is not None and (source / name).is_file():
+                shutil.copy(source / name, partial / name)
+        mask = os.umask(0)
+        os.umask(mask)
+        partial.chmod(0o777 & ~mask)  # mkdtemp's folders are their owner's alone
+        partial.replace(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

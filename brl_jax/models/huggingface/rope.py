@@ -1,0 +1,102 @@
+"""Rotary positions in the config.json of transformers, in the fields of its releases 4 and 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from brl_jax.attention.core.rotary import RopeScaling
+from brl_jax.layers.core.attention_layer import SoftmaxConfig
+
+_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
+
+
+def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeScaling]:
+    """The base of the frequencies and their scaling in the layers of a kind, "full" or "sliding".
+
+    Raises:
+      ValueError: a scaling that has no counterpart here.
+    """
+    two_bases = values["model_type"] == "gemma3_text"
+    parameters = values.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"config.json: rope_parameters must be an object, got {parameters!r}")
+    by_layer = parameters.get(f"{kind}_attention")
+    if isinstance(by_layer, Mapping) or "full_attention" in parameters:
+        parameters = by_layer or {}
+    old_scaling = values.get("rope_scaling") or {}
+    if two_bases and kind == "sliding":
+        old_scaling = {}
+        theta = values.get("rope_local_base_freq", 1e4)
+    else:
+        theta = values.get("rope_theta", 1e6 if two_bases else 1e4)
+    parameters = {**parameters, **old_scaling}
+    return float(parameters.pop("rope_theta", theta)), _scaling(parameters)
+
+
+def _scaling(parameters: dict[str, Any]) -> RopeScaling:
+    kind = parameters.pop("rope_type", parameters.pop("type", "default"))
+    parameters.pop("type", None)
+    if kind not in _FIELDS:
+        raise ValueError(f"config.json: rope_type must be one of {', '.join(_FIELDS)}, got {kind!r}")
+    if parameters.get("partial_rotary_factor") == 1.0:
+        del parameters["partial_rotary_factor"]
+    for name, value in parameters.items():
+        if name not in _FIELDS[kind] and kind != "default" and value is not None:
+            raise ValueError(
+                f"config.json: {name}={value!r} is not supported for rope_type {kind}; supported are "
+                f"{', '.join(_FIELDS[kind])}"
+            )
+    if kind == "default":
+        if parameters.get("partial_rotary_factor") is not None:
+            raise ValueError(
+                f"config.json: partial_rotary_factor must be 1, got {parameters['partial_rotary_factor']!r}"
+            )
+        return RopeScaling()
+    try:
+        factor = float(parameters["factor"])
+        if kind == "linear":
+            return RopeScaling("linear", factor)
+        length = parameters["original_max_position_embeddings"]
+        if kind == "llama3":
+            slow, fast = parameters["low_freq_factor"], parameters["high_freq_factor"]
+            return RopeScaling("llama3", factor, length, float(slow), float(fast))
+    except KeyError as error:
+        raise ValueError(f"config.json: rope_type {kind} needs the field {error.args[0]}") from error
+    slow, fast = parameters.get("beta_slow") or 1.0, parameters.get("beta_fast") or 32.0
+    multiplier = parameters.get("attention_factor")
+    if multiplier is None:
+        multiplier = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return RopeScaling("yarn", factor, length, float(slow), float(fast), float(multiplier))
+
+
+def rotation_fields(
+    model_type: str, theta: float, full: SoftmaxConfig | None, local: SoftmaxConfig | None
+) -> dict[str, Any]:
+    """The fields of config.json for the layers of each kind (None where there are none), in the form of transformers 4,
+    which transformers 5 reads too."""
+    main = full or local
+    fields: dict[str, Any] = {"rope_theta": theta if main is None else main.rope_theta or theta}
+    if model_type == "gemma3_text" and local is not None:
+        fields["rope_local_base_freq"] = local.rope_theta or theta
+    scaling = RopeScaling() if main is None else main.rope_scaling
+    if scaling.kind == "none":
+        return fields
+    values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        values["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        values |= {"low_freq_factor": scaling.slow_turns, "high_freq_factor": scaling.fast_turns}
+    if scaling.kind == "yarn":
+        values |= {
+            "beta_slow": scaling.slow_turns,
+            "beta_fast": scaling.fast_turns,
+            "attention_factor": scaling.query_key_factor,
+        }
+    return fields | {"rope_scaling": values}
