@@ -54,8 +54,12 @@ def label(model: StackConfig) -> str:
     return mechanism_names(model)
 
 
+KEPT = "lra_test.json"
+"""The file of a run's folder that keeps its measures on the test split."""
+
+
 class _LraEvaluation(Evaluation[LraEvalOptions]):
-    kept = "lra_test.json"
+    kept = KEPT
 
     def measure(self, run: Run, options: LraEvalOptions) -> Measured:
         """The accuracy of a run and what was measured."""
@@ -85,11 +89,23 @@ class _LraEvaluation(Evaluation[LraEvalOptions]):
         return draw([each.result for each in measured])
 
 
+_EVALUATION = _LraEvaluation(
+    [LRA], LraEvalOptions(), name="eval.lra", about="Measures runs on the Long Range Arena."
+)
+
+
+def measure_run(workdir: str) -> dict[str, Any]:
+    """Measures a run on the test split and keeps the result in its folder.
+
+    Raises:
+      UserError: there is no run, or its data cannot be read.
+    """
+    return _EVALUATION.measure_and_keep(workdir, LraEvalOptions()).result
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints the measures or the tables; see the module's text and --help."""
-    _LraEvaluation(
-        [LRA], LraEvalOptions(), name="eval.lra", about="Measures runs on the Long Range Arena."
-    ).main(argv)
+    _EVALUATION.main(argv)
 
 
 if __name__ == "__main__":

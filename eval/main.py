@@ -121,12 +121,17 @@ class Evaluation(Generic[P]):
         else:
             measured = []
             for workdir in workdirs:
-                measured.append(self._measure_and_keep(workdir, options))
+                measured.append(self.measure_and_keep(workdir, options))
                 print(json.dumps(measured[-1].result), flush=True)
         if picture is not None:
             save(self.draw(measured), picture)
 
-    def _measure_and_keep(self, workdir: str, options: P) -> Measured:
+    def measure_and_keep(self, workdir: str, options: P) -> Measured:
+        """Measures a run, and keeps the result in its folder where the options ask for the standard measures.
+
+        Raises:
+          UserError: there is no such run or checkpoint, or its data cannot be read.
+        """
         measured = self.measure(open_run(self.tasks, workdir, options.checkpoint), options)
         if self.kept is not None and self.is_standard(options):
             write_whole(epath.Path(workdir) / self.kept, json.dumps(measured.result, indent=1) + "\n")
@@ -140,7 +145,7 @@ class Evaluation(Generic[P]):
             if kept is not None and self.is_standard(options) and kept.exists():
                 measured.append(Measured(json.loads(kept.read_text())))
             else:
-                measured.append(self._measure_and_keep(str(path), options))
+                measured.append(self.measure_and_keep(str(path), options))
         if not measured:
             raise UserError(f"--table: no run of {self.name.replace('eval', 'train', 1)} under {folder}")
         return measured

@@ -34,7 +34,15 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
     """
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
     config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
-    task = next(task for task in tasks if task.config_class is type(config))
+    run_task(next(task for task in tasks if task.config_class is type(config)), config)
+
+
+def run_task(task: Task[Any, Any], config: Any) -> None:
+    """Trains what a configuration asks for, from the newest checkpoint in its folder, and logs what comes of it.
+
+    Raises:
+      UserError, RunError, Stopped: see `train.loop.train`.
+    """
     check_client("--workdir", config.loop.workdir)
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)

@@ -1,7 +1,9 @@
 """Times attention side by side: python -m eval.speed.
 
-Three levels: the bare attention functions beside PyTorch's, one transformer layer of each listed mechanism, and
-(asked for by --levels encoders) whole encoders that only infer, beside the same network in PyTorch.
+Four levels: the bare attention functions beside PyTorch's, one transformer layer of each listed mechanism, and,
+where --levels asks for them, whole encoders that only infer, beside the same network in PyTorch, and classifiers of the
+Long Range Arena, whose table shows steps a second and memory beside full attention's (TransNormer's table 7:
+--levels classifiers --lengths 1024 2048 3072 4096 5120 --heads 2 --head_dim 32).
 Every candidate is checked before it is timed (functions against a float64 reference on a sample of rows; of
 layers that results are finite and that decoding gives what the forward pass gives): a wrong result gets no number.
 Then all are timed in turn, round by round: forward, forward with backward, and a decoding step. The tables show
@@ -23,14 +25,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eval.plotting import make_folder
-from eval.speed import encoders, functions, generation, layers, report
+from eval.speed import classifiers, encoders, functions, generation, layers, report
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
 from eval.speed.pictures import draw
 from train.config import parse_options
 from train.errors import RunError, UserError, command
 
-LEVELS = {"functions": functions.cases, "layers": layers.cases, "encoders": encoders.cases}
+LEVELS = {
+    "functions": functions.cases,
+    "layers": layers.cases,
+    "encoders": encoders.cases,
+    "classifiers": classifiers.cases,
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,7 +58,8 @@ def main(argv: Sequence[str]) -> None:
     if pictures is not None:
         make_folder(pictures)
     console = Console()
-    if options.levels != ("layers",) and options.torch and not functions.has_torch(options):
+    compared = set(options.levels) & {"functions", "encoders"}
+    if compared and options.torch and not functions.has_torch(options):
         console.print("PyTorch is not installed: no rows for it; ratios are to this package's full attention")
     measured: dict[Level, list[dict]] = {level: [] for level in options.levels}
     # A scheduler's SIGTERM must not lose an hour's measurements.

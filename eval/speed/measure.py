@@ -57,7 +57,7 @@ class Program:
 
 @dataclasses.dataclass
 class Candidate:
-    """A case at one length, compiled and checked: its programs by name ("forward", "forward_backward", "step").
+    """A case at one length, compiled and checked: its programs by name (the keys of `eval.speed.report.PROGRAMS`).
 
     facts: further columns of its row.
     """
@@ -98,12 +98,17 @@ def compile_program(function: Callable, *arguments: Any, steps: int = 1) -> Prog
     """A program that runs a function on these arguments; NoNumber where its temporary memory would not fit."""
     compiled = jax.jit(function).lower(*arguments).compile()
     analysis: Any = compiled.memory_analysis()
-    temp, room = analysis.temp_size_in_bytes, available_bytes()
+    check_room(analysis.temp_size_in_bytes)
+    return Program(lambda: jax.block_until_ready(compiled(*arguments)), analysis.temp_size_in_bytes, steps)
+
+
+def check_room(temp: int) -> None:
+    """NoNumber where this many bytes of temporary memory would not fit."""
+    room = available_bytes()
     if temp > 0.8 * room:
         raise NoNumber(
             f"no room: needs {temp / 2**30:.1f} GiB of temporary memory, {room / 2**30:.1f} GiB are there"
         )
-    return Program(lambda: jax.block_until_ready(compiled(*arguments)), temp, steps)
 
 
 def check_patience(case: Case, length: int, earlier: Sequence[dict], limit: float) -> None:

@@ -11,9 +11,10 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, Dimensions
 from eval.speed.encoders import NAMES
 from eval.speed.functions import CASES
+from eval.survey.networks import network_names
 
-Level = Literal["functions", "layers", "encoders"]
-KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES)))
+Level = Literal["functions", "layers", "encoders", "classifiers"]
+KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES, *network_names())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class SpeedOptions:
     """Sequence lengths."""
     levels: tuple[Level, ...] = ("functions", "layers")
     """Bare attention functions beside PyTorch's; one transformer layer of each mechanism; whole encoders of four layers
-    that only infer, beside PyTorch's (BRL-Attention's figure 6)."""
+    that only infer, beside PyTorch's (BRL-Attention's figure 6); classifiers of the Long Range Arena, inference and
+    training steps (TransNormer's table 7)."""
     mechanisms: tuple[str, ...] = KNOWN
     """Mechanisms to time."""
     window: int = 256
@@ -60,11 +62,12 @@ class SpeedOptions:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be one or more numbers of at least 1, got {self.lengths}")
         if not self.levels:
-            raise ValueError("levels must be some of functions, layers, encoders, got none")
+            raise ValueError("levels must be some of functions, layers, encoders, classifiers, got none")
         for name in self.mechanisms:
             if name not in KNOWN:
                 raise ValueError(f"mechanisms must be out of {', '.join(KNOWN)}, got {name}")
-        for level, known in {"functions": tuple(CASES), "encoders": NAMES}.items():
+        own = {"functions": tuple(CASES), "encoders": NAMES, "classifiers": network_names()}
+        for level, known in own.items():
             if self.levels == (level,) and not set(self.mechanisms) & set(known):
                 raise ValueError(
                     f"mechanisms of the level {level} must be out of {', '.join(known)}, "

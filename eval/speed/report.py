@@ -18,12 +18,12 @@ from eval.speed.encoders import NUM_LAYERS
 from eval.speed.functions import TORCH, has_torch
 from eval.speed.options import Level, SpeedOptions
 
-PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step"}
+PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step", "train": "train"}
 
 
 def base_name(level: str, options: SpeedOptions) -> str:
     """The row that the others of its level and length are compared with."""
-    return TORCH if level != "layers" and has_torch(options) else "full"
+    return TORCH if level in ("functions", "encoders") and has_torch(options) else "full"
 
 
 def complete(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[dict]:
@@ -39,7 +39,11 @@ def complete(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list[
             base = bases.get(row["length"], {}).get(f"{program}_s")
             tokens = options.batch * (1 if program == "step" else row["length"])
             row[f"{program}_ratio"] = base / seconds if base and seconds else None
+            row[f"{program}_steps_per_s"] = 1 / seconds if seconds else None
             row[f"{program}_tokens_per_s"] = tokens / seconds if seconds else None
+        own, base = (r.get("train_bytes") for r in (row, bases.get(row["length"], {})))
+        if own:
+            row["train_bytes_ratio"] = own / base if base else None
         done.append(row)
     return done
 
@@ -77,6 +81,7 @@ def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list
         "functions": f"causal attention functions, window {options.window}",
         "layers": f"one transformer layer of width {options.heads * options.head_dim}",
         "encoders": f"encoders of {NUM_LAYERS} layers of width {options.heads * options.head_dim}",
+        "classifiers": f"classifiers of width {options.heads * options.head_dim}, inference and training",
     }[level]
     base = base_name(level, options)
     programs = [name for name in PROGRAMS if any(f"{name}_s" in row for row in rows)]
@@ -87,11 +92,15 @@ def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list
         short = PROGRAMS[name]
         times[f"{short} ms"] = functools.partial(_cell, field=f"{name}_s", unit=1e-3)
         times[f"{short} x {base}"] = functools.partial(_cell, field=f"{name}_ratio", digits=2)
-        rates[f"{short} tokens/s"] = functools.partial(_cell, field=f"{name}_tokens_per_s")
+        rate = "steps" if level == "classifiers" else "tokens"
+        rates[f"{short} {rate}/s"] = functools.partial(_cell, field=f"{name}_{rate}_per_s")
         memory[f"{short} temp MiB"] = functools.partial(_cell, field=f"{name}_temp_bytes", unit=2**20)
     memory.pop("step temp MiB", None)
     if "step" in programs:
         memory["state MiB"] = functools.partial(_cell, field="state_bytes", unit=2**20)
+    if level == "classifiers":
+        memory["train MiB"] = functools.partial(_cell, field="train_bytes", unit=2**20)
+        memory[f"train MiB / {base}"] = functools.partial(_cell, field="train_bytes_ratio", digits=2)
     return [
         _table(f"{what}: {title}\n{size}, on {jax.devices()[0].device_kind}", rows, columns)
         for title, columns in {"time": times, "throughput and memory": rates | memory}.items()

@@ -1,0 +1,104 @@
+"""Classifiers of the Long Range Arena: inference and a training step, in the setting of TransNormer's table 7.
+
+Two layers with a classifier on the mean of their outputs, bidirectional, for every mechanism that has such a form, on
+sequences of bytes without padding. The training step is the one of `train.lra`: forward and backward pass and the
+optimiser. TransNormer is arXiv:2210.10340; its network has 2 heads of 32 features (--heads 2 --head_dim 32).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eval.speed.measure import Candidate, Case, Program, check_finite, check_room, compile_program
+from eval.survey.networks import network
+from train.mesh import open_mesh, place_batch, training_programs
+from train.step import make_eval_step
+from train.summary import num_parameters
+from train.tasks.lra import LRA
+from train.tasks.lra_config import PRESETS, LraConfig
+
+if TYPE_CHECKING:
+    from eval.speed.options import SpeedOptions
+
+
+def cases(options: SpeedOptions, length: int) -> list[Case]:
+    """The classifiers of the named networks at one length, on the same inputs."""
+    made = []
+    for name in options.mechanisms:
+        try:
+            chosen = network(name, length=length)
+        except KeyError:
+            continue
+        config = functools.partial(_config, chosen, options, length)
+        make = functools.partial(lambda config: candidate(config()), config)
+        made.append(Case(name, 1 if chosen.linear_cost else 2, make))
+    return made
+
+
+def _config(chosen: Any, options: SpeedOptions, length: int) -> LraConfig:
+    preset = PRESETS["lra-text-transnormer-t2"]
+    width = options.heads * options.head_dim
+    model = dataclasses.replace(
+        chosen.within(dataclasses.replace(preset.model, mechanism=chosen.mechanism, late_mechanism=None)),
+        d_model=width,
+        num_heads=options.heads,
+        d_ff=4 * width // 3,
+        dtype=options.dtype,
+    )
+    data = dataclasses.replace(preset.data, length=length, buckets=(length,))
+    loop = dataclasses.replace(preset.loop, batch=options.batch)
+    return dataclasses.replace(preset, model=model, data=data, loop=loop)
+
+
+def candidate(config: LraConfig, *, inference: bool = True) -> Candidate:
+    """Compiles and checks a training step ("train") of a run's configuration and, if asked for, inference ("forward").
+
+    Facts: "parameters", and "train_bytes", the memory of the training step: its temporary memory and its arguments.
+    """
+    config = LRA.sized(config)
+    objective = LRA.objective(LRA.build(config), config)
+    mesh = open_mesh(config.mesh, config.loop, config.model)
+    with jax.set_mesh(mesh):
+        programs = training_programs(mesh, objective, config.optimizer, config.loop)
+        state = programs.fresh()
+        batch = place_batch(mesh, _full_batch(config), config.loop.batch)
+        compiled = programs.step.lower(state, batch).compile()
+    analysis: Any = compiled.memory_analysis()
+    check_room(analysis.temp_size_in_bytes)
+    parameters = num_parameters(state.params)
+    made = {}
+    if inference:
+        params = jax.tree.map(jnp.copy, state.params)
+        arrays = {name: value for name, value in batch.items() if name != "reset"}
+        made["forward"] = compile_program(make_eval_step(objective), params, None, arrays)
+        check_finite("loss", made["forward"].run()[0]["loss"], ())
+
+    def step() -> Any:
+        nonlocal state  # what the step is given is donated
+        state, metrics = compiled(state, batch)
+        return jax.block_until_ready(metrics)
+
+    check_finite("training loss", step()["loss"], ())
+    made["train"] = Program(step, analysis.temp_size_in_bytes)
+    total = analysis.temp_size_in_bytes + analysis.argument_size_in_bytes
+    return Candidate(made, {"parameters": parameters, "train_bytes": total})
+
+
+def _full_batch(config: LraConfig) -> dict[str, Any]:
+    """A batch of random tokens without padding."""
+    rng = np.random.default_rng(0)
+    model = config.model
+    highest = {"tokens": model.vocab_size, "targets": model.num_classes}
+    batch: dict[str, Any] = {
+        name: rng.integers(0, highest.get(name, 1), like.shape).astype(like.dtype)
+        for name, like in LRA.batch_shapes(config, config.loop.batch).items()
+    }
+    batch["lengths"][...] = batch["tokens"].shape[-1]
+    batch["weights"][...] = 1.0
+    return batch | {"reset": np.bool_(False)}

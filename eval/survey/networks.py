@@ -1,0 +1,85 @@
+"""The networks that are compared: one for each mechanism that has a bidirectional form, alike in everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, TypeVar, get_args
+
+from brl_jax.layers import MECHANISMS, LocalConfig, Mechanism
+from brl_jax.models import StackConfig
+from brl_jax.models.transnormer import Variant, transnormer
+
+M = TypeVar("M", bound=StackConfig)
+
+CONTROL = "no_mixing"
+"""The network in which no token sees another: what it lacks to the others is what a task needs attention for."""
+
+_TRANSNORMERS: dict[str, Variant] = {f"transnormer_{variant}": variant for variant in get_args(Variant)}
+# Fields that count the tokens that a query sees or the ones that stand for all of them, where a mechanism has them.
+_OF_SIZE = (
+    "window",
+    "block_size",
+    "bucket_size",
+    "num_compressed",
+    "num_landmarks",
+    "num_projected",
+    "num_samples",
+    "num_packed",
+)
+# Fields that follow the length of the sequences.
+_OF_LENGTH = ("max_length", "context")
+
+
+class Network(NamedTuple):
+    """The mechanism of all layers, or of the early ones where there is another for the late ones."""
+
+    mechanism: Mechanism
+    late_mechanism: Mechanism | None = None
+
+    @property
+    def linear_cost(self) -> bool:
+        """Whether time and memory grow linearly with the length."""
+        used = (self.mechanism, self.late_mechanism)
+        return all(mechanism.linear_cost for mechanism in used if mechanism is not None)
+
+    def within(self, model: M) -> M:
+        """A model with these mechanisms; its number of layers is rounded up to whole groups."""
+        group = self.mechanism.group
+        layers = -(-model.num_layers // group) * group
+        return dataclasses.replace(
+            model, mechanism=self.mechanism, late_mechanism=self.late_mechanism, num_layers=layers
+        )
+
+
+def network_names() -> tuple[str, ...]:
+    """The names of `networks`: the listed mechanisms that have a bidirectional form, TransNormer's two variants, and
+    the control."""
+    listed = (name for name, kind in MECHANISMS.items() if kind().bidirectional)
+    return (*listed, *_TRANSNORMERS, CONTROL)
+
+
+def network(name: str, *, length: int, size: int | None = None) -> Network:
+    """The network of this name for sequences of `length` tokens.
+
+    A mechanism has its default configuration, but for fields that follow the length and, with a `size`, for those that
+    count tokens: the width of a window or a block, and the number of tokens that stand for the whole sequence.
+
+    Raises:
+      KeyError: there is none of this name.
+    """
+    if name == CONTROL:
+        return Network(LocalConfig(window=1))
+    if name in _TRANSNORMERS:
+        model = transnormer(_TRANSNORMERS[name], StackConfig)
+        assert model.late_mechanism is not None
+        return Network(*(_fit(m, length, size) for m in (model.mechanism, model.late_mechanism)))
+    return Network(_fit(MECHANISMS[name](), length, size))
+
+
+def _fit(mechanism: Mechanism, length: int, size: int | None) -> Mechanism:
+    # A field that is None by default has a rule of its own.
+    fields = {f.name for f in dataclasses.fields(mechanism) if type(getattr(mechanism, f.name)) is int}
+    changes = {name: length for name in _OF_LENGTH if name in fields}
+    if size is not None:
+        changes |= {name: size for name in _OF_SIZE if name in fields}
+    return dataclasses.replace(mechanism, **changes)
