@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.lra_figures import PAPERS
+from eval.lra_figures import AVERAGES, PAPERS
 from eval.plotting import line_styles
 from train.data.lra import LRA_TASKS
 
@@ -58,12 +58,32 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     data = sorted({f"{r['task']}: {r['data']}, {r['examples']} test examples" for r in results})
     parts += ["", *(f"- {line}" for line in data)]
     for paper, figures in PAPERS.items():
+        averages = AVERAGES[paper]
         rows = [
             {"model": model, **{t: f"{row[t]:.2f}" for t in LRA_TASKS if t in row}}
+            | ({"average": f"{averages[model]:.2f}"} if model in averages else {})
             for model, row in figures.items()
         ]
-        parts += ["", f"{paper}:", "", *_table(list(LRA_TASKS), rows)]
+        columns = [*LRA_TASKS, *(["average"] if averages else [])]
+        parts += ["", f"{paper}:", "", *_table(columns, rows)]
+        notes = [average_note(model, figures[model], averages[model]) for model in averages]
+        parts += [f"- {note}" for note in notes if note is not None]
     return "\n".join(parts)
+
+
+def average_note(model: str, row: Mapping[str, float], printed: float) -> str | None:
+    """What a paper's average is, where it is not the mean of all tasks of its row."""
+
+    def is_printed(mean: float) -> bool:
+        return abs(mean - printed) < 0.0101  # the figures are rounded, and so may be their mean
+
+    mean = float(np.mean(list(row.values())))
+    if is_printed(mean):
+        return None
+    for omitted in row:
+        if is_printed(float(np.mean([value for task, value in row.items() if task != omitted]))):
+            return f"{model}: {printed:.2f} leaves {omitted} out; with it the average is {mean:.2f}."
+    return f"{model}: the average of the row is {mean:.2f}, the paper prints {printed:.2f}."
 
 
 def _cell(accuracy: float, error: float, seeds: int) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eval.speed.measure import Candidate, Case, Program, check_finite, check_room, compile_program
-from eval.survey.networks import network
+from eval.survey.networks import Network, network, network_names
 from train.mesh import open_mesh, place_batch, training_programs
 from train.step import make_eval_step
 from train.summary import num_parameters
@@ -31,17 +31,16 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
     """The classifiers of the named networks at one length, on the same inputs."""
     made = []
     for name in options.mechanisms:
-        try:
-            chosen = network(name, length=length)
-        except KeyError:
+        if name not in network_names():
             continue
+        chosen = network(name, length=length)
         config = functools.partial(_config, chosen, options, length)
         make = functools.partial(lambda config: candidate(config()), config)
         made.append(Case(name, 1 if chosen.linear_cost else 2, make))
     return made
 
 
-def _config(chosen: Any, options: SpeedOptions, length: int) -> LraConfig:
+def _config(chosen: Network, options: SpeedOptions, length: int) -> LraConfig:
     preset = PRESETS["lra-text-transnormer-t2"]
     width = options.heads * options.head_dim
     model = dataclasses.replace(

@@ -21,7 +21,7 @@ from eval.speed.classifiers import candidate
 from eval.speed.measure import Case, measure
 from eval.survey.options import SurveyRun
 from train.config_file import flatten
-from train.data.files import write_whole
+from train.storage import write_whole
 from train.tasks.lra import LRA
 
 _SECONDS = 20.0
