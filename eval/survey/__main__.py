@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import jax
 
 from eval.plotting import picture_path, save
 from eval.survey.options import SurveyOptions, survey_run, survey_runs
@@ -27,6 +24,7 @@ from eval.survey.table import collect, draw, markdown
 from eval.survey.training import finished, train_all
 from train.config import parse_options
 from train.errors import RunError, command
+from train.main import keep_programs
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,10 +43,7 @@ def main(argv: Sequence[str]) -> None:
     picture = picture_path(options.picture)
     runs = survey_runs(options)
     failure = None
-    # Runs that differ in their seed only have the same programs, and so have the training steps that are timed.
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", str(Path(options.folder).absolute() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    keep_programs("")  # runs that differ in their seed only have the same programs
     if options.only in (None, "train"):
         try:
             train_all(runs)

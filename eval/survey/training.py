@@ -14,6 +14,7 @@ from train.config_file import differences, read_values
 from train.errors import RunError, UserError
 from train.main import run_task
 from train.metrics import log
+from train.task import read_config
 from train.tasks.lra import LRA
 
 # Fields of a configuration that say where things are: a folder that was moved has the same runs.
@@ -21,13 +22,15 @@ _PLACES = ("loop.workdir", "data.cache_dir")
 
 
 def finished(run: SurveyRun) -> dict[str, Any] | None:
-    """What was measured of a run on the test split; None if it was not trained and measured as it is configured."""
+    """What was measured of a run on the test split; None if it was not trained and measured as it is configured. Fields
+    that its configuration lacks have their defaults: options that came later do not change it."""
     folder = Path(run.config.loop.workdir)
     try:
-        config, measured = read_values(folder / "config.json"), json.loads((folder / KEPT).read_text())
+        _, config = read_config([LRA], folder / "config.json")
+        measured = json.loads((folder / KEPT).read_text())
     except (OSError, ValueError):
         return None
-    return None if differences(config, LRA.to_json(run.config), _PLACES) else measured
+    return None if differences(LRA.to_json(config), LRA.to_json(run.config), _PLACES) else measured
 
 
 def train_all(runs: Sequence[SurveyRun]) -> None:
