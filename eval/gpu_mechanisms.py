@@ -79,13 +79,16 @@ def _brl_layer(
 
     width = heads * head_dim
     dimensions = Dimensions(width, heads, heads, head_dim, 4 * width, is_causal=is_causal, dtype=jnp.bfloat16)
-    layer = BRLConfig().layer(dimensions)
+    layer, carrier = BRLConfig().layer(dimensions), BRLConfig().carrier(dimensions)
     inputs = jax.ShapeDtypeStruct((1, length, width), jnp.bfloat16)
-    parameters = jax.eval_shape(layer.init, jax.random.key(0), inputs)
-    leaves, structure = jax.tree.flatten(parameters)
+    key = jax.random.key(0)
+    carry, before = jax.eval_shape(lambda x: carrier.init_with_output(key, x, None), inputs)
+    _, within = jax.eval_shape(lambda x, carry: layer.init_with_output(key, x, carry=carry), inputs, carry)
+    leaves, structure = jax.tree.flatten((before, within))
 
     def run(inputs: Any, *leaves: Any) -> Any:
-        return layer.apply(jax.tree.unflatten(structure, leaves), inputs)[0]
+        before, within = jax.tree.unflatten(structure, leaves)
+        return layer.apply(within, inputs, carry=carrier.apply(before, inputs, None))[0]
 
     return run, (inputs, *leaves)
 
