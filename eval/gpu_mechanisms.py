@@ -79,7 +79,8 @@ def _brl_layer(
 
     width = heads * head_dim
     dimensions = Dimensions(width, heads, heads, head_dim, 4 * width, is_causal=is_causal, dtype=jnp.bfloat16)
-    layer, carrier = BRLConfig().layer(dimensions), BRLConfig().carrier(dimensions)
+    layer = BRLConfig().layer(dimensions)
+    carrier: Any = BRLConfig().carrier(dimensions)
     inputs = jax.ShapeDtypeStruct((1, length, width), jnp.bfloat16)
     key = jax.random.key(0)
     carry, before = jax.eval_shape(lambda x: carrier.init_with_output(key, x, None), inputs)
