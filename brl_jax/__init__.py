@@ -6,6 +6,7 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   linear_attention, norm_attention, performer_attention, cosformer_attention and delta_rule, whose past is a state;
   gau_attention, mixed_chunk_attention, bsbr_attention;
   mlr_attention (and its step), bilinear_mlr_attention, bilinear_btt_attention, global_window_attention.
+  state_functions gives init, extend and step of any of these that has a state, under the same three names.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
   prompts, and stream yields the tokens as they come. Encoder (with an EncoderConfig) gives an output for each token or
@@ -24,6 +25,7 @@ from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.kernelized import kernelized_attention
 from brl_jax.attention.dense.synthesizer import synthesizer_attention
 from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
 from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import (
     BigBird,
@@ -121,6 +123,7 @@ from brl_jax.models import (
     StackConfig,
     transnormer,
 )
+from brl_jax.states import StateFunctions, state_functions
 
 __version__ = "0.1.0"
 
@@ -162,6 +165,7 @@ __all__ = [
     "LinearConfig",
     "LinformerConfig",
     "LocalConfig",
+    "LocalState",
     "LongShortConfig",
     "MLRConfig",
     "MaskedLM",
@@ -184,6 +188,7 @@ __all__ = [
     "SlidingWindow",
     "Stack",
     "StackConfig",
+    "StateFunctions",
     "Strided",
     "SurroundedBlocks",
     "SynthesizerConfig",
@@ -215,6 +220,7 @@ __all__ = [
     "init_flow_state",
     "init_gau_state",
     "init_linear_state",
+    "init_local_state",
     "init_long_short_state",
     "init_lsh_state",
     "init_mixed_chunk_state",
@@ -225,6 +231,7 @@ __all__ = [
     "linear_attention",
     "linformer_attention",
     "local_attention",
+    "local_attention_step",
     "long_short_attention",
     "long_short_step",
     "lsh_attention",
@@ -246,6 +253,7 @@ __all__ = [
     "skyformer_attention",
     "skyformer_samples",
     "slice_sort",
+    "state_functions",
     "stream",
     "synthesizer_attention",
     "transnormer",

@@ -11,6 +11,7 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism, MLRConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
+from brl_jax.sharding import MeshConfig
 from train.config import LoopConfig, RunConfig
 from train.data import DataConfig
 from train.fields import Decided, Flat, Free
@@ -213,6 +214,30 @@ def _pod() -> LmConfig:
     )
 
 
+def _pod_8b() -> LmConfig:
+    """7.5 billion parameters in the proportions of Llama 3's 8B (arXiv:2407.21783), a row of 8k tokens on each of 256
+    chips; parameters and optimiser are divided over all of them."""
+    return LmConfig(
+        loop=LmLoopConfig(
+            steps=100_000, batch=256, length=8_192, eval_every=1_000, checkpoint_every=500, eval_tokens=2**24
+        ),
+        data=DataConfig(data="hf-stream:HuggingFaceFW/fineweb-edu", tokenizer="bpe:32768"),
+        model=LmModelConfig(
+            num_layers=32,
+            d_model=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            d_ff=14336,
+            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024),
+            norm="rms",
+            dtype="bfloat16",
+            remat="full",
+        ),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2_000),
+        mesh=MeshConfig(data=1, fsdp=-1),
+    )
+
+
 PRESETS: dict[str, LmConfig] = {
     "small": _small(),
     "wikitext103-full": _wikitext103(FullConfig()),
@@ -241,4 +266,5 @@ PRESETS: dict[str, LmConfig] = {
     "owt-chars-mlr-256": _characters(256),
     "owt-chars-mlr-1024": _characters(1024),
     "pod-1b": _pod(),
+    "pod-8b": _pod_8b(),
 }

@@ -1,0 +1,108 @@
+"""init, extend and step of every mechanism with a state: a sequence in pieces gives what it gives at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import brl_jax
+from brl_jax import state_functions
+from tests.marks import slow_unless
+
+B, T, N, K, H = 2, 11, 4, 2, 8
+BETA = jax.random.uniform(jax.random.key(9), (B, T, K))
+PROJECTION = brl_jax.performer_projection(jax.random.key(3), 16, H)
+# Settings, what else each token has, and the function at once.
+CASES = {
+    "local": (
+        {"window": 3},
+        {},
+        lambda q, k, v: brl_jax.local_attention(q, k, v, local_window_size=(3, 0), is_causal=True),
+    ),
+    "diag": (
+        {"block_size": 4},
+        {},
+        lambda q, k, v: brl_jax.diag_attention(q, k, v, block_size=4, is_causal=True),
+    ),
+    "linear": (
+        {"feature_map": "relu"},
+        {},
+        lambda q, k, v: brl_jax.linear_attention(q, k, v, feature_map="relu", is_causal=True),
+    ),
+    "norm": ({}, {}, lambda q, k, v: brl_jax.norm_attention(q, k, v, is_causal=True)),
+    "cosformer": (
+        {"max_length": 16},
+        {},
+        lambda q, k, v: brl_jax.cosformer_attention(q, k, v, max_length=16, is_causal=True),
+    ),
+    "performer": (
+        {"projection": PROJECTION},
+        {},
+        lambda q, k, v: brl_jax.performer_attention(q, k, v, projection=PROJECTION, is_causal=True),
+    ),
+    "deltanet": ({}, {"beta": BETA}, lambda q, k, v: brl_jax.delta_rule(q, k, v, BETA)),
+    "flowformer": ({}, {}, lambda q, k, v: brl_jax.flow_attention(q, k, v, is_causal=True)),
+}
+
+
+def _inputs(name, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = (N, N, N) if name == "flowformer" else (N, K, K)
+    return [jax.random.normal(key, (B, T, n, H), dtype) for key, n in zip(keys, heads)]
+
+
+@pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear")))
+def test_a_sequence_in_pieces_is_the_sequence(name):
+    settings, more, at_once = CASES[name]
+    arrays = _inputs(name)
+    expected = at_once(*arrays)
+    functions = state_functions(name, **settings)
+    extend, step = jax.jit(functions.extend), jax.jit(functions.step)
+    state = functions.init(B, arrays[1].shape[2], H)
+    outs, start = [], 0
+    for size in (5, 1, 1, 3, 1):
+        part = [x[:, start : start + size] for x in arrays]
+        extra = {key: x[:, start : start + size] for key, x in more.items()}
+        out, new = (step if size == 1 else extend)(*part, state, **extra)
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+        assert [x.shape for x in jax.tree.leaves(new)] == [x.shape for x in jax.tree.leaves(state)]
+        outs, state, start = [*outs, out], new, start + size
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, rtol=2e-4, atol=2e-5)
+    with pytest.raises(ValueError, match="a step takes one token, got 11; extend takes any number"):
+        functions.step(*arrays, state, **more)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"name must be one of local, diag, .*, got 'lokal'"):
+        state_functions("lokal")
+    state = state_functions("local", window=3).init(B, K, H)
+    with pytest.raises(
+        ValueError, match=r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"
+    ):
+        brl_jax.local_attention_step(*(x[:1] for x in _inputs("local")), state)
+    with pytest.raises(ValueError, match="state must be a LocalState, made by init_local_state, got tuple"):
+        brl_jax.local_attention_step(*_inputs("local"), (1, 2, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_steps_under_scan_have_the_gradients_of_the_sequence(name):
+    """One compiled step serves all tokens; the gradient through the states is that of the sequence at once."""
+    settings, more, at_once = CASES[name]
+    arrays = _inputs(name)
+    functions = state_functions(name, **settings)
+
+    def in_steps(arrays):
+        def one(state, tokens):
+            out, state = functions.step(*tokens[0], state, **tokens[1])
+            return state, out[:, 0]
+
+        each = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], (arrays, more))
+        outs = jax.lax.scan(one, functions.init(B, arrays[1].shape[2], H), each)[1]
+        return jnp.moveaxis(outs, 0, 1)
+
+    weights = jax.random.normal(jax.random.key(5), (B, T, N, H))
+    ours = jax.jit(jax.grad(lambda a: jnp.sum(in_steps(a) * weights)))(arrays)
+    theirs = jax.jit(jax.grad(lambda a: jnp.sum(at_once(*a) * weights)))(arrays)
+    for x, y in zip(ours, theirs):
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3 * float(jnp.abs(y).max()))
