@@ -215,8 +215,8 @@ def _pod() -> LmConfig:
 
 
 def _pod_8b() -> LmConfig:
-    """7.5 billion parameters in the proportions of Llama 3's 8B (arXiv:2407.21783), a row of 8k tokens on each of 256
-    chips; parameters and optimiser are divided over all of them."""
+    """8.2 billion parameters, those of the compressed tokens among them, and a row of 8k tokens on each of 256 chips;
+    parameters and optimiser are divided over all of them."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000, batch=256, length=8_192, eval_every=1_000, checkpoint_every=500, eval_tokens=2**24
@@ -224,10 +224,10 @@ def _pod_8b() -> LmConfig:
         data=DataConfig(data="hf-stream:HuggingFaceFW/fineweb-edu", tokenizer="bpe:32768"),
         model=LmModelConfig(
             num_layers=32,
-            d_model=4096,
-            num_heads=32,
+            d_model=3072,
+            num_heads=24,
             num_kv_heads=8,
-            d_ff=14336,
+            d_ff=8192,
             mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024),
             norm="rms",
             dtype="bfloat16",

@@ -106,5 +106,5 @@ def local_attention_step(
         segment_ids=(jnp.zeros(query.shape[:2], jnp.int32), segments), implementation=implementation,
     )  # fmt: skip
     tokens = state.tokens + length
-    rings = (jnp.roll(x[:, length:], tokens % slots, axis=1) for x in (keys, values))
-    return out, LocalState(*rings, tokens)
+    keys, values = (jnp.roll(x[:, length:], tokens % slots, axis=1) for x in (keys, values))
+    return out, LocalState(keys, values, tokens)
