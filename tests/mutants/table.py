@@ -323,6 +323,13 @@ MUTANTS = (
         (RECURRENT_GPU, "-k", "compress_blocks"),
     ),
     Mutant(
+        "recurrent/FLASH's prompt puts an unfinished chunk into its sum",
+        "brl_jax/attention/recurrent/mixed_chunk.py",
+        "zero_unless(places < complete, ",
+        "zero_unless(places < total, ",
+        (ALL_AT_ONCE, "-k", "flash"),
+    ),
+    Mutant(
         "recurrent/BSBR's chunks see themselves",
         "brl_jax/attention/recurrent/bsbr.py",
         "earlier, other = number[None] < number[:, None]",

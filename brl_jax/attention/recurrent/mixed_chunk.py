@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
@@ -16,6 +18,7 @@ from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
@@ -133,7 +136,7 @@ def mixed_chunk_attention(
         "value": prepared.value,
     }
     if state is None and not return_state:
-        return _whole_sequence(inputs, prepared.segments, bias, is_causal, chunk_size)
+        return _whole_sequence(inputs, prepared.segments, bias, is_causal, chunk_size)[1]
     kv_heads, head_dim = key.shape[2:]
     fresh = init_mixed_chunk_state(
         query.shape[0], kv_heads, head_dim, value.shape[3], chunk_size=chunk_size, dtype=key.dtype
@@ -145,8 +148,58 @@ def mixed_chunk_attention(
     ) -> tuple[MixedChunkState, Array]:
         return _piece(chunk, state, visibility, bias, chunk_size)
 
-    state, out = scan_chunks(step, state, inputs, prepared.segments, chunk_size=chunk_size)
+    pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)
+    if query.shape[1] <= chunk_size:
+        state, out = pieces(state, inputs, prepared.segments)
+    else:
+        at_once = functools.partial(_prompt, bias, chunk_size)
+        state = vary_like(state, jax.tree.leaves(inputs))
+        state, out = lax.platform_dependent(
+            state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces
+        )
     return (out, state) if return_state else out
+
+
+def _prompt(
+    bias: PositionBias | None,
+    chunk_size: int,
+    state: MixedChunkState,
+    inputs: dict[str, Array],
+    segments: Int[Array, "B T"] | None,
+) -> tuple[MixedChunkState, Float[Array, "B T N V"]]:
+    """Many new tokens, moved behind those of the current chunk: the chunks of the result are those of the sequence."""
+    batch, length = inputs["key"].shape[:2]
+    filled = (state.length % chunk_size)[:, None]
+    new = jnp.full((batch, 1), length, jnp.int32)
+    if segments is not None:
+        new = jnp.sum(segments >= 0, axis=1, keepdims=True, dtype=jnp.int32)
+    total = filled + new
+    complete = total // chunk_size * chunk_size
+    places = jnp.arange(chunk_size + length, dtype=jnp.int32)[None]
+    moved = jnp.where(places < filled, places, chunk_size + jnp.maximum(places - filled, 0))
+    moved = jnp.minimum(moved, chunk_size + length - 1)
+
+    def pick(x: Array, index: Array, exists: Array | None) -> Array:
+        return zero_unless(exists, jnp.take_along_axis(x, index[..., None, None], axis=1))
+
+    def align(name: str) -> Array:
+        x = inputs[name]
+        before = getattr(state, name, jnp.zeros((batch, chunk_size, *x.shape[2:]), x.dtype))
+        return pick(jnp.concatenate([before, x], axis=1), moved, places < total)
+
+    aligned = {name: align(name) for name in inputs}
+    kept = complete + jnp.arange(chunk_size, dtype=jnp.int32)[None]
+    index = jnp.minimum(kept, chunk_size + length - 1)
+    key, linear_key, value = (
+        pick(aligned[name], index, kept < total) for name in ("key", "linear_key", "value")
+    )
+    # Only completed chunks enter the sum, and no query reads the keys of its own chunk from it.
+    aligned["linear_key"] = zero_unless(places < complete, aligned["linear_key"])
+    linear, out = _whole_sequence(
+        aligned, jnp.where(places < total, 0, -1), bias, True, chunk_size, state.linear
+    )
+    out = pick(out, filled + jnp.arange(length, dtype=jnp.int32)[None], None)
+    return MixedChunkState(linear, key, linear_key, value, state.length + new[:, 0]), out
 
 
 def _whole_sequence(
@@ -155,8 +208,12 @@ def _whole_sequence(
     bias: PositionBias | None,
     is_causal: bool,
     chunk_size: int,
-) -> Float[Array, "B T N V"]:
-    """A sequence from its first token on, so that the chunks of the scan are the chunks of the sequence."""
+    linear: Float[Array, "B K H V"] | None = None,
+) -> tuple[Float[Array, "B K H V"], Float[Array, "B T N V"]]:
+    """A sequence from the first token of a chunk on, so that the chunks of the scan are the chunks of the sequence.
+
+    `linear` is the sum over earlier chunks; the first result is that sum after the sequence.
+    """
     query, value = inputs["query"], inputs["value"]
     length = min(chunk_size, query.shape[1])
     positions = jnp.arange(length, dtype=jnp.int32)[None]
@@ -184,18 +241,19 @@ def _whole_sequence(
         return linear, ungroup_rows(out, length).astype(query.dtype)
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> Array:
-        fresh = jnp.zeros_like(linear)
+        fresh = jnp.zeros_like(zeros)
         return add_to_state(fresh, chunk, visibility.enters_state) if is_causal else fresh
 
     def join(earlier: Array, later: Array, keeps: Any) -> Array:
         return earlier + later  # a row is one sequence, whose past is always kept
 
     kv_heads, head_dim = inputs["key"].shape[2:]
-    linear = jnp.zeros((query.shape[0], kv_heads, head_dim, value.shape[3]), jnp.float32)
+    zeros = jnp.zeros((query.shape[0], kv_heads, head_dim, value.shape[3]), jnp.float32)
+    linear = zeros if linear is None else linear
     if not is_causal:
         linear = add_to_state(linear, inputs, None if segments is None else segments >= 0)
     recurrence = Recurrence(summarize, functools.partial(states_before, join, join))
-    return scan_chunks(step, linear, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)[1]
+    return scan_chunks(step, linear, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
 
 
 def _piece(

@@ -201,6 +201,44 @@ def test_both_directions_see_their_segment(name, all_at_once):
         close(got[:, a:b], function(*(x[:, a:b] for x in (query, key, value))))
 
 
+def test_flash_reads_a_prompt_at_once(all_at_once):
+    """Pieces that begin and end within chunks, with padding and a bias, equal the plain form of the whole sequence."""
+    rng = np.random.default_rng(6)
+    total, lengths = PAST + MIDDLE + REST, (MIDDLE, 107)
+    shapes = [(2, total, heads, SIZE) for heads in (HEADS, KV_HEADS, HEADS, KV_HEADS, KV_HEADS)]
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    vectors = jnp.asarray(rng.standard_normal((2, HEADS, SIZE)), jnp.float32)
+    options = {"bias": brl_jax.RotaryBias(*vectors), "is_causal": True, "chunk_size": CHUNK}
+
+    def pieces(*arrays):
+        state = brl_jax.init_mixed_chunk_state(2, KV_HEADS, SIZE, SIZE, chunk_size=CHUNK)
+        outs = []
+        for a, b, ends in ((0, PAST, None), (PAST, PAST + MIDDLE, lengths), (PAST + MIDDLE, total, None)):
+            out, state = brl_jax.mixed_chunk_attention(
+                *(x[:, a:b] for x in arrays), state=state, return_state=True,
+                key_value_seq_lengths=None if ends is None else jnp.asarray(ends), **options,
+            )  # fmt: skip
+            outs.append(out)
+        return exist(jnp.concatenate(outs, 1))
+
+    def exist(x):
+        return [
+            jnp.concatenate([x[r, : PAST + n], x[r, PAST + MIDDLE :]])[None] for r, n in enumerate(lengths)
+        ]
+
+    def whole(*arrays):
+        rows = zip(*(exist(x) for x in arrays))
+        return [reference.mixed_chunk_attention(*row, **options) for row in rows]
+
+    def both(function):
+        out, pull = jax.vjp(function, *arrays)
+        return [*out, *pull(out)]
+
+    assert "stablehlo.while" not in jax.jit(pieces).lower(*arrays).as_text()
+    for got, want in zip(jax.jit(both, static_argnums=0)(pieces), both(whole), strict=True):
+        close(got, want)
+
+
 def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
     """Pieces of 24 queries, as many as the memory holds, although 8 are asked for."""
     rng = np.random.default_rng(4)
