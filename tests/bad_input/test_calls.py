@@ -282,6 +282,10 @@ CALLS = {
         "state must be a LinearState",
     ),
     "delta: beta of another shape": (lambda: brl.delta_rule(Q, K, V, BETA[:, :3]), "beta must be"),
+    "gated delta: a decay of another shape": (
+        lambda: brl.gated_delta_rule(Q, K, V, BETA, BETA[:, :3]),
+        "log_decay must be",
+    ),
     "performer: neither key nor projection": (lambda: brl.performer_attention(Q, K, V), "rng|projection"),
     "performer_projection of no features": (
         lambda: brl.performer_projection(jax.random.key(0), 0, 8),

@@ -260,6 +260,27 @@ MUTANTS = (
         equivalent="solve_unit_lower reads what is below the diagonal, and its gradient is 0 elsewhere",
     ),
     Mutant(
+        "recurrent/the gated delta rule's state skips the decay of a chunk",
+        "brl_jax/attention/recurrent/delta.py",
+        "kept = kept * decay.total",
+        "kept = kept * jnp.ones_like(decay.total)",
+        ("tests/attention/recurrent/test_reference.py", "-k", "gated_delta_rule and 130"),
+    ),
+    Mutant(
+        "recurrent/the gated delta rule's values do not decay to the chunk's end",
+        "brl_jax/attention/recurrent/delta.py",
+        "adds * decay.end, overlap * decay.pairs",
+        "adds, overlap * decay.pairs",
+        ("tests/attention/recurrent/test_reference.py", "-k", "gated_delta_rule and 130"),
+    ),
+    Mutant(
+        "recurrent/joined chunks of the gated delta rule do not decay",
+        "brl_jax/attention/recurrent/delta.py",
+        "else identity[None, None] * decay.total",
+        "else identity[None, None] + 0 * decay.total",
+        (ALL_AT_ONCE, "-k", "oracle and gated"),
+    ),
+    Mutant(
         "recurrent/Performer forgets the maximum when the state fades",
         "brl_jax/attention/recurrent/performer.py",
         "zero_unless(keeps, jnp.exp(before - maximum))",

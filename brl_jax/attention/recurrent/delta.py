@@ -1,4 +1,4 @@
-"""The delta rule: linear attention whose state replaces what it stores for a key before it adds to it (DeltaNet)."""
+"""The delta rule, in which a token replaces what the state stores for its key, with and without decay of the state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from brl_jax.attention.recurrent.rows import (
 
 
 class DeltaState(NamedTuple):
-    """What `delta_rule` keeps of the tokens so far.
+    """What `delta_rule` and `gated_delta_rule` keep of the tokens so far.
 
     Attributes:
       key_value: S, the linear map from keys to values of each key head.
@@ -40,7 +40,7 @@ class DeltaState(NamedTuple):
 
 
 def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> DeltaState:
-    """The state of `delta_rule` before the first token.
+    """The state of `delta_rule` and `gated_delta_rule` before the first token.
 
     Args:
       head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
@@ -96,15 +96,78 @@ def delta_rule(
     Raises:
       ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
     """
+    options: dict[str, Any] = {
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "segment_ids": segment_ids,
+        "state": state,
+        "return_state": return_state,
+        "chunk_size": chunk_size,
+        "implementation": implementation,
+    }
+    return _attend(query, key, value, beta, None, normalize_keys, **options)
+
+
+@attention_function
+def gated_delta_rule(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    beta: Float[Array, "B T K"],
+    log_decay: Float[Array, "B T K"],
+    *,
+    normalize_keys: bool = True,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state: DeltaState | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
+    """The delta rule on a state that first decays: S_t = D_t + beta_t k_t (v_t - D_t^T k_t)^T, D_t = alpha_t S_(t-1).
+
+    Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, eq. 10), with alpha_t = exp(log_decay_t) and out_t = S_t^T q_t.
+    It is computed as `delta_rule` is, and each pair of tokens is weighted by the decay between them (section 3.3). The
+    logarithms between two tokens are summed for each pair by itself: a difference of sums from the chunk's first
+    token would lose a weak decay behind a strong one, and its exponential could overflow.
+    `reference.gated_delta_rule` is the plain recurrence.
+
+    Args:
+      log_decay: (B, T, K), floating point, at most 0: the logarithm of the factor by which the state shrinks before the
+        token is written; -inf empties it.
+      query, key, value, beta and all options: as for `delta_rule`.
+
+    Returns:
+      As `delta_rule`.
+
+    Raises:
+      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+    """
+    options: dict[str, Any] = {
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "segment_ids": segment_ids,
+        "state": state,
+        "return_state": return_state,
+        "chunk_size": chunk_size,
+        "implementation": implementation,
+    }
+    return _attend(query, key, value, beta, log_decay, normalize_keys, **options)
+
+
+def _attend(
+    query: Array, key: Array, value: Array, beta: Array, log_decay: Array | None, normalize_keys: bool,
+    *, state: Any, return_state: bool, chunk_size: int, **options: Any,
+) -> Any:  # fmt: skip
+    """Both rules; None is no decay."""
     prepared = prepare_inputs(
-        query, key, value, is_causal=True, key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids,
-        state=state, return_state=return_state, chunk_size=chunk_size, implementation=implementation,
+        query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size, **options
     )  # fmt: skip
-    require(
-        beta.shape == key.shape[:3] and jnp.issubdtype(beta.dtype, jnp.floating),
-        f"beta must be floating point of shape {key.shape[:3]} (batch, length, key heads), got {beta.dtype} of "
-        f"shape {beta.shape}",
-    )
+    scalars = {"beta": beta} if log_decay is None else {"beta": beta, "log_decay": log_decay}
+    for name, x in scalars.items():
+        require(
+            x.shape == key.shape[:3] and jnp.issubdtype(x.dtype, jnp.floating),
+            f"{name} must be floating point of shape {key.shape[:3]} (batch, length, key heads), got {x.dtype} of "
+            f"shape {x.shape}",
+        )
     fresh = init_delta_state(key.shape[0], key.shape[2], key.shape[3], value.shape[3])
     state = check_state(state, fresh, "init_delta_state")
 
@@ -116,7 +179,7 @@ def delta_rule(
         "query": prepared.query,
         "key": prepared.key,
         "value": prepared.value,
-        "beta": zero_padding(beta, prepared.lengths),
+        **{name: zero_padding(x, prepared.lengths) for name, x in scalars.items()},
     }
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> _Affine:
@@ -133,10 +196,11 @@ class _Keys(NamedTuple):
     """What the WY form of a chunk needs of its keys.
 
     Attributes:
-      key: the keys, normalised if that is asked for, and `reads`, those of them that read the state.
-      adds: those whose values are written to the state.
+      key: the keys, normalised if that is asked for, and `reads`, those of them that read the state, times its decay
+        until they do.
+      adds: those whose values are written to the state, times the decay from then to the chunk's end.
       beta: their strengths.
-      overlap: the strictly lower part of diag(beta) K K^T, within segments.
+      overlap: the strictly lower part of diag(beta) K K^T, within segments, times the decay between the tokens.
     """
 
     key: Float[Array, "B K C H"]
@@ -146,7 +210,36 @@ class _Keys(NamedTuple):
     overlap: Float[Array, "B K C C"]
 
 
-def _keys(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) -> _Keys:
+class _Decay(NamedTuple):
+    """The factors by which a state shrinks within a chunk.
+
+    Attributes:
+      pairs: from after token j to token i, for j up to i; 1 elsewhere.
+      start, end: from the chunk's first token to token i, both included, and from after it to the chunk's end.
+      total: over the chunk.
+    """
+
+    pairs: Float[Array, "B K C C"]
+    start: Float[Array, "B K C 1"]
+    end: Float[Array, "B K C 1"]
+    total: Float[Array, "B K 1 1"]
+
+
+def _decay(chunk: Any) -> _Decay | None:
+    """The decay of a chunk's tokens, or None without it."""
+    if "log_decay" not in chunk:
+        return None
+    # exp(-200) is 0 in float32, and 0 times -inf is not.
+    log = jnp.maximum(heads_first(chunk["log_decay"][..., None]), -200.0)
+    length = log.shape[2]
+    later = jnp.tri(length, k=-1, dtype=log.dtype)[None, None]
+    between = _multiply(jnp.tri(length, dtype=log.dtype)[None, None], later * log)
+    pairs = checkpoint_name(jnp.exp(between), SAVED)
+    start = pairs[..., :1] * jnp.exp(log[:, :, :1])
+    return _Decay(pairs, start, jnp.swapaxes(pairs[:, :, -1:], -1, -2), start[:, :, -1:])
+
+
+def _keys(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool, decay: _Decay | None) -> _Keys:
     k = heads_first(chunk["key"])
     if normalize_keys:
         squares = checkpoint_name(jnp.sum(jnp.square(k), axis=-1, keepdims=True), SAVED)
@@ -155,7 +248,10 @@ def _keys(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) -> _Key
     overlap = mask_scores(visibility.pairs, jnp.einsum("bkif,bkjf->bkij", k, k))
     overlap = checkpoint_name(overlap, SAVED)
     adds = k if visibility.enters_state is None else zero_unless(visibility.enters_state[:, None], k)
-    return _Keys(k, mask_rows(visibility.reads_state, k), adds, beta, beta * jnp.tril(overlap, k=-1))
+    reads = mask_rows(visibility.reads_state, k)
+    if decay is not None:
+        reads, adds, overlap = reads * decay.start, adds * decay.end, overlap * decay.pairs
+    return _Keys(k, reads, adds, beta, beta * jnp.tril(overlap, k=-1))
 
 
 def _step(
@@ -164,14 +260,22 @@ def _step(
     """One chunk in the WY form."""
     length, kv_heads = chunk["key"].shape[1:3]
     rows, v = group_rows(chunk["query"], kv_heads), heads_first(chunk["value"])
-    keys = _keys(chunk, visibility, normalize_keys)
+    decay = _decay(chunk)
+    keys = _keys(chunk, visibility, normalize_keys, decay)
     stored = jnp.einsum("bkcf,bkfh->bkch", keys.reads, state.key_value)
     corrected = solve_unit_lower(keys.overlap, keys.beta * (v - stored))
     scores = mask_scores(visibility.pairs, jnp.einsum("bkrf,bkcf->bkrc", rows, keys.key))
-    out = jnp.einsum("bkrf,bkfh->bkrh", mask_rows(visibility.reads_state, rows), state.key_value)
+    reads, kept = (
+        mask_rows(visibility.reads_state, rows),
+        zero_unless(visibility.keeps_state, state.key_value),
+    )
+    if decay is not None:
+        groups = (1, 1, rows.shape[2] // length, 1)
+        scores, reads = scores * jnp.tile(decay.pairs, groups), reads * jnp.tile(decay.start, groups)
+        kept = kept * decay.total
+    out = jnp.einsum("bkrf,bkfh->bkrh", reads, state.key_value)
     out = out + jnp.einsum("bkrc,bkch->bkrh", scores, corrected)
     update = jnp.einsum("bkcf,bkch->bkfh", keys.adds, corrected)
-    kept = zero_unless(visibility.keeps_state, state.key_value)
     return DeltaState(kept + update), ungroup_rows(out, length)
 
 
@@ -184,14 +288,17 @@ class _Affine(NamedTuple):
 
 def _summarize(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) -> _Affine:
     """A = I - K^T W and B = K^T U, where W and U are the solutions for diag(beta) K and diag(beta) V
-    (arXiv:2406.06484, eqs. 7-10). The norm of A is at most 1 for normalised keys and beta between 0 and 2."""
-    keys, v = _keys(chunk, visibility, normalize_keys), heads_first(chunk["value"])
+    (arXiv:2406.06484, eqs. 7-10); with decay, I is multiplied by the chunk's. The norm of A is at most 1 for normalised
+    keys, beta between 0 and 2 and decay of at most 1."""
+    decay = _decay(chunk)
+    keys, v = _keys(chunk, visibility, normalize_keys, decay), heads_first(chunk["value"])
     solved = solve_unit_lower(keys.overlap, keys.beta * jnp.concatenate([-keys.reads, v], axis=-1))
     change, added = jnp.split(
         jnp.einsum("bkcf,bkch->bkfh", keys.adds, solved), [keys.reads.shape[-1]], axis=-1
     )
     identity = jnp.eye(change.shape[-1], dtype=change.dtype)
-    return _Affine(change + jnp.broadcast_to(identity, change.shape), added)
+    kept = identity if decay is None else identity[None, None] * decay.total
+    return _Affine(change + jnp.broadcast_to(kept, change.shape), added)
 
 
 def _states(

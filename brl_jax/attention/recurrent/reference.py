@@ -148,19 +148,34 @@ def delta_rule(
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
     """S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T and out_t = S_t^T q_t, token by token (arXiv:2406.06484)."""
+    return gated_delta_rule(query, key, value, beta, jnp.zeros_like(beta), normalize_keys=normalize_keys)
+
+
+def gated_delta_rule(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    beta: Float[Array, "B T K"],
+    log_decay: Float[Array, "B T K"],
+    *,
+    normalize_keys: bool = True,
+) -> Float[Array, "B T N V"]:
+    """The delta rule on a state that is first multiplied by exp(log_decay_t), token by token (arXiv:2412.06464)."""
+    decay = jnp.repeat(jnp.exp(log_decay.astype(jnp.float32)), query.shape[2] // beta.shape[2], axis=2)
     beta = jnp.repeat(beta.astype(jnp.float32), query.shape[2] // beta.shape[2], axis=2)
     query, key, value = _float32_heads(query, key, value)
     if normalize_keys:
         key = key / jnp.sqrt(jnp.square(key).sum(-1, keepdims=True) + 1e-12)
 
     def token(state: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, b = arrays
+        q, k, v, b, a = arrays
+        state = a[..., None, None] * state
         error = v - jnp.einsum("bnhv,bnh->bnv", state, k)
         state = state + jnp.einsum("bn,bnh,bnv->bnhv", b, k, error)
         return state, jnp.einsum("bnhv,bnh->bnv", state, q)
 
     state = jnp.zeros((query.shape[0], *key.shape[2:], value.shape[3]), jnp.float32)
-    tokens_first = tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value, beta))
+    tokens_first = tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value, beta, decay))
     return jnp.swapaxes(lax.scan(token, state, tokens_first)[1], 0, 1)
 
 

@@ -65,11 +65,18 @@ def _normalized(weights, seen, least=0.0):
     return weights / np.where(total.real > least, total, least or 1)
 
 
-def _delta(q, k, v, beta, segments):
+def _log_decay(beta):
+    """From almost no decay to a state that is almost emptied."""
+    return -20 * beta**4
+
+
+def _delta(q, k, v, beta, segments, decay=None):
     k = k / np.sqrt((k * k).sum(-1, keepdims=True))
     state, out = 0, []
     for t in range(len(q)):
         state = state * (t > 0 and segments[t] == segments[t - 1]) + np.zeros((SIZE, SIZE))
+        if decay is not None:
+            state = decay[t] * state
         state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
         out.append(state.T @ q[t])
     return np.stack(out)
@@ -89,7 +96,10 @@ def oracle(name, query, key, value, beta, segments):
     for head in range(HEADS):
         q, k, v, b = query[:, head], *(x[:, head * KV_HEADS // HEADS] for x in (key, value, beta))
         weigh = {"linear": _linear, "cosformer": _cosformer, "performer": _performer, "mixed": _mixed}
-        out.append(_delta(q, k, v, b, segments) if name == "delta" else weigh[name](q, k, seen) @ v)
+        decays = {"delta": None, "gated": np.exp(_log_decay(b))}
+        out.append(
+            _delta(q, k, v, b, segments, decays[name]) if name in decays else weigh[name](q, k, seen) @ v
+        )
     return np.stack(out, 1)
 
 
@@ -106,6 +116,9 @@ def call(name, query, key, value, beta, **options):
             )
         case "delta":
             return brl_jax.delta_rule(query, key, value, beta, **options)
+        case "gated":
+            decay = _log_decay(beta.astype(jnp.float32))
+            return brl_jax.gated_delta_rule(query, key, value, beta, decay, **options)
     return brl_jax.mixed_chunk_attention(query, key, -query, key, value, is_causal=True, **options)
 
 
@@ -121,7 +134,7 @@ def with_states(name, arrays, ids, lengths):
     return [first, second, call(name, *rest, state=state)]
 
 
-NAMES = ("linear", "cosformer", "performer", "delta", "mixed")
+NAMES = ("linear", "cosformer", "performer", "delta", "gated", "mixed")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ CASES = [
     *(("cosformer_attention", (), options) for options in with_causality({"max_length": 211})),
     *(("flow_attention", (), options) for options in with_causality({})),
     ("delta_rule", ("beta",), {}),
+    ("gated_delta_rule", ("beta", "log_decay"), {}),
     *(("gau_attention", (), options) for options in with_causality({"bias": BIAS})),
     *(("mixed_chunk_attention", ("linear",), o) for o in with_causality({"bias": BIAS, "chunk_size": 24})),
     *(("bsbr_attention", ("retrieval",), options) for options in with_causality({"chunk_size": 24})),
@@ -52,6 +53,11 @@ def arguments(kind, length):
     match kind:
         case ("beta",):
             return query, key, value, jax.nn.sigmoid(normal(2, length, KV_HEADS))
+        case ("beta", "log_decay"):
+            # Strong and weak decay side by side, and tokens that empty the state.
+            strong = -jnp.asarray([0.01, 1e3, 0.1, 20.0, 0.0, jnp.inf, 0.5])[jnp.arange(length) % 7]
+            log_decay = jnp.broadcast_to(strong[None, :, None], (2, length, KV_HEADS))
+            return query, key, value, jax.nn.sigmoid(normal(2, length, KV_HEADS)), log_decay
         case ("linear",):
             return query, key, query[:, ::-1] + 1, -2 * key, value
         case ("retrieval",):

@@ -39,6 +39,12 @@ def _delta(query, key, value, **options):
     return brl_jax.delta_rule(query, key, value, beta, **options)
 
 
+def _gated_delta(query, key, value, **options):
+    beta = jax.lax.stop_gradient(jax.nn.sigmoid(3 * value[..., 0]))
+    log_decay = jax.lax.stop_gradient(-jnp.exp(2 * value[..., 1]))
+    return brl_jax.gated_delta_rule(query, key, value, beta, log_decay, **options)
+
+
 def _linear(query, key, value, **options):
     return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
 
@@ -98,6 +104,7 @@ CASES = {
         linear=False,
     ),
     "delta": Case(_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
+    "gated_delta": Case(_gated_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
 }
 
 
@@ -215,7 +222,7 @@ def test_bad_input(name):
     case = CASES[name]
     query, key, value = inputs(9)
     state = case.init(2, 2, 8)
-    other = CASES["delta" if name != "delta" else "linear"].init(2, 2, 8)
+    other = CASES["delta" if "delta" not in name else "linear"].init(2, 2, 8)
     with_kernel = "None, 'xla', 'triton' or 'triton_interpret'"
     implementations = with_kernel if name == "gau" else "None or 'xla'"
     wrong = {
