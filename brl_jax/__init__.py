@@ -52,6 +52,7 @@ from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, init
 from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import init_linear_state, linear_attention
+from brl_jax.attention.recurrent.luna import init_luna_state, luna_attention
 from brl_jax.attention.recurrent.mixed_chunk import init_mixed_chunk_state, mixed_chunk_attention
 from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import (
@@ -95,6 +96,7 @@ from brl_jax.layers import (
     LinformerConfig,
     LocalConfig,
     LongShortConfig,
+    LunaConfig,
     Mechanism,
     MLRConfig,
     NativeSparseConfig,
@@ -168,6 +170,7 @@ __all__ = [
     "LocalConfig",
     "LocalState",
     "LongShortConfig",
+    "LunaConfig",
     "MLRConfig",
     "MaskedLM",
     "Mechanism",
@@ -225,6 +228,7 @@ __all__ = [
     "init_local_state",
     "init_long_short_state",
     "init_lsh_state",
+    "init_luna_state",
     "init_mixed_chunk_state",
     "init_mlr_state",
     "init_performer_state",
@@ -239,6 +243,7 @@ __all__ = [
     "lsh_attention",
     "lsh_rotations",
     "lsh_step",
+    "luna_attention",
     "mixed_chunk_attention",
     "mlr_attention",
     "mlr_attention_step",

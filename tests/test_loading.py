@@ -54,7 +54,10 @@ def test_commands_of_a_checkout(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["brl-train", "lmm"])
     assert commands.train() == 2
-    assert "NAME: expected one of forecast, lm, lra, recall, regression, got 'lmm'" in capsys.readouterr().err
+    assert (
+        "NAME: expected one of forecast, glue, lm, lra, mlm, recall, regression, got 'lmm'"
+        in capsys.readouterr().err
+    )
     monkeypatch.setattr(sys, "argv", ["brl-train", "lm", "--steps", "0"])
     assert commands.train() == 2
     assert "train.lm: --steps must be at least 1, got 0" in capsys.readouterr().err

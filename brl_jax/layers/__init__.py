@@ -19,6 +19,7 @@ from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
+from brl_jax.layers.recurrent.luna import LunaConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.registry import MECHANISMS, mechanism_name
@@ -53,6 +54,7 @@ __all__ = [
     "LinformerConfig",
     "LocalConfig",
     "LongShortConfig",
+    "LunaConfig",
     "MLRConfig",
     "Mechanism",
     "NativeSparseConfig",

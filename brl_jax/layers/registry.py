@@ -24,6 +24,7 @@ from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
+from brl_jax.layers.recurrent.luna import LunaConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
 from brl_jax.layers.sorting.informer import InformerConfig
@@ -59,6 +60,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "cosformer": CosformerConfig,
         "performer": PerformerConfig,
         "flowformer": FlowformerConfig,
+        "luna": LunaConfig,
         "gau": GauConfig,
         "flash": FlashConfig,
         "bsbr": BSBRConfig,

@@ -57,6 +57,9 @@ def _bilinear_btt(x, value):
     return bj.bilinear_btt_attention(x, value, right=right, left=left, is_causal=True)
 
 
+_PACKED = _normal(20, 3, KV_HEADS, HEAD_DIM)
+
+
 def _native_sparse(query, key, value):
     sizes = bj.BlockSizes(compressed=2, stride=1, selected=2, blocks=4)
     blocks = (bj.compression_blocks(x, sizes).mean(2) for x in (key, value))
@@ -158,6 +161,7 @@ CALLS = {
         qkv,
         lambda q, k, v: bj.long_short_attention(q, k, v, k[..., :2], window=3, chunk_size=4, is_causal=True),
     ),
+    "luna": (qkv, lambda q, k, v: bj.luna_attention(q, k, v, _PACKED, chunk_size=4)),
     "native_sparse": (qkv, _native_sparse),
     "prob_sparse": (qkv, lambda q, k, v: bj.prob_sparse_attention(q, k, v, rng=jax.random.key(0), factor=1)),
     "lsh": (qkv, lambda q, k, v: bj.lsh_attention(q, v, _ROTATIONS, chunk_size=2, is_causal=True)),

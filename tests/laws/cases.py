@@ -37,6 +37,7 @@ from brl_jax.layers import (
     LinformerConfig,
     LocalConfig,
     LongShortConfig,
+    LunaConfig,
     Mechanism,
     MLRConfig,
     NativeSparseConfig,
@@ -171,6 +172,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "gau": {"": Case(GauConfig(key_dim=8, chunk_size=8))},
     "flash": {"": Case(FlashConfig(key_dim=8, chunk_size=8), repeats="gau")},
     "flowformer": {"": Case(FlowformerConfig(chunk_size=8))},
+    "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8))},
     "bsbr": {
         "": Case(BSBRConfig(chunk_size=6)),
         "compressed": Case(BSBRConfig(chunk_size=8, compressed=5), "bsbr"),

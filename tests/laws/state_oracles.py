@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from brl_jax.attention.recurrent.performer import performer_projection
-from tests.laws.oracles import feed_forward, full_mask, layers, norm, project, rotary
+from tests.laws.oracles import feed_forward, full_mask, layers, norm, project, rotary, softmax
 
 
 def residual_network(mix):
@@ -209,7 +209,60 @@ def bsbr_mix(u, p, m, d):
     return merge(heads, p)
 
 
+def luna_causal(u, p, packed, d):
+    """Token by token: sums over the tokens so far, divided by their number."""
+    scale, group = 1 / np.sqrt(d.head_dim), d.num_heads // d.num_kv_heads
+    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    pack = project(packed, p["pack_query"])
+    turned_q, turned_k = rotary(q, np.arange(len(u))), rotary(k, np.arange(len(u)))
+    heads = []
+    for a in range(d.num_heads):
+        b, rows = a // group, []
+        z = scale * k[:, b] @ pack[:, b].T
+        weights = np.where(np.real(z) > 0, z + 1, np.exp(np.where(np.real(z) > 0, 0, z)))
+        for t in range(len(u)):
+            products = turned_k[: t + 1, b] @ turned_q[t, a]
+            mean = (products @ weights[: t + 1])[None] / (t + 1)
+            read = softmax(scale * mean, np.ones(mean.shape, bool))[0]
+            rows.append((weights[: t + 1] @ read) @ v[: t + 1, b] / (t + 1))
+        heads.append(np.stack(rows))
+    return merge(heads, p)
+
+
+def luna_both_ways(u, p, packed, d):
+    """The tokens' outputs, and what the packed tokens read."""
+    n, m, group = len(u), len(packed), d.num_heads // d.num_kv_heads
+    places = (2 * np.arange(m) + 1) * n // (2 * m)
+
+    def attend(q, k, v):
+        pairs = [(q[:, a], k[:, a // group], v[:, a // group]) for a in range(d.num_heads)]
+        every = np.ones((len(q), len(k)), bool)
+        return np.stack([softmax(x @ y.T / np.sqrt(d.head_dim), every) @ z for x, y, z in pairs], 1)
+
+    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    q, k = rotary(q, np.arange(n)), rotary(k, np.arange(n))
+    read = attend(rotary(project(packed, p["pack_query"]), places), k, v)
+    read = np.tensordot(read, p["pack_out"]["kernel"], axes=2)
+    out = attend(q, rotary(project(read, p["unpack_key"]), places), project(read, p["unpack_value"]))
+    return np.tensordot(out, p["out"]["kernel"], axes=2), read
+
+
+def luna(params, mechanism, d, x):
+    packed = params["carrier_0"]["packed"]
+    for p in layers(params):
+        u = norm(x, p["mixer_norm"], d.norm)
+        if d.is_causal:
+            y = luna_causal(u, p["mixer"], packed, d)
+        else:
+            y, read = luna_both_ways(u, p["mixer"], packed, d)
+            packed = norm(packed + read, p["mixer"]["packed_norm"], d.norm)
+        x = x + y
+        x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
+    return norm(x, params["final_norm"], d.norm)
+
+
 NETWORKS = {
+    "luna": luna,
     "bsbr": residual_network(bsbr_mix),
     "gau": gated_network(gau_attend),
     "flash": gated_network(flash_attend),

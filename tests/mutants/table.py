@@ -514,6 +514,27 @@ MUTANTS = (
         (LAWS, "-k", "law_2 and native_sparse"),
     ),
     Mutant(
+        "recurrent/Luna counts the tokens of a row, not of a packed sequence",
+        "brl_jax/attention/recurrent/luna.py",
+        "first + before.num_tokens[:, None], 0)",
+        "0 * first, 0)",
+        (LAWS, "-k", "law_4_packing and luna"),
+    ),
+    Mutant(
+        "recurrent/Luna's step forgets how many tokens there were",
+        "brl_jax/attention/recurrent/luna.py",
+        "before.num_tokens[:, None] + 1 + jnp.arange",
+        "0 * before.num_tokens[:, None] + 1 + jnp.arange",
+        (LAWS, "-k", "law_2 and luna"),
+    ),
+    Mutant(
+        "recurrent/Luna's packed tokens do not go on to the next layer",
+        "brl_jax/layers/recurrent/luna.py",
+        'norm(d, name="packed_norm")(packed + read)',
+        'packed + 0 * norm(d, name="packed_norm")(packed + read)',
+        (LAWS, "-k", "law_3 and luna"),
+    ),
+    Mutant(
         "recurrent/Flowformer's padding takes part in the competition",
         "brl_jax/attention/recurrent/flow.py",
         "jax.nn.softmax(conserved_sources, axis=1, where=where)",

@@ -7,7 +7,7 @@ lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; 
                                                      code)
 lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
 -informer, -reformer, -long-short                    (two layers of width 64)
-lra-TASK-flowformer, -sinkhorn, -sliceformer,        mechanisms of BRL-Attention's table 1 in the network of its table
+lra-TASK-flowformer, -luna, -sinkhorn, -sliceformer, mechanisms of BRL-Attention's table 1 in the network of its table
 -synthesizer                                         11
 
 BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. Neither gives steps or warm-up: the steps are
@@ -28,6 +28,7 @@ from brl_jax.layers import (
     KernelizedConfig,
     LocalConfig,
     LongShortConfig,
+    LunaConfig,
     Mechanism,
     NystromformerConfig,
     ReformerConfig,
@@ -233,9 +234,10 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
 def _beside_brl(task: str) -> dict[str, Mechanism]:
     """Mechanisms of BRL-Attention's table 1, by name. Sinkhorn's blocks have the size of the Long Range Arena's code;
     a row has a class token more. Sliceformer sorts in ascending order, as in its authors' code. Synthesizer has the
-    factorised random weights."""
+    factorised random weights, Luna the most packed tokens of its own results."""
     return {
         "flowformer": FlowformerConfig(),
+        "luna": LunaConfig(num_packed=256),
         "sinkhorn": SinkhornConfig(block_size=50, max_length=_LENGTHS[task] + 50),
         "sliceformer": SliceformerConfig(order="ascending"),
         "synthesizer": SynthesizerConfig(weights="random", rank=32, max_length=_LENGTHS[task] + 1),

@@ -114,6 +114,8 @@ def _with_automatic_mesh(function: Callable[..., Any], arrays: list, first: Any,
             axes = spec[:-1]
         elif first.ndim == 3 and out.shape[:2] == first.shape[:2]:
             axes = (*spec[:2], _spec(second)[2])
+        elif first.ndim == 4 and out.ndim == 4 and out.shape[:2] == first.shape[:2]:
+            axes = spec[:3]  # values came first, and the output has more heads
         else:
             axes = spec[: min(1, out.ndim)]
         return NamedSharding(mesh, PartitionSpec(*axes))

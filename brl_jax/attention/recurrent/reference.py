@@ -43,6 +43,30 @@ def linear_attention(
     return jnp.einsum("bnts,bsnv->btnv", weights / sums if normalize else weights, value)
 
 
+def luna_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    packed: Float[Array, "M K H"],
+    *,
+    positions: Int[Array, "#B T"] | None = None,
+) -> Float[Array, "B T N V"]:
+    """Weights u_t . a_j / t with u_t = softmax(sum_{j <= t} (q_t . k_j) a_j / (t sqrt(H))) (arXiv:2106.01540, 3.3)."""
+    scale, group = query.shape[3] ** -0.5, query.shape[2] // key.shape[2]
+    query, key, value = _float32_heads(query, key, value)
+    packed = jnp.repeat(packed.astype(jnp.float32), group, axis=1)
+    enters = _FEATURE_MAPS["elu+1"](jnp.einsum("bsnh,mnh->bsnm", key, packed) * scale)
+    if positions is not None:
+        query, key = rotate(query, positions), rotate(key, positions)
+    products = jnp.einsum("btnh,bsnh->bnts", query, key)
+    visible = _visible(products, True)
+    number = 1.0 + jnp.arange(query.shape[1], dtype=jnp.float32)[None, :, None, None]
+    scores = jnp.einsum("bnts,bsnm->btnm", jnp.where(visible, products, 0.0), enters) / number
+    read = jax.nn.softmax(scores * scale, axis=-1) / number
+    weights = jnp.where(visible, jnp.einsum("btnm,bsnm->bnts", read, enters), 0.0)
+    return jnp.einsum("bnts,bsnv->btnv", weights, value)
+
+
 def norm_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],

@@ -14,6 +14,7 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
+from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.local.api import local_attention
 
@@ -71,15 +72,6 @@ class Lists(NamedTuple):
     compressed: Int[Array, "#B C"]
     candidates: Int[Array, "#B J"]
     first: Int[Array, "B T"]
-
-
-def first_tokens(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The place of the first token of each token's sequence in a packed row."""
-    places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
-    begins = jnp.concatenate(
-        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
-    )
-    return lax.associative_scan(jnp.maximum, jnp.where(begins, places, 0), axis=1)
 
 
 def block_starts(

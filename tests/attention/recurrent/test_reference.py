@@ -35,6 +35,7 @@ CASES = [
     *(("performer_attention", (), options) for options in with_causality({"projection": PROJECTION})),
     *(("cosformer_attention", (), options) for options in with_causality({"max_length": 211})),
     *(("flow_attention", (), options) for options in with_causality({})),
+    ("luna_attention", (), {"packed": normal(3, KV_HEADS, SIZE)}),
     ("delta_rule", ("beta",), {}),
     ("gated_delta_rule", ("beta", "log_decay"), {}),
     *(("gau_attention", (), options) for options in with_causality({"bias": BIAS})),

@@ -20,6 +20,7 @@ from brl_jax.attention.recurrent.cosformer import init_cosformer_state
 from brl_jax.attention.recurrent.delta import init_delta_state
 from brl_jax.attention.recurrent.gau import init_gau_state
 from brl_jax.attention.recurrent.linear import init_linear_state
+from brl_jax.attention.recurrent.luna import init_luna_state
 from brl_jax.attention.recurrent.mixed_chunk import init_mixed_chunk_state
 from brl_jax.attention.recurrent.performer import init_performer_state
 from tests.marks import slow_unless
@@ -47,6 +48,11 @@ def _gated_delta(query, key, value, **options):
 
 def _linear(query, key, value, **options):
     return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
+
+
+def _luna(query, key, value, **options):
+    packed = jax.random.normal(jax.random.key(13), (3, *key.shape[2:]))
+    return brl_jax.luna_attention(query, key, value, packed, **options)
 
 
 def _norm(query, key, value, **options):
@@ -103,6 +109,7 @@ CASES = {
         packs=False,
         linear=False,
     ),
+    "luna": Case(_luna, lambda b, k, h: init_luna_state(b, k, h, 3, h)),
     "delta": Case(_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
     "gated_delta": Case(_gated_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
 }

@@ -1,0 +1,16 @@
+"""Where the sequences of a packed row begin."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+
+def first_tokens(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The place of the first token of each token's sequence. A sequence is a run of equal ids."""
+    places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    return lax.associative_scan(jnp.maximum, jnp.where(begins, places, 0), axis=1)

@@ -1,0 +1,172 @@
+"""Luna's causal attention: tokens are packed into a few, and unpacked from them (Ma et al. 2021, arXiv:2106.01540)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import check_lengths, check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.core.segments import first_tokens
+from brl_jax.attention.recurrent.arguments import check_state
+from brl_jax.attention.recurrent.linear import (
+    LinearState,
+    apply_feature_map,
+    check_positions,
+    feature_sums,
+)
+
+
+class LunaState(NamedTuple):
+    """What `luna_attention` keeps of the tokens so far.
+
+    Attributes:
+      scores: the sum of k a^T over the tokens, with a the token's weights in the packed tokens.
+      values: the sum of a v^T.
+      num_tokens: how many tokens there are.
+    """
+
+    scores: Float[Array, "B K H M"]
+    values: Float[Array, "B K M V"]
+    num_tokens: Int[Array, " B"]
+
+
+def init_luna_state(
+    batch: int, num_kv_heads: int, head_dim: int, num_packed: int, value_dim: int
+) -> LunaState:
+    """The state of `luna_attention` before the first token; `num_packed` is M there.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    check_sizes(
+        batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, num_packed=num_packed, value_dim=value_dim
+    )
+    return LunaState(
+        jnp.zeros((batch, num_kv_heads, head_dim, num_packed), jnp.float32),
+        jnp.zeros((batch, num_kv_heads, num_packed, value_dim), jnp.float32),
+        jnp.zeros((batch,), jnp.int32),
+    )
+
+
+@attention_function
+def luna_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    packed: Float[Array, "M K H"],
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
+    rope_theta: float = 10000.0,
+    state: LunaState | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LunaState]:
+    """Causal attention through M packed tokens, in O(T M) time and memory.
+
+      a_j = omega(scale packed k_j)                           the weights of token j in the packed tokens
+      u_t = softmax(scale / t sum_{j <= t} (q_t . k_j) a_j)   the weights of the packed tokens for query t
+      out_t = 1 / t sum_{j <= t} (u_t . a_j) v_j
+
+    Luna (Ma et al. 2021, arXiv:2106.01540), section 3.3, with omega = elu + 1: the softmax over the tokens, which packs
+    in the bidirectional form, would see later ones. Both sums are linear attention and run chunk by chunk. The
+    bidirectional form is two calls of `full_attention`, Y = Attn(P, X) and Attn(X, Y) (eqs. 4, 5).
+    `reference.luna_attention` is the plain form.
+
+    Args:
+      query: (B, T, N, H), float32, bfloat16 or float16.
+      key, value: (B, T, K, H) and (B, T, K, V) of the same tokens and dtype; K divides N.
+      packed: (M, K, H), the queries of the packed tokens, the same for all sequences.
+      scale: the scale of the products; 1 / sqrt(H) by default.
+      key_value_seq_lengths: (B,) ints; tokens at and after the length are padding, which may contain anything.
+      segment_ids: (B, T) ints; a token sees its own segment only, a run of equal ids, and t counts from its start. The
+        given state is the past of the first segment, and the returned state is that of the last.
+      positions: (B, T) or (1, T) ints, with rotary positions; None without. They rotate q_t and k_j in u_t; what enters
+        a packed token does not depend on the position.
+      rope_theta: the base of their frequencies.
+      state: the state of the tokens before these, from an earlier call or `init_luna_state`; None if there are none.
+      return_state: if True, the result is (out, state) with the state after these tokens.
+      chunk_size: the tokens of a chunk; it changes time and memory but not the result.
+      implementation: None or "xla".
+
+    Returns:
+      (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `LunaState`.
+
+    Raises:
+      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+    """
+    check_qkv(query, key, value)
+    batch, length, _, head_dim = query.shape
+    kv_heads, value_dim = value.shape[2:]
+    shape: tuple[int, ...] = getattr(packed, "shape", ())
+    require(
+        len(shape) == 3 and shape[0] > 0 and shape[1:] == (kv_heads, head_dim),
+        f"packed must have shape (M, {kv_heads}, {head_dim}), not empty, got {shape}",
+    )
+    require(key.shape[1] == length, f"key must have query's length {length}, got {key.shape[1]}")
+    scale = check_scale(scale, head_dim)
+    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    many = packed.shape[0]
+    fresh = init_luna_state(batch, kv_heads, head_dim, many, value_dim)
+    before = check_state(state, fresh, "init_luna_state")
+    exact = [zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value)]
+    weights = jnp.einsum("btkh,mkh->btkm", exact[1], packed.astype(jnp.float32)) * scale
+    weights = apply_feature_map("elu+1", weights)
+    turned = exact[:2]
+    if positions is not None:
+        places = check_positions(positions, query, key)
+        turned = [rotate(x, places, rope_theta) for x in turned]
+    number = before.num_tokens[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
+    if segment_ids is not None:
+        first = first_tokens(segment_ids)
+        number = number - jnp.where(first > 0, first + before.num_tokens[:, None], 0)
+    share = (1.0 / number.astype(jnp.float32))[..., None, None]
+    options: dict[str, Any] = {
+        "normalize": False,
+        "is_causal": True,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "segment_ids": segment_ids,
+        "return_state": return_state,
+        "chunk_size": chunk_size,
+        "implementation": implementation,
+    }
+
+    def same(x: Array, positions: Any) -> Array:
+        return x
+
+    (scores, _), new_scores = feature_sums(
+        turned[0],
+        turned[1],
+        weights,
+        same,
+        same,
+        num_features=head_dim,
+        state=LinearState(before.scores, None),
+        **options,
+    )
+    read = jax.nn.softmax(scores * (share * scale), axis=-1)
+    (out, _), new_values = feature_sums(
+        read,
+        weights,
+        exact[2],
+        same,
+        same,
+        num_features=many,
+        state=LinearState(before.values, None),
+        **options,
+    )
+    out = (out * share).astype(query.dtype)
+    if not return_state:
+        return out
+    last = number[:, -1] if lengths is None else before.num_tokens + lengths
+    return out, LunaState(new_scores.key_value, new_values.key_value, last)

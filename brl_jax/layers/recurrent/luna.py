@@ -1,0 +1,155 @@
+"""Luna as a layer, and the module that carries its packed tokens from layer to layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.recurrent.luna import init_luna_state, luna_attention
+from brl_jax.layers.compressed.compressed_tokens import spread
+from brl_jax.layers.core.caches import StateCache
+from brl_jax.layers.core.modules import (
+    dense,
+    merge_heads,
+    norm,
+    parameter,
+    project_qkv,
+    rotary_options,
+    scale_scores,
+    sow_weights,
+)
+from brl_jax.layers.core.protocol import CacheOwner, Dimensions, LayerCall, Mechanism, MechanismLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class LunaConfig(Mechanism):
+    """Attention through a few packed tokens (Luna, arXiv:2106.01540).
+
+    In an encoder the packed tokens read the tokens, the tokens read them, and they go on to the next layer. In a
+    decoder every layer has the same learned ones (section 3.3)."""
+
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+
+    num_packed: int = 16
+    """Packed tokens [l]."""
+    chunk_size: int = 64
+    """Tokens of a chunk in a decoder; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "num_packed", "chunk_size")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return LunaAttention(self, dimensions, **kwargs)
+
+    def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return LunaCarrier(self, dimensions, **kwargs)
+
+
+class LunaCarrierCache(NamedTuple):
+    """How many tokens there have been: () int32. The packed tokens of a decoder do not depend on them."""
+
+    num_tokens: Int[Array, ""]
+
+
+class LunaCarrier(CacheOwner):
+    """Owns the packed tokens' learned start, (B, M, D); see `Mechanism.carrier` for the calls."""
+
+    def init_cache(self, batch: int, length: int) -> LunaCarrierCache:
+        return LunaCarrierCache(jnp.zeros((), jnp.int32))
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"], cache: LunaCarrierCache | None) -> Float[Array, "B M D"]:
+        d = self.dimensions
+        shape = (self.mechanism.num_packed, d.d_model)
+        table = parameter(self, "packed", nn.initializers.normal(1.0), shape, ("compressed", "embed"))
+        return jnp.broadcast_to(table.astype(d.dtype)[None], (x.shape[0], *shape))
+
+    def close(self, y: Float[Array, "B T D"], cache: LunaCarrierCache | None, count: Any) -> Any:
+        if cache is None:
+            return None
+        return LunaCarrierCache(cache.num_tokens + (y.shape[1] if count is None else count))
+
+
+class LunaAttention(MechanismLayer):
+    """See `brl_jax.layers.core.protocol` for the call, whose carry are the packed tokens, and `luna_attention` for the
+    mathematics. Where positions are rotary, packed tokens stand evenly spread over an encoder's sequence."""
+
+    mechanism: LunaConfig
+    dimensions: Dimensions
+
+    def init_cache(self, batch: int, length: int) -> StateCache:
+        d = self.dimensions
+        state = init_luna_state(batch, d.num_kv_heads, d.head_dim, self.mechanism.num_packed, d.head_dim)
+        return StateCache(state, jnp.zeros((), jnp.int32))
+
+    def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any, Any]:
+        if self.dimensions.is_causal:
+            y, cache = self._causal(x, call)
+            return y, call.carry, cache
+        if call.segment_ids is not None:
+            raise ValueError(
+                "segment_ids: Luna packs in decoders only; in an encoder give each sequence its own row"
+            )
+        y, carry = self._bidirectional(x, call)
+        return y, carry, None
+
+    def _causal(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        d, cache = self.dimensions, call.cache
+        query, key, value = project_qkv(d, x, None)
+        # The rows of a batch have the same packed tokens.
+        axes = ("embed", "kv_heads", "head_dim")
+        packed = dense(d, (d.num_kv_heads, d.head_dim), axes, name="pack_query")(call.carry[:1])[0]
+        packed = scale_scores(packed, d.head_score_factor)
+        attend: Any = functools.partial(
+            luna_attention,
+            query,
+            key,
+            packed=packed,
+            chunk_size=self.mechanism.chunk_size,
+            segment_ids=call.segment_ids,
+            implementation=d.implementation,
+            **rotary_options(d, call.positions),
+        )
+        if cache is None:
+            sow_weights(self, attend, value)
+            return merge_heads(d, attend(value)), None
+        lengths = None
+        if call.count is not None:
+            lengths = jnp.full((x.shape[0],), call.count, jnp.int32)
+        out, state = attend(value, state=cache.state, return_state=True, key_value_seq_lengths=lengths)
+        return merge_heads(d, out), StateCache(state, call.start + call.num_new(x.shape[1]))
+
+    def _bidirectional(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Array]:
+        """Eqs. 4 to 8: the tokens' outputs and the next packed tokens."""
+        d, packed = self.dimensions, call.carry
+        count, length = packed.shape[1], x.shape[1]
+        places = spread(count, length, call.lengths)
+
+        def turn(array: Array, positions: Any) -> Array:
+            return array if d.rope_theta is None else rotate(array, positions, d.rope_theta)
+
+        def project(array: Array, name: str, axis: str, heads: int) -> Array:
+            return dense(d, (heads, d.head_dim), ("embed", axis, "head_dim"), name=name)(array)
+
+        query, key, value = project_qkv(d, x, call.positions)
+        pack_query = turn(project(packed, "pack_query", "heads", d.num_heads), places)
+        pack_query = scale_scores(pack_query, d.head_score_factor)
+        options: dict[str, Any] = {
+            "implementation": d.implementation if d.implementation in ("xla", "cudnn") else None
+        }
+        read = full_attention(pack_query, key, value, key_value_seq_lengths=call.lengths, **options)
+        out_axes = ("heads", "head_dim", "embed")
+        read = dense(d, d.d_model, out_axes, name="pack_out", contract=2)(read)
+        unpack_key = turn(project(read, "unpack_key", "kv_heads", d.num_kv_heads), places)
+        unpack_value = project(read, "unpack_value", "kv_heads", d.num_kv_heads)
+        out = full_attention(query, unpack_key, unpack_value, **options)
+        return merge_heads(d, out), norm(d, name="packed_norm")(packed + read)
