@@ -19,7 +19,6 @@ _TRANSNORMERS: dict[str, Variant] = {f"transnormer_{variant}": variant for varia
 _OF_SIZE = (
     "window",
     "block_size",
-    "bucket_size",
     "num_compressed",
     "num_landmarks",
     "num_projected",

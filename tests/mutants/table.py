@@ -1143,4 +1143,18 @@ MUTANTS = (
         "(j <= i) & (i - j <= options.window)",
         ("tests/eval/test_speed.py", "-k", "reference_equals_oracle"),
     ),
+    Mutant(
+        "eval/the survey's control sees its neighbours",
+        "eval/survey/networks.py",
+        "LocalConfig(window=1)",
+        "LocalConfig(window=2)",
+        ("tests/eval/test_survey.py", "-k", "control"),
+    ),
+    Mutant(
+        "eval/a survey's run of another configuration counts as finished",
+        "eval/survey/training.py",
+        "return None if differences(LRA.to_json(config), LRA.to_json(run.config), _PLACES) else measured",
+        "return measured",
+        ("tests/eval/test_survey.py", "-k", "not_repeated"),
+    ),
 )
