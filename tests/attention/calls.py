@@ -148,7 +148,7 @@ CALLS = {
     "linformer": (qkv, _linformer),
     "nystrom": (qkv, lambda q, k, v: bj.nystrom_attention(q, k, v, num_landmarks=3)),
     "kernelized": (qkv, bj.kernelized_attention),
-    "synthesizer_random": (
+    "synthesizer": (
         lambda batch: qkv(batch)[2:],
         lambda v: bj.synthesizer_attention(v, _COLUMNS[:LENGTH], _COLUMNS, is_causal=True),
     ),
