@@ -29,7 +29,8 @@ def _network(mechanism):
     return objective, nn.unbox(objective.init(jax.random.key(0))), batch
 
 
-@pytest.mark.parametrize("mechanism", [pytest.param(LOCAL, marks=pytest.mark.slow), BRL])
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", [LOCAL, BRL])
 def test_sensitivities_are_the_norms_of_the_jacobian(mechanism):
     objective, params, batch = _network(mechanism)
     places = np.array([[3, 19], [11, 12]])

@@ -172,7 +172,8 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "gau": {"": Case(GauConfig(key_dim=8, chunk_size=8))},
     "flash": {"": Case(FlashConfig(key_dim=8, chunk_size=8), repeats="gau")},
     "flowformer": {"": Case(FlowformerConfig(chunk_size=8))},
-    "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8))},
+    # Two linear attentions, one after the other; its packed tokens and their count are in laws 1 to 3 and in states.
+    "luna": {"": Case(LunaConfig(num_packed=3, chunk_size=8), repeats="linear")},
     "bsbr": {
         "": Case(BSBRConfig(chunk_size=6)),
         "compressed": Case(BSBRConfig(chunk_size=8, compressed=5), "bsbr"),

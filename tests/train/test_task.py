@@ -58,7 +58,11 @@ def test_every_task(name):
     assert {"loop.steps", "loop.workdir", "mesh", "hosts"} <= task.free_fields()
     assert not {"loop.seed", "loop.batch", "model", "optimizer"} & task.free_fields()
     assert set(marked(task.config_class, Mark.DECIDED)) >= (
-        {"model.vocab_size"} if name in ("lm", "lra", "recall", "forecast_tokens") else {"model.num_inputs"}
+        {"model.vocab_size"}
+        if name in ("lm", "lra", "mlm", "recall", "forecast_tokens")
+        else {"model"}
+        if name == "glue"
+        else {"model.num_inputs"}
     )
     config = task.sized(task.presets[task.default_preset])
     model = task.build(config)

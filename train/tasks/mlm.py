@@ -129,9 +129,9 @@ def _base(mechanism: Mechanism, layers: int = 12) -> MlmConfig:
 
 
 PRESETS: dict[str, MlmConfig] = {
-    "small": _small(BRLConfig(window=64, num_compressed=32)),
-    "small-full": _small(FullConfig()),
-    "small-local": _small(LocalConfig(window=64)),
+    "mlm": _small(BRLConfig(window=64, num_compressed=32)),
+    "mlm-full": _small(FullConfig()),
+    "mlm-local": _small(LocalConfig(window=64)),
     "roberta-full": _base(FullConfig()),
     "roberta-brl": _base(BRLConfig(window=128, num_compressed=128)),
     "roberta-flash-quad": _base(GauConfig(), layers=24),
@@ -179,7 +179,7 @@ class MlmTask(Task[MlmConfig, LmData]):
     about = "Trains an encoder to predict masked tokens of text."
     config_class = MlmConfig
     presets = PRESETS
-    default_preset = "small"
+    default_preset = "mlm"
     is_sized_by_data = True
 
     def sized(self, config: MlmConfig, data: LmData | None = None) -> MlmConfig:

@@ -214,6 +214,7 @@ def test_both_directions_see_their_segment(name, all_at_once):
         close(got[:, a:b], function(*(x[:, a:b] for x in (query, key, value))))
 
 
+@pytest.mark.slow
 def test_flash_reads_a_prompt_at_once(all_at_once):
     """Pieces that begin and end within chunks, with padding and a bias, equal the plain form of the whole sequence."""
     rng = np.random.default_rng(6)

@@ -55,6 +55,7 @@ def test_with_all_blocks_the_second_branch_is_full_attention():
     assert relative_error(run(query, key, value, second, SIZES), expected) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_query_finds_the_block_that_answers_it():
     """One far token has the query's key; its block's mean points to it, and the chosen block gives its value back."""
     length, place = 64, 21
@@ -69,6 +70,7 @@ def test_a_query_finds_the_block_that_answers_it():
         assert (error < 1e-3) == found
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_alone_whatever_their_lengths():
     """Blocks begin where a sequence does; one of the sequences is shorter than a block."""
     lengths = (13, 2, 22)
