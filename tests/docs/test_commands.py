@@ -13,7 +13,7 @@ import pytest
 import train.config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 # What stands for a value of the reader's choice, and a value.
 _PLACEHOLDERS = {

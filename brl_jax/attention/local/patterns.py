@@ -441,7 +441,7 @@ class BigBird(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class BlockMask(Pattern):
-    """Any mask over blocks of positions: block a sees block b iff mask[a][b].
+    """Any mask over blocks of positions: block a sees block b iff `mask[a][b]`.
 
     Attributes:
       block: positions in a block.
