@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 def block_windows(
     x: Float[Array, "B S N H"], *, blocks: int, block_size: int, history_size: int
-) -> Float[Array, "B*C history N H"]:
+) -> Float[Array, "BC history N H"]:
     """The tokens [c * block_size, c * block_size + history_size) of block c, as a batch entry of its own."""
     needed = history_size + (blocks - 1) * block_size
     # Whole blocks, shifted: the windows overlap, and the backward pass of a strided gather would be a scatter.

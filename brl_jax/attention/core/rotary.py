@@ -49,7 +49,7 @@ class RopeScaling:
         if not self.slow_turns < self.fast_turns < math.inf:
             raise ValueError(f"fast_turns must be above slow_turns={self.slow_turns}, got {self.fast_turns}")
 
-    def frequencies(self, theta: float, head_dim: int) -> Float[np.ndarray, " H/2"]:
+    def frequencies(self, theta: float, head_dim: int) -> Float[np.ndarray, " half"]:
         """The angle per position of each pair of features, float64."""
         plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.kind == "none":
