@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from brl_jax.sharding import constrain
 from train.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
@@ -147,6 +147,14 @@ def num_rows(batch: Batch) -> int:
 def num_tokens(batch: Batch) -> int:
     """Number of tokens of a batch, including padding."""
     return next(value.size for name, value in batch.items() if name != "reset")
+
+
+def classification(
+    logits: Float[Array, "*B C"], targets: Int[Array, "*B"]
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+    """The cross-entropy of each target in nats, and 1 where it is the likeliest class, else 0."""
+    right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets), right
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from train.data.tokenizer import Tokenizer
 from train.errors import UserError, one_line
 from train.fields import Decided
 
-# A score of STS-B, 0 to 5, becomes a whole number.
+# A score of STS-B, from 0 to the largest, becomes a whole number.
 SCORE_STEPS = 1000
-_LARGEST_SCORE = 5.0
+LARGEST_SCORE = 5.0
 
 Metric = Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -207,8 +207,8 @@ def _score(text: str) -> int:
         score = float(text)
     except ValueError:
         score = math.nan
-    if not 0.0 <= score <= _LARGEST_SCORE:
-        raise ValueError(f"expected a score from 0 to {_LARGEST_SCORE:g}, got {text!r}")
+    if not 0.0 <= score <= LARGEST_SCORE:
+        raise ValueError(f"expected a score from 0 to {LARGEST_SCORE:g}, got {text!r}")
     return round(score * SCORE_STEPS)
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from brl_jax.models import Classifier, EncoderConfig
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig, RunConfig
-from train.data.glue import GLUE_TASKS, SCORE_STEPS, GlueDataConfig, load_glue
+from train.data.glue import GLUE_TASKS, LARGEST_SCORE, SCORE_STEPS, GlueDataConfig, load_glue
 from train.data.lra import EvalBatches, Examples, TrainBatches
 from train.data.lra.batches import default_buckets
 from train.data.tokenizers import load_tokenizer
@@ -29,11 +29,9 @@ from train.mesh import host_rows
 from train.metrics import log
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, means, random_streams
+from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Task, read_config
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
-
-_LARGEST_SCORE = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +94,7 @@ PRESETS: dict[str, GlueConfig] = {task: _preset(task) for task in GLUE_TASKS}
 
 def scores(logits: Any) -> Any:
     """Scores of 0 to 5 from logits (..., 2): the second one's probability, times 5."""
-    return _LARGEST_SCORE * jax.nn.softmax(logits, axis=-1)[..., 1]
+    return LARGEST_SCORE * jax.nn.softmax(logits, axis=-1)[..., 1]
 
 
 def glue_objective(model: Classifier, task: str, start: Any = lambda params: params) -> Objective:
@@ -117,12 +115,10 @@ def glue_objective(model: Classifier, task: str, start: Any = lambda params: par
         )
         weights, targets = batch["weights"], batch["targets"]
         if classes:
-            nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            good = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
-            name = "accuracy"
+            (nll, good), name = classification(logits, targets), "accuracy"
         else:
             score = targets.astype(jnp.float32) / SCORE_STEPS
-            share = score / _LARGEST_SCORE
+            share = score / LARGEST_SCORE
             nll = optax.softmax_cross_entropy(logits, jnp.stack([1.0 - share, share], axis=-1))
             good, name = -jnp.square(scores(logits) - score), "negative_squared_error"
         return jnp.sum(nll * weights), jnp.sum(weights), memory, {name: jnp.sum(good * weights)}

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -19,7 +18,7 @@ from train.data.lra import LRA_TASKS, EvalBatches, Examples, Source, TrainBatche
 from train.loop import HeldOut
 from train.mesh import host_rows
 from train.mup import make_rates
-from train.step import Batch, Objective, means, random_streams
+from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Task
 from train.tasks.lra_config import PRESETS, LraConfig
 
@@ -46,9 +45,8 @@ def lra_objective(model: Classifier | PairClassifier) -> Objective:
             deterministic=key is None,
             rngs=random_streams(key),
         )
-        weights, targets = batch["weights"], batch["targets"]
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
+        nll, right = classification(logits, batch["targets"])
+        weights = batch["weights"]
         return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
 
     return Objective(

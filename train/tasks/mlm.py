@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -33,7 +32,7 @@ from train.loop import HeldOut
 from train.mesh import host_rows
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, means, random_streams
+from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Streams, Task
 from train.tasks.lm import LmData, vocabulary
 from train.tasks.lm_config import LmLoopConfig
@@ -164,9 +163,8 @@ def mlm_objective(model: MaskedLM) -> Objective:
             deterministic=key is None,
             rngs=random_streams(key),
         )
-        weights, targets = batch["weights"], batch["targets"]
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
+        nll, right = classification(logits, batch["targets"])
+        weights = batch["weights"]
         return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
 
     return Objective(init, loss, lambda rows: None, averages=("accuracy",), rates=make_rates(model.config))
