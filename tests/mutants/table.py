@@ -12,6 +12,7 @@ ALL_AT_ONCE = "tests/attention/recurrent/test_all_at_once.py"
 LAWS = "tests/laws/test_laws.py"
 LOCAL = "tests/attention/local"
 RECURRENT_GPU = "tests/attention/recurrent/test_gpu.py"
+SHORT_CONVOLUTION = "tests/attention/recurrent/test_short_convolution.py"
 TPU = "tests/pallas_kernels/tpu"
 
 
@@ -279,6 +280,34 @@ MUTANTS = (
         "else identity[None, None] * decay.total",
         "else identity[None, None] + 0 * decay.total",
         (ALL_AT_ONCE, "-k", "oracle and gated"),
+    ),
+    Mutant(
+        "recurrent/a short convolution crosses sequences",
+        "brl_jax/attention/recurrent/short_convolution.py",
+        "zero_unless(jnp.equal(segments, numbers",
+        "zero_unless(segments >= 0 * (numbers",
+        (SHORT_CONVOLUTION,),
+    ),
+    Mutant(
+        "recurrent/a short convolution keeps inputs that do not exist",
+        "brl_jax/attention/recurrent/short_convolution.py",
+        "end = length if count is None else count",
+        "end = length",
+        (SHORT_CONVOLUTION,),
+    ),
+    Mutant(
+        "recurrent/a short convolution keeps inputs of an earlier sequence",
+        "brl_jax/attention/recurrent/short_convolution.py",
+        "zero_unless(jnp.equal(of_kept, newest)",
+        "zero_unless(jnp.equal(of_kept, of_kept)",
+        (SHORT_CONVOLUTION,),
+    ),
+    Mutant(
+        "core/a gated norm opens before it normalises",
+        "brl_jax/layers/core/modules.py",
+        "jax.lax.rsqrt(jnp.mean(jnp.square(x), axis",
+        "jax.lax.rsqrt(jnp.mean(jnp.square(x * gate), axis",
+        ("tests/layers/core/test_modules.py",),
     ),
     Mutant(
         "recurrent/Performer forgets the maximum when the state fades",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -15,6 +15,8 @@ from brl_jax.attention.core.implied_weights import implied_weights
 from brl_jax.attention.core.rotary import RopeScaling, rotate
 from brl_jax.layers.core.protocol import Dimensions, NormKind
 from brl_jax.sharding import constrain
+
+GateActivation = Literal["silu", "sigmoid"]
 
 
 class _Dense(nn.DenseGeneral):
@@ -115,6 +117,27 @@ def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Modu
         "name": name,
     }
     return nn.RMSNorm(**shared) if kind == "rms" else nn.LayerNorm(use_bias=False, **shared)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of each head of x (..., N, H) by itself, times `activation` of a gate of the same shape, in float32.
+
+    All heads share one scale (H,). It stands before the output projection of gated recurrent layers (Yang et al. 2024,
+    arXiv:2412.06464, figure 1).
+    """
+
+    dimensions: Dimensions
+    activation: GateActivation = "silu"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B N H"], gate: Float[Array, "*B N H"]) -> Float[Array, "*B N H"]:
+        d = self.dimensions
+        scale = parameter(self, "scale", nn.initializers.ones_init(), x.shape[-1:], ("head_dim",))
+        x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
+        normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + d.norm_epsilon)
+        opened = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.sigmoid(gate)
+        scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + scale.shape)
+        return (normed * scale * opened).astype(d.dtype)
 
 
 class FeedForward(nn.Module):

@@ -52,19 +52,27 @@ class StateLayer(MechanismLayer):
         return StateCache(self.init_state(batch, length), jnp.zeros((), jnp.int32))
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        d, cache = self.dimensions, call.cache
-        function, value, linear_part = self.attention(x, call.positions)
+        cache = call.cache
+        attention = self.attention(x, call.positions)
+        attended, state = self.attend(attention, call, None if cache is None else cache.state)
+        y = self.output(x, attended)
+        return y, None if cache is None else StateCache(state, call.start + call.num_new(x.shape[1]))
+
+    def attend(
+        self, attention: StateAttention, call: LayerCall, state: Any
+    ) -> tuple[Float[Array, "B T N V"], Any]:
+        """What the tokens of a call attend to, and the state after them; None is that of training."""
+        d, (function, value, linear_part) = self.dimensions, attention
         options: dict[str, Any] = {"implementation": d.implementation}
         if self.mechanism.bidirectional:
             options["is_causal"] = d.is_causal
         if self.mechanism.packs:
             options["segment_ids"] = call.segment_ids
-        if cache is None:
+        if state is None:
             options["key_value_seq_lengths"] = None if d.is_causal else call.lengths
             sow_weights(self, functools.partial(linear_part or function, **options), value)
-            return self.output(x, function(value, **options)), None
+            return function(value, **options), None
         # New tokens that do not exist are padding, which leaves no trace in a state.
         if call.count is not None:
-            options["key_value_seq_lengths"] = jnp.full((x.shape[0],), call.count, jnp.int32)
-        attended, state = function(value, state=cache.state, return_state=True, **options)
-        return self.output(x, attended), StateCache(state, call.start + call.num_new(x.shape[1]))
+            options["key_value_seq_lengths"] = jnp.full((value.shape[0],), call.count, jnp.int32)
+        return function(value, state=state, return_state=True, **options)

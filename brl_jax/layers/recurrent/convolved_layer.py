@@ -1,0 +1,121 @@
+"""The common part of the recurrent layers whose inputs go through short convolutions, which a decoding cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.recurrent.short_convolution import short_convolution
+from brl_jax.layers.core.caches import StateCache
+from brl_jax.layers.core.modules import parameter
+from brl_jax.layers.core.protocol import LayerCall
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+
+
+class ConvolvedState(NamedTuple):
+    """What a layer with short convolutions keeps of the tokens so far.
+
+    Attributes:
+      attention: the state of its attention function.
+      recent: for each convolution, by name, its last size - 1 inputs (B, size - 1, ...).
+    """
+
+    attention: Any
+    recent: Mapping[str, Float[Array, "B R ..."]]
+
+
+class ShortConvolution(nn.Module):
+    """SiLU of `short_convolution`, with a kernel (size, ...) over the last `size` tokens of every channel.
+
+    Kernels start uniform within 1 / sqrt(size), as in the published networks. With `use_bias` there is a bias, which
+    starts at zero.
+    """
+
+    dimensions: Any
+    axes: tuple[str | None, ...]
+    size: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T ..."],
+        recent: Float[Array, "B R ..."] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        count: Any = None,
+    ) -> tuple[Float[Array, "B T ..."], Float[Array, "B R ..."] | None]:
+        """The outputs and the new recent inputs; the arguments are those of `short_convolution`."""
+        channels = x.shape[2:]
+        bound = self.size**-0.5
+
+        def uniform(key: Any, shape: Any, dtype: Any) -> Array:
+            return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+        kernel = parameter(self, "kernel", uniform, (self.size, *channels), (None, *self.axes))
+        bias = None
+        if self.use_bias:
+            bias = parameter(self, "bias", nn.initializers.zeros_init(), channels, self.axes)
+        y, recent = short_convolution(x, kernel, bias, segment_ids=segment_ids, recent=recent, count=count)
+        return jax.nn.silu(y), recent
+
+
+class Convolutions:
+    """The short convolutions of one call of a layer; `recent` gathers the inputs that its cache keeps."""
+
+    def __init__(self, dimensions: Any, size: int, call: LayerCall, recent: Mapping[str, Any] | None):
+        self._dimensions = dimensions
+        self._size = size
+        self._call = call
+        self._before = recent
+        self.recent: dict[str, Any] = {}
+
+    def __call__(
+        self, x: Float[Array, "B T ..."], *axes: str | None, name: str, use_bias: bool = False
+    ) -> Float[Array, "B T ..."]:
+        """`ShortConvolution` of x, whose dimensions after the length have the logical names `axes`."""
+        module = ShortConvolution(self._dimensions, axes, self._size, use_bias, name=name)
+        before = None if self._before is None else self._before[name]
+        y, self.recent[name] = module(x, before, self._call.segment_ids, self._call.count)
+        return y
+
+
+class ConvolvedLayer(StateLayer):
+    """A `StateLayer` whose mechanism has a `conv_size`, the number of tokens that its convolutions reach over.
+
+    A mechanism gives `init_state`, `convolved` and `convolved_attention`, and `output` if heads are not just merged.
+    """
+
+    def convolved(self) -> dict[str, tuple[int, ...]]:
+        """The names of the convolutions, and the shapes of a token in each."""
+        raise NotImplementedError
+
+    def convolved_attention(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
+    ) -> StateAttention:
+        """`StateLayer.attention`; it calls convolve(array, *axes, name=...) once for each of the names."""
+        raise NotImplementedError
+
+    def init_cache(self, batch: int, length: int) -> StateCache:
+        d, reach = self.dimensions, self.mechanism.conv_size - 1
+        recent = {
+            name: jnp.zeros((batch, reach, *shape), d.dtype) for name, shape in self.convolved().items()
+        }
+        state = ConvolvedState(self.init_state(batch, length), recent)
+        return StateCache(state, jnp.zeros((), jnp.int32))
+
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        cache = call.cache
+        before = None if cache is None else cache.state.recent
+        convolve = Convolutions(self.dimensions, self.mechanism.conv_size, call, before)
+        attention = self.convolved_attention(x, call.positions, convolve)
+        state = None if cache is None else cache.state.attention
+        attended, state = self.attend(attention, call, state)
+        y = self.output(x, attended)
+        if cache is None:
+            return y, None
+        return y, StateCache(ConvolvedState(state, convolve.recent), call.start + call.num_new(x.shape[1]))
