@@ -95,6 +95,18 @@ class Block(nn.Module):
         encoded: Encoded | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The output, the new carry and the new cache; `call` holds the layer's other arguments."""
+        mixed, carry, cache = self.mix(x, carry, cache, call, deterministic)
+        x = constrain_stream(x + mixed)
+        if encoded is not None:
+            x = constrain_stream(x + self.attend(x, encoded, deterministic))
+        if self.mechanism.residual != "mixer":
+            x = constrain_stream(x + self.transform(x, deterministic))
+        return x, carry, cache
+
+    def mix(
+        self, x: Float[Array, "B T D"], carry: Any, cache: Any, call: dict[str, Any], deterministic: bool
+    ) -> tuple[Float[Array, "B T D"], Any, Any]:
+        """What the mechanism adds to the residual stream, the new carry and the new cache."""
         residual = self.mechanism.residual
         mixed, carry, cache = self.mixer(
             self.mixer_norm(x) if residual in ("pre", "mixer") else x,
@@ -107,25 +119,31 @@ class Block(nn.Module):
             mixed = self.mixer_norm(mixed)
         if self.dimensions.output_norms:
             mixed = self.mixer_output_norm(mixed)
-        x = self._add(x, mixed, deterministic)
-        if encoded is not None:
-            if residual == "post":
-                mixed = self.cross_norm(self.cross_mixer(x, encoded))
-            else:
-                mixed = self.cross_mixer(self.cross_norm(x), encoded)
-            if self.dimensions.output_norms:
-                mixed = self.cross_output_norm(mixed)
-            x = self._add(x, mixed, deterministic)
-        if residual == "mixer":
-            return x, carry, cache
-        if residual == "post":
+        return self.dropout(mixed, deterministic=deterministic), carry, cache
+
+    def attend(
+        self, x: Float[Array, "B T D"], encoded: Encoded, deterministic: bool
+    ) -> Float[Array, "B T D"]:
+        """What attention to the encoder's outputs adds to the residual stream."""
+        if self.mechanism.residual == "post":
+            mixed = self.cross_norm(self.cross_mixer(x, encoded))
+        else:
+            mixed = self.cross_mixer(self.cross_norm(x), encoded)
+        if self.dimensions.output_norms:
+            mixed = self.cross_output_norm(mixed)
+        return self.dropout(mixed, deterministic=deterministic)
+
+    def transform(self, x: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
+        """What the feed-forward network adds to the residual stream."""
+        if self.mechanism.residual == "post":
             mixed = self.feed_forward_norm(self.feed_forward(x))
         else:
             mixed = self.feed_forward(self.feed_forward_norm(x))
         if self.dimensions.output_norms:
             mixed = self.feed_forward_output_norm(mixed)
-        return self._add(x, mixed, deterministic), carry, cache
+        return self.dropout(mixed, deterministic=deterministic)
 
-    def _add(self, x: Float[Array, "B T D"], mixed: Array, deterministic: bool) -> Float[Array, "B T D"]:
-        """The new residual stream. Each device of a mesh has its rows at full width, so that norms need no exchange."""
-        return constrain(x + self.dropout(mixed, deterministic=deterministic), ("batch", "length", "embed"))
+
+def constrain_stream(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The residual stream. Each device of a mesh has its rows at full width, so that norms need no exchange."""
+    return constrain(x, ("batch", "length", "embed"))

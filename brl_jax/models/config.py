@@ -67,6 +67,9 @@ class StackConfig:
     remat: Remat = "none"
     """What a layer's backward pass computes again: nothing ("none"), everything but matrix products ("dots"), or
     everything ("full")."""
+    reversible: bool = False
+    """Whether layers have two residual streams, so that training keeps no layer's activations: the backward pass
+    computes each layer's inputs from its outputs (Reformer, arXiv:2001.04451, section 2.3)."""
     dtype: ComputationType = "float32"
     """Data type of the computation; parameters are float32."""
     implementation: Implementation | None = None
@@ -120,6 +123,8 @@ class StackConfig:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.mup_base_width is None and self.mup_base_heads is not None:
             raise ValueError(f"mup_base_heads must be None without mup_base_width, got {self.mup_base_heads}")
+        if self.reversible and self.remat != "none":
+            raise ValueError(f"remat must be 'none' with reversible layers, got {self.remat!r}")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -204,6 +209,7 @@ class StackConfig:
             norm=self.norm,
             norm_epsilon=self.norm_epsilon,
             output_norms=self.output_norms,
+            reversible=self.reversible,
             use_bias=self.use_bias,
             ffn_bias=self.use_bias if self.ffn_bias is None else self.ffn_bias,
             dropout=self.dropout,
@@ -229,6 +235,13 @@ def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
         )
     if d.output_norms and (mechanism.residual == "post" or mechanism.network is not None):
         raise ValueError(f"output_norms must be False with mechanism {name}, which places its own norms")
+    if d.reversible:
+        if mechanism.residual == "mixer" or mechanism.network is not None:
+            raise ValueError(f"reversible must be False with mechanism {name}, whose layers have other parts")
+        if mechanism.carrier(d, parent=None) is not None:
+            raise ValueError(
+                f"reversible must be False with mechanism {name}, whose layers pass more than the residual stream on"
+            )
 
 
 def _check_mechanism(name: str, value: object) -> None:

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.layers.core.modules import norm
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.models.block import Block, Encoded
+from brl_jax.models.block import Block, Encoded, constrain_stream
+from brl_jax.models.reversible import Branches, Operands, reversible_layers
 from brl_jax.models.stack_call import Recall, StackCache, StackCall, StackMemory, check_room
 from brl_jax.sharding import constrain
 
@@ -51,6 +52,12 @@ class Period(nn.Module):
         caches = list(caches)
         for i, (mechanism, key) in enumerate(zip(self.mechanisms, self.carriers)):
             block = Block(mechanism, self.dimensions, self.cross_attention, name=f"block_{i}")
+            if self.dimensions.reversible:
+                x1, x2 = x
+                mixed, _, caches[i] = block.mix(x2, None, caches[i], call, deterministic)
+                x1 = constrain_stream(x1 + mixed)
+                x = (x1, constrain_stream(x2 + block.transform(x1, deterministic)))
+                continue
             x, carry, caches[i] = block(x, carries.get(key), caches[i], call, deterministic, encoded)
             if key in carries:
                 carries = {**carries, key: carry}
@@ -249,13 +256,19 @@ class Stack(nn.Module):
         """All layers over tokens of one segment."""
         caches = {} if cache is None else cache.carriers
         carries = {key: carrier(x, caches.get(key)) for key, carrier in self.carriers.items()}
-        state = (x, carries)
+        reversible = self.dimensions.reversible
+        saves = reversible and cache is None and not self._is_observed()
+        state: Any = ((x, x) if reversible else x, carries)
         layers = []
         for i, group in enumerate(self.layers):
+            if saves:
+                state = (self._reversed(group, state[0], call, deterministic), carries)
+                continue
             group_cache = (None,) * len(group.mechanisms) if cache is None else cache.layers[i]
             state, group_cache = group(state, group_cache, call.of_layers, deterministic, call.encoded)
             layers.append(group_cache)
-        y = self.final_norm(state[0])
+        outputs = (state[0][0] + state[0][1]) / 2 if reversible else state[0]
+        y = self.final_norm(outputs)
         if cache is None:
             return y, None
         carriers = {
@@ -266,6 +279,33 @@ class Stack(nn.Module):
             count = x.shape[1] if call.count is None else call.count
             new = new._replace(num_tokens=new.num_tokens + count)
         return y, new
+
+    def _is_observed(self) -> bool:
+        """Whether the layers make parameters, or what they sow is collected."""
+        return self.is_initializing() or any(map(self.is_mutable_collection, ("maps", "intermediates")))
+
+    def _reversed(self, group: Period, streams: Any, call: StackCall, deterministic: bool) -> Any:
+        """The streams after a group of layers, none of whose activations stays for the gradient."""
+        params = nn.unbox(group.variables["params"])
+        repeats = jax.tree.leaves(params)[0].shape[0]
+        keys = {name: self.make_rng(name) for name in ("dropout", "sample") if self.has_rng(name)}
+        layers = range(len(group.mechanisms))
+        operands = Operands(
+            params=tuple(params[f"block_{i}"] for i in layers),
+            keys=tuple(
+                {
+                    name: jax.random.split(jax.random.fold_in(key, i), (repeats, 2))
+                    for name, key in keys.items()
+                }
+                for i in layers
+            ),
+            call=call.of_layers,
+        )
+        periods = tuple(
+            _branches(Block(mechanism, self.dimensions, parent=None), deterministic)
+            for mechanism in group.mechanisms
+        )
+        return reversible_layers(periods, operands, streams)
 
     def _over_segments(self, step: Any, length: int | None = None) -> Any:
         return nn.scan(
@@ -322,6 +362,19 @@ class Stack(nn.Module):
         start = (cache, jnp.zeros_like(x), jnp.zeros((), jnp.int32))
         (cache, y, _), _ = scan(self, start, None)
         return y[:, :length], cache
+
+
+def _branches(block: Block, deterministic: bool) -> Branches:
+    """The functions of a block with two residual streams; each has its own random keys."""
+
+    def apply(layer: Operands, branch: int, method: str, *args: Any) -> Any:
+        keys = {name: key[branch] for name, key in layer.keys.items()}
+        return block.apply({"params": layer.params}, *args, deterministic, method=method, rngs=keys)
+
+    return Branches(
+        mix=lambda layer, x: apply(layer, 0, "mix", x, None, None, layer.call)[0],
+        transform=lambda layer, x: apply(layer, 1, "transform", x),
+    )
 
 
 def _carrier_keys(mechanisms: Sequence[Mechanism]) -> dict[Mechanism, str]:

@@ -592,6 +592,13 @@ MUTANTS = (
         (LAWS, "-k", "law_1 and informer and not linformer"),
     ),
     Mutant(
+        "models/The backward pass of reversible layers takes outputs for inputs",
+        "brl_jax/models/reversible.py",
+        "constrain_stream(outputs - added)",
+        "constrain_stream(outputs - 0 * added)",
+        ("tests/models/test_reversible.py",),
+    ),
+    Mutant(
         "sorting/Reformer cuts a causal sequence into chunks as a whole",
         "brl_jax/attention/sorting/lsh.py",
         "if not is_causal:\n        numbers",

@@ -91,6 +91,7 @@ class Dimensions:
       norm: "layer" or "rms".
       norm_epsilon: what the norms add to the variance or mean square.
       output_norms: a block also normalises what its mixer and its feed-forward network give (see `Block`).
+      reversible: layers have two residual streams (see `brl_jax.models.reversible`).
       use_bias: biases in projections and norms.
       ffn_bias: biases in the feed-forward network.
       dropout: rate after the embedding, the mixer and the feed-forward network.
@@ -115,6 +116,7 @@ class Dimensions:
     norm: NormKind = "layer"
     norm_epsilon: float = 1e-5
     output_norms: bool = False
+    reversible: bool = False
     use_bias: bool = False
     ffn_bias: bool = False
     dropout: float = 0.0

@@ -22,8 +22,7 @@ class ReformerConfig(Mechanism):
     """Softmax attention among the tokens that a random hash puts into one bucket (Reformer, arXiv:2001.04451).
 
     The cost is linear but for a factor of the length's logarithm; generation keeps all tokens. Queries are keys too.
-    The paper's reversible residual connections, which save memory, are not part of it: a block has one residual stream.
-    `remat` keeps the input of each layer in place of its activations."""
+    The paper's reversible residual connections, which save memory, are the option `reversible` of the network."""
 
     linear_cost: ClassVar[bool] = True
 

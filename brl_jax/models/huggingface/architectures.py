@@ -327,6 +327,7 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
         "norm": d.norm,
         "norm_epsilon": _rounded(d.norm_epsilon),
         "output_norms": d.output_norms,
+        "reversible": d.reversible,
         "use_bias": d.use_bias,
         "ffn_bias": d.ffn_bias,
         "mup_base_width": config.mup_base_width,
