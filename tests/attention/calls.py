@@ -70,6 +70,13 @@ def _with_beta(batch):
     return *qkv(batch), jax.nn.sigmoid(_normal(14, batch, LENGTH, KV_HEADS))
 
 
+def _linear_decayed(q, k, v, beta):
+    log_decay = -3 * beta[..., None] * jax.nn.sigmoid(k)
+    return bj.linear_attention(
+        q, k, v, log_decay=log_decay, normalize=False, feature_map="elu", is_causal=True, chunk_size=4
+    )
+
+
 def _mixed(q, k, v):
     return bj.mixed_chunk_attention(q, k, q, k, v, is_causal=True, chunk_size=4)
 
@@ -114,6 +121,7 @@ CALLS = {
     "compress_blocks": (_history, _compress_blocks),
     "propagate": (_history, _propagate),
     "linear": (qkv, lambda q, k, v: bj.linear_attention(q, k, v, is_causal=True, chunk_size=4)),
+    "linear_decayed": (_with_beta, _linear_decayed),
     "norm": (qkv, lambda q, k, v: bj.norm_attention(q, k, v, is_causal=True, chunk_size=4)),
     "performer": (
         qkv,

@@ -281,6 +281,14 @@ CALLS = {
         lambda: SOFTMAX["linear"](is_causal=True, state=[1]),
         "state must be a LinearState",
     ),
+    "linear: a decay of another shape": (
+        lambda: SOFTMAX["linear"](is_causal=True, normalize=False, log_decay=BETA[:, :3]),
+        r"log_decay must be floating point of shape \(",
+    ),
+    "linear: a decay and a denominator": (
+        lambda: SOFTMAX["linear"](is_causal=True, log_decay=BETA),
+        "log_decay needs is_causal=True and normalize=False",
+    ),
     "delta: beta of another shape": (lambda: brl.delta_rule(Q, K, V, BETA[:, :3]), "beta must be"),
     "gated delta: a decay of another shape": (
         lambda: brl.gated_delta_rule(Q, K, V, BETA, BETA[:, :3]),

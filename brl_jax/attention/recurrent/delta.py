@@ -18,6 +18,7 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility, Recurrence, scan_chunks
+from brl_jax.attention.recurrent.decay import HeadDecay, head_decay
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
@@ -210,36 +211,12 @@ class _Keys(NamedTuple):
     overlap: Float[Array, "B K C C"]
 
 
-class _Decay(NamedTuple):
-    """The factors by which a state shrinks within a chunk.
-
-    Attributes:
-      pairs: from after token j to token i, for j up to i; 1 elsewhere.
-      start, end: from the chunk's first token to token i, both included, and from after it to the chunk's end.
-      total: over the chunk.
-    """
-
-    pairs: Float[Array, "B K C C"]
-    start: Float[Array, "B K C 1"]
-    end: Float[Array, "B K C 1"]
-    total: Float[Array, "B K 1 1"]
-
-
-def _decay(chunk: Any) -> _Decay | None:
+def _decay(chunk: Any) -> HeadDecay | None:
     """The decay of a chunk's tokens, or None without it."""
-    if "log_decay" not in chunk:
-        return None
-    # exp(-200) is 0 in float32, and 0 times -inf is not.
-    log = jnp.maximum(heads_first(chunk["log_decay"][..., None]), -200.0)
-    length = log.shape[2]
-    later = jnp.tri(length, k=-1, dtype=log.dtype)[None, None]
-    between = _multiply(jnp.tri(length, dtype=log.dtype)[None, None], later * log)
-    pairs = checkpoint_name(jnp.exp(between), SAVED)
-    start = pairs[..., :1] * jnp.exp(log[:, :, :1])
-    return _Decay(pairs, start, jnp.swapaxes(pairs[:, :, -1:], -1, -2), start[:, :, -1:])
+    return head_decay(heads_first(chunk["log_decay"][..., None])) if "log_decay" in chunk else None
 
 
-def _keys(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool, decay: _Decay | None) -> _Keys:
+def _keys(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool, decay: HeadDecay | None) -> _Keys:
     k = heads_first(chunk["key"])
     if normalize_keys:
         squares = checkpoint_name(jnp.sum(jnp.square(k), axis=-1, keepdims=True), SAVED)

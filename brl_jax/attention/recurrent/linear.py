@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
@@ -22,6 +22,13 @@ from brl_jax.attention.recurrent.chunk_scan import (
     scan_both_directions,
     scan_chunks,
 )
+from brl_jax.attention.recurrent.decay import (
+    DecayedSum,
+    apply_sum,
+    check_log_decay,
+    decayed_step,
+    join_sums,
+)
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
@@ -32,7 +39,7 @@ from brl_jax.attention.recurrent.rows import (
     zero_unless,
 )
 
-FeatureMap = Literal["elu+1", "elu", "relu"]
+FeatureMap = Literal["elu+1", "elu", "relu", "identity"]
 
 #: Maps an array (B, T, heads, H) and the positions of its tokens, (B, T) or None, to features (B, T, heads, F).
 Features = Callable[[Array, Any], Array]
@@ -77,6 +84,7 @@ def linear_attention(
     is_causal: bool = False,
     normalize: bool = True,
     feature_map: FeatureMap = "elu+1",
+    log_decay: Float[Array, " K"] | Float[Array, "B T K"] | Float[Array, "B T K H"] | None = None,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
@@ -93,13 +101,22 @@ def linear_attention(
     chunk by chunk, with products that are quadratic inside a chunk only. It can continue from the state of earlier
     tokens, in pieces of any size. A query that sees no key gives 0. `reference.linear_attention` is the plain form.
 
+    With log_decay the state shrinks before each token: S_t = exp(log_decay_t) S_(t-1) + phi(k_t) v_t^T and
+    out_t = S_t^T phi(q_t). With "identity" for phi this is retention with a number for each head (RetNet,
+    arXiv:2307.08621, eq. 5; lightning attention, arXiv:2401.04658), Mamba-2's state space duality with one for each
+    head and token (arXiv:2405.21060, section 6), and gated linear attention with one for each feature and token (GLA,
+    arXiv:2312.06635, eq. 3). Results and gradients are finite at any decay.
+
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
       key: (B, S, K, H), value: (B, S, K, V), of the same dtype. K divides N: N / K consecutive query heads share a
         key head. S = T where causal.
       is_causal: query i sees the keys up to its own.
       normalize: divides by the sum of the weights.
-      feature_map: phi; "elu+1" (always positive), "elu" or "relu".
+      feature_map: phi; "elu+1" (always positive), "elu", "relu" or "identity".
+      log_decay: (K,), (B, T, K) or (B, T, K, H), floating point, at most 0: the logarithm of the factor by which the
+        state of a key head shrinks, for all tokens, for each token, or for each token and feature; -inf empties it. It
+        needs is_causal=True and normalize=False.
       key_value_seq_lengths: (B,) ints; keys at and after the length are padding. What keys and values contain there,
         even NaN, reaches neither the result nor the state.
       segment_ids: (B, T) ints; a query sees the keys of its own segment only. A segment is a run of equal ids: an id
@@ -123,7 +140,7 @@ def linear_attention(
     """
     (total, weight), state = linear_sums(
         query, key, value, feature_map=feature_map, normalize=normalize, is_causal=is_causal,
-        positions=positions, rope_theta=rope_theta, key_value_seq_lengths=key_value_seq_lengths,
+        log_decay=log_decay, positions=positions, rope_theta=rope_theta, key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
         implementation=implementation,
     )  # fmt: skip
@@ -183,6 +200,8 @@ def apply_feature_map(feature_map: FeatureMap, x: Float[Array, "*shape"]) -> Flo
             return jax.nn.elu(x)
         case "relu":
             return jax.nn.relu(x)
+        case "identity":
+            return x
     raise ValueError(f"unknown feature_map {feature_map!r}")
 
 
@@ -200,6 +219,7 @@ def feature_sums(
     chunk_size: int,
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     rotation: Features | None = None,
+    log_decay: Any = None,
     **options: Any,
 ) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B T N 1"] | None], LinearState]:
     """The numerator and the denominator of linear attention with any features, which are computed chunk by chunk.
@@ -211,6 +231,7 @@ def feature_sums(
       num_features: the number of features F.
       positions: of the queries and keys, for features that depend on them.
       rotation: applied to the features of the numerator, whose number it must not change.
+      log_decay: (K,), (B, T, K) or (B, T, K, F), as for `linear_attention`.
 
     Returns:
       The weighted sums of the values, the sums of the weights (None without normalize), both float32, and the state
@@ -241,14 +262,29 @@ def feature_sums(
         "query_positions": query_positions,
         "key_positions": key_positions,
     }
+    scan: dict[str, Any] = {"chunk_size": chunk_size}
+    if log_decay is not None:
+        require(
+            is_causal and not normalize,
+            "log_decay needs is_causal=True and normalize=False: a sum of weights that decay may be 0, got "
+            f"is_causal={is_causal} and normalize={normalize}",
+        )
+        log_decay = check_log_decay(log_decay, key.shape, num_features)
+        inputs["log_decay"] = zero_padding(log_decay, prepared.lengths)
+
+        def decayed(state: LinearState, chunk: Any, visibility: ChunkVisibility) -> tuple[DecayedSum, Any]:
+            q = both(query_features, chunk["query"], chunk["query_positions"]).numerator
+            k = both(key_features, chunk["key"], chunk["key_positions"]).numerator
+            arrays = group_rows(q, kv_heads), heads_first(k), heads_first(chunk["value"])
+            change, out = decayed_step(*arrays, chunk["log_decay"], state.key_value, visibility)
+            return change, (ungroup_rows(out, k.shape[1]), None)
+
+        return _scan_decayed(decayed, state, inputs, segments, **scan)
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> LinearState:
         return step(fresh, chunk, visibility)[0]
 
-    scan: dict[str, Any] = {
-        "chunk_size": chunk_size,
-        "recurrence": Recurrence(summarize, functools.partial(states_before, _join, _join)),
-    }
+    scan["recurrence"] = Recurrence(summarize, functools.partial(states_before, _join, _join))
     if is_causal:
         state, sums = scan_chunks(step, state, inputs, segments, **scan)
     elif prepared.packed and segments is not None:
@@ -260,6 +296,33 @@ def feature_sums(
         state = _add_to_state(k, heads_first(value), fresh)
         q = jax.tree.map(lambda x: group_rows(x, kv_heads), both(query_features, query, query_positions))
         sums = tuple(None if x is None else ungroup_rows(x, query.shape[1]) for x in _read_state(q, state))
+    return sums, state
+
+
+def _scan_decayed(
+    decayed: Callable[[LinearState, Any, ChunkVisibility], tuple[DecayedSum, Any]],
+    state: LinearState,
+    inputs: Any,
+    segments: Int[Array, "B T"] | None,
+    *,
+    chunk_size: int,
+) -> tuple[Any, LinearState]:
+    """The outputs of all chunks and the state after them, for a step that returns what a chunk does to the state."""
+
+    def step(state: LinearState, chunk: Any, visibility: ChunkVisibility) -> tuple[LinearState, Any]:
+        change, sums = decayed(state, chunk, visibility)
+        return LinearState(apply_sum(state.key_value, change, visibility.keeps_state), None), sums
+
+    def summarize(chunk: Any, visibility: ChunkVisibility) -> DecayedSum:
+        return decayed(jax.tree.map(jnp.zeros_like, state), chunk, visibility)[0]
+
+    def states(state: LinearState, summaries: DecayedSum, keeps: Any) -> tuple[LinearState, LinearState]:
+        before, last = states_before(join_sums, apply_sum, state.key_value, summaries, keeps)
+        return LinearState(before, None), LinearState(last, None)
+
+    state, sums = scan_chunks(
+        step, state, inputs, segments, chunk_size=chunk_size, recurrence=Recurrence(summarize, states)
+    )
     return sums, state
 
 

@@ -25,13 +25,19 @@ def linear_attention(
     is_causal: bool = False,
     normalize: bool = True,
     feature_map: str = "elu+1",
+    log_decay: Float[Array, " K"] | Float[Array, "B T K"] | Float[Array, "B T K H"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Weights phi(q_i) . phi(k_j), divided by their sum with `normalize` (arXiv:2006.16236, eqs. 4 and 5).
 
     With positions the weights are of rotated features, and the sum is still of phi(q_i) . phi(k_j) (arXiv:2104.09864,
-    eq. 19).
+    eq. 19). With log_decay, S_t = exp(log_decay_t) S_(t-1) + phi(k_t) v_t^T and out_t = S_t^T phi(q_t), token by token.
     """
+    if log_decay is not None:
+        log_decay = log_decay.reshape((1,) * max(3 - log_decay.ndim, 0) + log_decay.shape)
+        shape = *key.shape[:3], log_decay.shape[3] if log_decay.ndim == 4 else 1
+        decay = jnp.broadcast_to(jnp.exp(log_decay.reshape(*log_decay.shape[:3], -1)), shape)
+        decay = jnp.repeat(decay.astype(jnp.float32), query.shape[2] // key.shape[2], axis=2)
     query, key, value = _float32_heads(query, key, value)
     query, key = _FEATURE_MAPS[feature_map](query), _FEATURE_MAPS[feature_map](key)
     sums = jnp.einsum("btnh,bsnh->bnts", query, key)
@@ -39,8 +45,23 @@ def linear_attention(
     sums = jnp.where(visible, sums, 0.0).sum(-1, keepdims=True)
     if positions is not None:
         query, key = rotate(query, positions), rotate(key, positions)
+    if log_decay is not None:
+        return _decayed_sums(query, key, value, decay)
     weights = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", query, key), 0.0)
     return jnp.einsum("bnts,bsnv->btnv", weights / sums if normalize else weights, value)
+
+
+def _decayed_sums(query: Array, key: Array, value: Array, decay: Array) -> Float[Array, "B T N V"]:
+    """The recurrence with decay; arrays are float32 of N heads."""
+
+    def token(state: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, a = arrays
+        state = a[..., None] * state + jnp.einsum("bnh,bnv->bnhv", k, v)
+        return state, jnp.einsum("bnhv,bnh->bnv", state, q)
+
+    state = jnp.zeros((query.shape[0], *key.shape[2:], value.shape[3]), jnp.float32)
+    tokens_first = tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value, decay))
+    return jnp.swapaxes(lax.scan(token, state, tokens_first)[1], 0, 1)
 
 
 def luna_attention(
@@ -283,7 +304,12 @@ def bsbr_attention(
     return near + jnp.broadcast_to(jnp.asarray(strength), query.shape[2:3])[None, None, :, None] * far
 
 
-_FEATURE_MAPS = {"elu+1": lambda x: jax.nn.elu(x) + 1, "elu": jax.nn.elu, "relu": jax.nn.relu}
+_FEATURE_MAPS = {
+    "elu+1": lambda x: jax.nn.elu(x) + 1,
+    "elu": jax.nn.elu,
+    "relu": jax.nn.relu,
+    "identity": lambda x: x,
+}
 
 
 def _float32_heads(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:

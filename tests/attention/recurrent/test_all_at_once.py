@@ -70,6 +70,18 @@ def _log_decay(beta):
     return -20 * beta**4
 
 
+FEATURES = np.array([0.001, 1.0, 0.1, 5.0])  # how strongly each feature decays
+
+
+def _decayed(q, k, v, decay, segments):
+    state, out = 0, []
+    for t in range(len(q)):
+        state = state * (t > 0 and segments[t] == segments[t - 1]) + np.zeros((SIZE, SIZE))
+        state = decay[t][:, None] * state + np.outer(k[t], v[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
 def _delta(q, k, v, beta, segments, decay=None):
     k = k / np.sqrt((k * k).sum(-1, keepdims=True))
     state, out = 0, []
@@ -95,6 +107,10 @@ def oracle(name, query, key, value, beta, segments):
     out = []
     for head in range(HEADS):
         q, k, v, b = query[:, head], *(x[:, head * KV_HEADS // HEADS] for x in (key, value, beta))
+        if name in ("decayed", "feature_decayed"):
+            each = FEATURES if name == "feature_decayed" else np.ones(SIZE)
+            out.append(_decayed(q, k, v, np.exp(_log_decay(b)[:, None] * each), segments))
+            continue
         weigh = {"linear": _linear, "cosformer": _cosformer, "performer": _performer, "mixed": _mixed}
         decays = {"delta": None, "gated": np.exp(_log_decay(b))}
         out.append(
@@ -114,6 +130,11 @@ def call(name, query, key, value, beta, **options):
             return brl_jax.performer_attention(
                 query, key, value, projection=directions, is_causal=True, **options
             )
+        case "decayed" | "feature_decayed":
+            decay = _log_decay(beta.astype(jnp.float32))
+            decay = decay[..., None] * FEATURES[None, None, None] if name == "feature_decayed" else decay
+            options |= {"normalize": False, "feature_map": "identity", "log_decay": decay}
+            return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
         case "delta":
             return brl_jax.delta_rule(query, key, value, beta, **options)
         case "gated":
@@ -134,12 +155,13 @@ def with_states(name, arrays, ids, lengths):
     return [first, second, call(name, *rest, state=state)]
 
 
-NAMES = ("linear", "cosformer", "performer", "delta", "gated", "mixed")
+SLOW = ("cosformer", "performer", "feature_decayed")
+NAMES = ("linear", "cosformer", "performer", "decayed", "feature_decayed", "delta", "gated", "mixed")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in ("cosformer", "performer") else ()) for n in NAMES],
+    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in NAMES],
 )
 def test_oracle(name, all_at_once):
     """Outputs and gradients equal the float64 oracle: states before and after, segments, lengths, grouped heads."""

@@ -24,12 +24,14 @@ def with_causality(options):
 
 BIAS = RotaryBias(normal(HEADS, SIZE) / 4, normal(HEADS, SIZE) / 3)
 PROJECTION = brl_jax.performer_projection(jax.random.key(0), 12, SIZE)
+DECAYED = {"is_causal": True, "normalize": False, "feature_map": "identity"}
 NUMBERS = 5
 COMPRESSION = normal(SIZE, SIZE, NUMBERS) / 8, normal(NUMBERS, SIZE, SIZE)
 # The name of the function, the extra arrays it takes after query, key and value, and its options.
 CASES = [
     *(("linear_attention", (), options) for options in with_causality({})),
     *(("linear_attention", (), o) for o in with_causality({"normalize": False, "feature_map": "elu"})),
+    *(("linear_attention", (decay,), DECAYED) for decay in ("head_decay", "token_decay", "feature_decay")),
     *(("norm_attention", (), options) for options in with_causality({"norm": "layer"})),
     *(("norm_attention", (), o) for o in with_causality({"norm_scale": normal(HEADS, SIZE)})),
     *(("performer_attention", (), options) for options in with_causality({"projection": PROJECTION})),
@@ -49,20 +51,29 @@ CASES = [
 ]
 
 
+# Strong and weak decay side by side, and tokens that empty the state.
+DECAYS = -jnp.asarray([0.01, 1e3, 0.1, 20.0, 0.0, jnp.inf, 0.5])
+
+
 def arguments(kind, length):
     query, key, value = inputs(length, heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE)
     match kind:
         case ("beta",):
             return query, key, value, jax.nn.sigmoid(normal(2, length, KV_HEADS))
         case ("beta", "log_decay"):
-            # Strong and weak decay side by side, and tokens that empty the state.
-            strong = -jnp.asarray([0.01, 1e3, 0.1, 20.0, 0.0, jnp.inf, 0.5])[jnp.arange(length) % 7]
-            log_decay = jnp.broadcast_to(strong[None, :, None], (2, length, KV_HEADS))
+            log_decay = jnp.broadcast_to(DECAYS[jnp.arange(length) % 7][None, :, None], (2, length, KV_HEADS))
             return query, key, value, jax.nn.sigmoid(normal(2, length, KV_HEADS)), log_decay
         case ("linear",):
             return query, key, query[:, ::-1] + 1, -2 * key, value
         case ("retrieval",):
             return query, key, value, query[..., ::-1], -2 * key
+        case ("head_decay",):
+            return query, key, value, DECAYS[jnp.asarray([0, 3])]
+        case ("token_decay",):
+            return query, key, value, DECAYS[jnp.arange(2 * length * KV_HEADS).reshape(key.shape[:3]) % 7]
+        case ("feature_decay",):
+            # Features whose state is emptied beside those that keep it; 0.01 and 0 follow each other in some.
+            return query, key, value, DECAYS[jnp.arange(key.size).reshape(key.shape) // 3 % 7]
     return query, key, value
 
 
@@ -71,9 +82,13 @@ def arguments(kind, length):
 def test_equals_its_plain_form(name, kind, options, length):
     arrays = arguments(kind, length)
     function, plain = (getattr(module, name) for module in (brl_jax, reference))
-    got, expected = jax.jit(lambda *arrays: (function(*arrays, **options), plain(*arrays, **options)))(
-        *arrays
-    )
+
+    def run(function, *arrays):
+        if options is DECAYED:
+            return function(*arrays[:3], log_decay=arrays[3], **options)
+        return function(*arrays, **options)
+
+    got, expected = jax.jit(lambda *arrays: (run(function, *arrays), run(plain, *arrays)))(*arrays)
     close(got, expected, 1e-4)
 
 

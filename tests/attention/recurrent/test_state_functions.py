@@ -50,6 +50,18 @@ def _linear(query, key, value, **options):
     return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
 
 
+def _head_decay(query, key, value, **options):
+    log_decay = jnp.full(key.shape[2:3], -0.1)
+    options |= {"normalize": False, "feature_map": "identity", "log_decay": log_decay}
+    return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
+
+
+def _feature_decay(query, key, value, **options):
+    log_decay = jax.lax.stop_gradient(-jnp.exp(3 * value[..., ::-1]))
+    options |= {"normalize": False, "feature_map": "elu", "log_decay": log_decay}
+    return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
+
+
 def _luna(query, key, value, **options):
     packed = jax.random.normal(jax.random.key(13), (3, *key.shape[2:]))
     return brl_jax.luna_attention(query, key, value, packed, **options)
@@ -96,6 +108,8 @@ def _bsbr(query, key, value, return_state=False, state=None, **options):
 
 CASES = {
     "linear": Case(_linear, lambda b, k, h: init_linear_state(b, k, h, h)),
+    "head_decay": Case(_head_decay, lambda b, k, h: init_linear_state(b, k, h, h, normalize=False)),
+    "feature_decay": Case(_feature_decay, lambda b, k, h: init_linear_state(b, k, h, h, normalize=False)),
     "norm": Case(_norm, lambda b, k, h: init_linear_state(b, k, h, h, normalize=False)),
     "cosformer": Case(_cosformer, lambda b, k, h: init_cosformer_state(b, k, h, h)),
     "performer": Case(_performer, lambda b, k, h: init_performer_state(b, k, 12, h)),
