@@ -634,6 +634,20 @@ MUTANTS = (
         ("tests/models/test_reversible.py",),
     ),
     Mutant(
+        "recurrent/A stretch of a sequence begins without the segment of the one before it",
+        "brl_jax/attention/recurrent/stretches.py",
+        "_pick(earlier, index)",
+        "_pick(0 * earlier, index)",
+        ("tests/attention/recurrent/test_on_a_mesh.py", "-k", "linear and packed"),
+    ),
+    Mutant(
+        "recurrent/A run of chunks forgets what the runs after it do to its state",
+        "brl_jax/attention/recurrent/delta.py",
+        "_multiply(later.transition, kept), [later",
+        "0.5 * kept, [later",
+        ("tests/attention/recurrent/test_on_a_mesh.py", "-m", "", "-k", "delta"),
+    ),
+    Mutant(
         "sorting/Reformer cuts a causal sequence into chunks as a whole",
         "brl_jax/attention/sorting/lsh.py",
         "if not is_causal:\n        numbers",

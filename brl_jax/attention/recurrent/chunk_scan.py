@@ -9,7 +9,8 @@ tokens does not fit into the 8 significant bits of bfloat16.
 
 There are two ways through the chunks. One after the other, they stay in a CPU's cache. A GPU would wait for the launch
 of each chunk's kernels, so there all chunks are computed at once: their contributions to the state, the states before
-all of them by an associative scan, and their outputs. The choice is made when the call is lowered.
+all of them by an associative scan, and their outputs. The choice is made when the call is lowered. On a mesh that cuts
+sequences, each device takes one of these ways through its own stretch; see `stretches`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.recurrent.prefix_states import Join, joined
+from brl_jax.attention.recurrent.stretches import scan_stretches
+from brl_jax.sharding import sequence_axis
 
 #: The name, for `jax.ad_checkpoint.checkpoint_name`, of small arrays of a chunk that take many kernels to compute.
 #: Where all chunks are computed at once, the backward pass does not compute them anew.
@@ -57,10 +61,12 @@ class Recurrence(NamedTuple):
       summarize: (inputs of one chunk, visibility) -> the chunk's summary, any pytree of arrays (B, ...).
       states: (state, summaries, keeps) -> the states before each chunk and the state after the last; see
         `prefix_states`.
+      join: the summary of two runs of chunks that follow each other; see `prefix_states.Join`.
     """
 
     summarize: Callable[[Any, ChunkVisibility], Any]
     states: Callable[[Any, Any, Bool[Array, "B chunks"] | None], tuple[Any, Any]]
+    join: Join
 
 
 def scan_chunks(
@@ -69,6 +75,7 @@ def scan_chunks(
     inputs: Any,
     segments: Int[Array, "B T"] | None = None,
     *,
+    whole: dict[str, Any] | None = None,
     chunk_size: int,
     strict: bool = False,
     recurrence: Recurrence | None = None,
@@ -85,6 +92,8 @@ def scan_chunks(
       state: the state before the first token, any pytree of arrays; it belongs to segment 0.
       inputs: a pytree of (B, T, ...) arrays.
       segments: the segment of each token, from `segment_numbers`.
+      whole: arrays that belong to no token and that the step finds in every chunk, beside a dict of inputs. It must not
+        close over arrays.
       chunk_size: C, at least 1.
       strict: if True, a token does not attend to itself.
       recurrence: that of the step's state; None walks from chunk to chunk on every platform.
@@ -92,47 +101,90 @@ def scan_chunks(
     Returns:
       The state after the last token and the outputs as (B, T, ...) arrays.
     """
-    leaves = jax.tree.leaves(inputs)
-    batch, length = leaves[0].shape[:2]
-    size = min(length, chunk_size)
-    chunks = -(-length // size)
-    missing = chunks * size - length
+    length = jax.tree.leaves(inputs)[0].shape[1]
+    walk = functools.partial(_walk, step, min(length, chunk_size), strict, recurrence)
+    axis = None if recurrence is None else sequence_axis(length, chunk_size)
+    if axis is None or recurrence is None:
+        segment = None if segments is None else jnp.zeros(segments.shape[:1], segments.dtype)
+        return walk(whole).through(state, segment, inputs, segments)
+    return scan_stretches(walk, recurrence.states, whole, state, inputs, segments, axis)
 
-    def split(x: Array, fill: int = 0) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
-        return x.reshape(batch, chunks, size, *x.shape[2:])
 
-    def join(x: Array) -> Array:
-        return x.reshape(batch, chunks * size, *x.shape[3:])[:, :length]
+def _walk(
+    step: Step, size: int, strict: bool, recurrence: Recurrence | None, whole: dict[str, Any] | None
+) -> _Walk:
+    """The walk whose chunks contain what is whole."""
+    if not whole:
+        return _Walk(step, size, strict, recurrence)
 
-    if missing and segments is None:
-        segments = jnp.zeros((batch, length), jnp.int32)
-    if chunks == 1:
-        segment = None if segments is None else jnp.zeros((batch,), jnp.int32)
-        visibility, _ = _chunk_visibility(size, segments, segment, strict)
-        return step(state, inputs, visibility)
-    walk = _Walk(step, size, strict)
-    chunked = (jax.tree.map(split, inputs), None if segments is None else split(segments, -1))
-    state = vary_like(state, leaves)
-    if recurrence is None:
-        state, outputs = walk.one_by_one(state, *chunked)
-    else:
-        at_once = functools.partial(walk.all_at_once, recurrence)
-        state, outputs = lax.platform_dependent(
-            state, *chunked, cuda=at_once, rocm=at_once, default=walk.one_by_one
-        )
-    return state, jax.tree.map(join, outputs)
+    def whole_step(state: Any, chunk: Any, visibility: ChunkVisibility) -> tuple[Any, Any]:
+        return step(state, chunk | whole, visibility)
+
+    def summarize(chunk: Any, visibility: ChunkVisibility) -> Any:
+        assert recurrence is not None
+        return recurrence.summarize(chunk | whole, visibility)
+
+    return _Walk(whole_step, size, strict, recurrence and recurrence._replace(summarize=summarize))
 
 
 class _Walk(NamedTuple):
-    """Both ways through chunks (B, chunks, C, ...); they return the last state and outputs (B, chunks, C, ...)."""
+    """The ways through a sequence in chunks of `size` tokens."""
 
     step: Step
     size: int
     strict: bool
+    recurrence: Recurrence | None
 
-    def one_by_one(self, state: Any, inputs: Any, segments: Int[Array, "B chunks C"] | None) -> Any:
-        """A loop over the chunks."""
+    def through(
+        self, state: Any, segment: Int[Array, "B"] | None, inputs: Any, segments: Int[Array, "B T"] | None
+    ) -> tuple[Any, Any]:
+        """The state after arrays (B, T, ...) and their outputs; `segment` is the segment of the state before them."""
+        leaves = jax.tree.leaves(inputs)
+        length = leaves[0].shape[1]
+        if length == self.size:
+            visibility, _ = _chunk_visibility(self.size, segments, segment, self.strict)
+            return self.step(state, inputs, visibility)
+        chunks, segments = self._split(inputs, segments)
+        if segments is not None and segment is None:
+            segment = jnp.zeros(segments.shape[:1], segments.dtype)
+        operands = (vary_like(state, leaves), segment, chunks, segments)
+        if self.recurrence is None:
+            state, outputs = self.one_by_one(*operands)
+        else:
+            at_once = self.all_at_once
+            state, outputs = lax.platform_dependent(
+                *operands, cuda=at_once, rocm=at_once, default=self.one_by_one
+            )
+
+        def join(x: Array) -> Array:
+            return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+        return state, jax.tree.map(join, outputs)
+
+    def _split(
+        self, inputs: Any, segments: Int[Array, "B T"] | None
+    ) -> tuple[Any, Int[Array, "B chunks C"] | None]:
+        """Arrays (B, T, ...) as chunks (B, chunks, C, ...), the last one filled with tokens that nobody sees."""
+        batch, length = jax.tree.leaves(inputs)[0].shape[:2]
+        chunks = -(-length // self.size)
+        missing = chunks * self.size - length
+        if missing and segments is None:
+            segments = jnp.zeros((batch, length), jnp.int32)
+
+        def split(x: Array, fill: int = 0) -> Array:
+            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+            return x.reshape(batch, chunks, self.size, *x.shape[2:])
+
+        return jax.tree.map(split, inputs), None if segments is None else split(segments, -1)
+
+    def one_by_one(
+        self,
+        state: Any,
+        segment: Int[Array, "B"] | None,
+        inputs: Any,
+        segments: Int[Array, "B chunks C"] | None,
+    ) -> Any:
+        """The last state and outputs (B, chunks, C, ...), by a loop over the chunks."""
 
         def one_chunk(carry: Any, chunk: Any) -> Any:
             state, segment = carry
@@ -141,34 +193,73 @@ class _Walk(NamedTuple):
             state, outputs = self.step(state, inputs, visibility)
             return (state, segment), outputs
 
-        segment = None if segments is None else jnp.zeros_like(segments, shape=segments.shape[:1])
         chunked = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, segments))
         carry = vary_like((state, segment), jax.tree.leaves((state, inputs, segments)))
         (state, _), outputs = lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), carry, chunked)
         return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
 
     def all_at_once(
-        self, recurrence: Recurrence, state: Any, inputs: Any, segments: Int[Array, "B chunks C"] | None
+        self,
+        state: Any,
+        segment: Int[Array, "B"] | None,
+        inputs: Any,
+        segments: Int[Array, "B chunks C"] | None,
     ) -> Any:
         """The states before all chunks, then all outputs: kernels as many as the logarithm of the number of chunks."""
-        before = keeps = None
-        if segments is not None:
-            # Numbers only grow along a row and padding has -1, so that the largest is the newest.
-            after = lax.cummax(jnp.maximum(segments.max(axis=2), 0), axis=1)
-            before = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
-            keeps = before == after
-
-        def summarize(inputs: Any, segments: Any, before: Any) -> Any:
-            visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
-            return recurrence.summarize(inputs, visibility)
+        recurrence = self.recurrence
+        assert recurrence is not None
+        before, keeps = _segments_before(segment, segments)
 
         def read(state: Any, inputs: Any, segments: Any, before: Any) -> Any:
             visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
             return self.step(state, inputs, visibility)[1]
 
         chunked = (inputs, segments, before)
-        states, state = recurrence.states(state, _each_chunk(summarize, *chunked), keeps)
+        states, state = recurrence.states(state, _each_chunk(self._summarize, *chunked), keeps)
         return state, _each_chunk(read, states, *chunked)
+
+    def summary(
+        self, inputs: Any, segments: Int[Array, "B T"] | None, segment: Int[Array, "B"] | None
+    ) -> Any:
+        """What all chunks of arrays (B, T, ...) do to a state of a segment."""
+        recurrence = self.recurrence
+        assert recurrence is not None
+        chunks, segments = self._split(inputs, segments)
+        before, keeps = _segments_before(segment, segments)
+        operands = (chunks, segments, before, keeps)
+
+        def first(*operands: Any) -> Any:
+            inputs, segments, before, _ = jax.tree.map(lambda x: x[:, 0], operands)
+            return self._summarize(inputs, segments, before)
+
+        def one_by_one(*operands: Any) -> Any:
+            def one_chunk(summary: Any, chunk: Any) -> Any:
+                inputs, segments, before, keeps = chunk
+                return recurrence.join(summary, self._summarize(inputs, segments, before), keeps), None
+
+            rest = jax.tree.map(lambda x: jnp.moveaxis(x[:, 1:], 1, 0), operands)
+            return lax.scan(jax.checkpoint(one_chunk, prevent_cse=False), first(*operands), rest)[0]
+
+        def at_once(inputs: Any, segments: Any, before: Any, keeps: Any) -> Any:
+            return joined(recurrence.join, _each_chunk(self._summarize, inputs, segments, before), keeps)
+
+        return lax.platform_dependent(*operands, cuda=at_once, rocm=at_once, default=one_by_one)
+
+    def _summarize(self, inputs: Any, segments: Any, before: Any) -> Any:
+        """The summary of one chunk."""
+        assert self.recurrence is not None
+        visibility, _ = _chunk_visibility(self.size, segments, before, self.strict)
+        return self.recurrence.summarize(inputs, visibility)
+
+
+def _segments_before(segment: Int[Array, "B"] | None, segments: Int[Array, "B chunks C"] | None) -> Any:
+    """The segment of the state before each chunk, and whether the chunk keeps it; None where all is one segment."""
+    if segments is None or segment is None:
+        return None, None
+    # Numbers only grow along a row and padding has -1, so that the largest is the newest.
+    after = lax.cummax(jnp.maximum(segments.max(axis=2), segment[:, None]), axis=1)
+    before = jnp.concatenate([segment[:, None], after[:, :-1]], axis=1)
+    return before, before == after
 
 
 def _each_chunk(function: Callable[..., Any], *trees: Any) -> Any:
@@ -182,14 +273,12 @@ def scan_both_directions(
     state: Any,
     inputs: Any,
     segments: Int[Array, "B T"],
-    *,
-    chunk_size: int,
-    recurrence: Recurrence | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Two scans: one over each token and those before it, one (from the end) over those after it.
 
     Args:
-      step, inputs, segments, chunk_size, recurrence: as for `scan_chunks`.
+      step, inputs, segments, and in `options` whole, chunk_size and recurrence: as for `scan_chunks`.
       state: the state before any token, with which both scans begin.
 
     Returns:
@@ -199,7 +288,6 @@ def scan_both_directions(
     def reverse(tree: Any) -> Any:
         return jax.tree.map(lambda x: x[:, ::-1], tree)
 
-    options: dict[str, Any] = {"chunk_size": chunk_size, "recurrence": recurrence}
     _, past = scan_chunks(step, state, inputs, segments, **options)
     # The last segment comes first when the sequence is read from its end.
     backwards = jnp.where(segments < 0, -1, segments.max(axis=1)[:, None] - segments)

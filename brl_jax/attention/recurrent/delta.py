@@ -186,7 +186,7 @@ def _attend(
     def summarize(chunk: Any, visibility: ChunkVisibility) -> _Affine:
         return _summarize(chunk, visibility, normalize_keys)
 
-    recurrence = Recurrence(summarize, _states)
+    recurrence = Recurrence(summarize, _states, _join)
     state, out = scan_chunks(
         step, state, inputs, prepared.segments, chunk_size=chunk_size, recurrence=recurrence
     )
@@ -307,6 +307,13 @@ def _states(
     after = lax.custom_linear_solve(differences, right, solve, solve_transposed)
     before = jnp.concatenate([state.key_value[:, None], after[:, :-1]], axis=1)
     return DeltaState(before), DeltaState(after[:, -1])
+
+
+def _join(earlier: _Affine, later: _Affine, keeps: Bool[Array, "*leading"] | None) -> _Affine:
+    """What two runs of chunks do to the state, one after the other."""
+    kept = zero_unless(keeps, jnp.concatenate(earlier, axis=-1))
+    transition, added = jnp.split(_multiply(later.transition, kept), [later.transition.shape[-1]], axis=-1)
+    return _Affine(transition, added + later.added)
 
 
 def _affine_states(

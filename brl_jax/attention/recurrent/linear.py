@@ -279,12 +279,12 @@ def feature_sums(
             change, out = decayed_step(*arrays, chunk["log_decay"], state.key_value, visibility)
             return change, (ungroup_rows(out, k.shape[1]), None)
 
-        return _scan_decayed(decayed, state, inputs, segments, **scan)
+        return _scan_decayed(decayed, state, fresh, inputs, segments, **scan)
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> LinearState:
         return step(fresh, chunk, visibility)[0]
 
-    scan["recurrence"] = Recurrence(summarize, functools.partial(states_before, _join, _join))
+    scan["recurrence"] = Recurrence(summarize, functools.partial(states_before, _join, _join), _join)
     if is_causal:
         state, sums = scan_chunks(step, state, inputs, segments, **scan)
     elif prepared.packed and segments is not None:
@@ -302,6 +302,7 @@ def feature_sums(
 def _scan_decayed(
     decayed: Callable[[LinearState, Any, ChunkVisibility], tuple[DecayedSum, Any]],
     state: LinearState,
+    fresh: LinearState,
     inputs: Any,
     segments: Int[Array, "B T"] | None,
     *,
@@ -314,15 +315,14 @@ def _scan_decayed(
         return LinearState(apply_sum(state.key_value, change, visibility.keeps_state), None), sums
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> DecayedSum:
-        return decayed(jax.tree.map(jnp.zeros_like, state), chunk, visibility)[0]
+        return decayed(fresh, chunk, visibility)[0]
 
     def states(state: LinearState, summaries: DecayedSum, keeps: Any) -> tuple[LinearState, LinearState]:
         before, last = states_before(join_sums, apply_sum, state.key_value, summaries, keeps)
         return LinearState(before, None), LinearState(last, None)
 
-    state, sums = scan_chunks(
-        step, state, inputs, segments, chunk_size=chunk_size, recurrence=Recurrence(summarize, states)
-    )
+    recurrence = Recurrence(summarize, states, join_sums)
+    state, sums = scan_chunks(step, state, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
     return sums, state
 
 

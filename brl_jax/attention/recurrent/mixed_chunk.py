@@ -217,7 +217,6 @@ def _whole_sequence(
     query, value = inputs["query"], inputs["value"]
     length = min(chunk_size, query.shape[1])
     positions = jnp.arange(length, dtype=jnp.int32)[None]
-    scale = jnp.full((1, 1, 1), 1 / chunk_size)
     chunk_bias = position_bias(bias, positions, positions, each_row=False)
 
     def add_to_state(linear: Array, chunk: Any, exists: Array | None) -> Array:
@@ -233,7 +232,8 @@ def _whole_sequence(
             seen = jnp.ones_like(seen)
             if visibility.enters_state is not None:
                 seen = seen & visibility.enters_state[:, None]
-        weights = squared_relu(scores, seen, scale, chunk_bias)
+        scale = jnp.full((1, 1, 1), 1 / chunk_size)
+        weights = squared_relu(scores, seen, scale, chunk["bias"])
         out = jnp.einsum("bkrc,bkcv->bkrv", weights, heads_first(chunk["value"]))
         out = out + jnp.einsum("bkrf,bkfv->bkrv", group_rows(chunk["linear_query"], kv_heads), linear)
         if is_causal:
@@ -241,7 +241,7 @@ def _whole_sequence(
         return linear, ungroup_rows(out, length).astype(query.dtype)
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> Array:
-        fresh = jnp.zeros_like(zeros)
+        fresh = jnp.zeros(zeros.shape, zeros.dtype)
         return add_to_state(fresh, chunk, visibility.enters_state) if is_causal else fresh
 
     def join(earlier: Array, later: Array, keeps: Any) -> Array:
@@ -252,8 +252,11 @@ def _whole_sequence(
     linear = zeros if linear is None else linear
     if not is_causal:
         linear = add_to_state(linear, inputs, None if segments is None else segments >= 0)
-    recurrence = Recurrence(summarize, functools.partial(states_before, join, join))
-    return scan_chunks(step, linear, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
+    recurrence = Recurrence(summarize, functools.partial(states_before, join, join), join)
+    whole = {"bias": chunk_bias}
+    return scan_chunks(
+        step, linear, inputs, segments, whole=whole, chunk_size=chunk_size, recurrence=recurrence
+    )
 
 
 def _piece(

@@ -140,14 +140,15 @@ def performer_attention(
     inputs = {"query": query, "key": key, "value": value}
 
     def step(state: PerformerState, chunk: Any, visibility: ChunkVisibility) -> tuple[PerformerState, Any]:
-        return _step(directions, chunk, state, visibility)
+        return _step(chunk["directions"], chunk, state, visibility)
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> PerformerState:
         return step(fresh, chunk, visibility)[0]
 
     scan: dict[str, Any] = {
+        "whole": {"directions": directions},
         "chunk_size": chunk_size,
-        "recurrence": Recurrence(summarize, functools.partial(states_before, _join, _join)),
+        "recurrence": Recurrence(summarize, functools.partial(states_before, _join, _join), _join),
     }
     if is_causal:
         state, (total, weight, _) = scan_chunks(step, state, inputs, segments, **scan)

@@ -63,6 +63,21 @@ def states_before(
     return states, state
 
 
+def joined(join: Join, summaries: Any, keeps: Bool[Array, "B chunks"] | None) -> Any:
+    """The summary of all chunks, from pytrees (B, chunks, ...), in as many steps as the logarithm of their number."""
+    chunks = jax.tree.leaves(summaries)[0].shape[1]
+    while chunks > 1:
+        pairs = chunks // 2
+        first = jax.tree.map(lambda x: x[:, 0 : 2 * pairs : 2], (summaries, keeps))  # noqa: B023
+        second = jax.tree.map(lambda x: x[:, 1 : 2 * pairs : 2], (summaries, keeps))  # noqa: B023
+        both = join(first[0], second[0], second[1])
+        both_keep = None if keeps is None else first[1] & second[1]
+        left = jax.tree.map(lambda x: x[:, 2 * pairs :], (summaries, keeps))  # noqa: B023
+        summaries, keeps = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), (both, both_keep), left)
+        chunks -= pairs
+    return jax.tree.map(lambda x: x[:, 0], summaries)
+
+
 def _one(i: int, summaries: Any, keeps: Any) -> Any:
     """The summary of one chunk and what it keeps."""
     return jax.tree.map(lambda x: x[:, i], (summaries, keeps))

@@ -1,0 +1,78 @@
+"""The states of a recurrence on a mesh that cuts its sequences: each device walks its own stretch of every row.
+
+What a stretch does to the state is a summary like that of a chunk, the chunks' summaries joined. Devices exchange these
+summaries, whose size does not depend on the length, and each applies those of the stretches before its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from brl_jax.attention.core.varying import vary_like
+
+
+class Walk(Protocol):
+    """The way through a stretch; see `chunk_scan`."""
+
+    def through(self, state: Any, segment: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
+        """The state after a stretch and its outputs; `segment` is that of the state before it."""
+
+    def summary(self, inputs: Any, segments: Any, segment: Any) -> Any:
+        """What the stretch does to a state of a segment."""
+
+
+def scan_stretches(
+    make_walk: Callable[[Any], Walk],
+    states: Callable[[Any, Any, Any], tuple[Any, Any]],
+    whole: Any,
+    state: Any,
+    inputs: Any,
+    segments: Int[Array, "B T"] | None,
+    axis: str,
+) -> tuple[Any, Any]:
+    """The state after sequences that are cut over a mesh axis, and their outputs, cut likewise.
+
+    Other mesh axes are left to the compiler, so that heads and rows may be cut as well.
+
+    Args:
+      make_walk: makes the walk from `whole`; it must not close over arrays.
+      states: that of a `Recurrence`.
+      whole, state, inputs, segments: as for `scan_chunks`.
+      axis: the mesh axis, whose size divides T.
+    """
+
+    def stretch(whole: Any, state: Any, inputs: Any, segments: Any) -> tuple[Any, Any]:
+        walk = make_walk(whole)
+        index, count = lax.axis_index(axis), lax.axis_size(axis)
+        state = vary_like(state, jax.tree.leaves(inputs))
+        before = keeps = None
+        if segments is not None:
+            # Numbers only grow along a row and padding has -1, so that the largest is the newest.
+            newest = lax.all_gather(jnp.maximum(segments.max(axis=1), 0), axis, axis=1)
+            after = lax.cummax(newest, axis=1)
+            earlier = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
+            keeps, before = earlier == after, _pick(earlier, index)
+        summary = walk.summary(inputs, segments, before)
+        summaries = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1), summary)
+        starts, _ = states(state, summaries, keeps)
+        last, outputs = walk.through(_pick(starts, index), before, inputs, segments)
+        is_last = index == count - 1
+        last = jax.tree.map(lambda x: lax.psum(jnp.where(is_last, x, jnp.zeros_like(x)), axis), last)
+        return last, outputs
+
+    cut = PartitionSpec(None, axis)
+    specs = (PartitionSpec(), PartitionSpec(), cut, cut)
+    mapped = jax.shard_map(stretch, in_specs=specs, out_specs=(PartitionSpec(), cut), axis_names={axis})
+    return mapped(whole, state, inputs, segments)
+
+
+def _pick(tree: Any, index: Any) -> Any:
+    """The entry of one stretch of arrays (B, stretches, ...)."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), tree)

@@ -1,0 +1,172 @@
+"""Mechanisms with a state on a mesh that cuts sequences over four of eight devices; asked for by test_on_a_mesh.py."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from brl_jax import (
+    cosformer_attention,
+    delta_rule,
+    gated_delta_rule,
+    init_delta_state,
+    init_linear_state,
+    linear_attention,
+    mixed_chunk_attention,
+    norm_attention,
+    performer_attention,
+)
+from brl_jax.attention.recurrent.performer import performer_projection
+from brl_jax.sharding import MeshConfig, make_mesh
+
+BATCH, HEADS, KV_HEADS, SIZE, CHUNK = 2, 4, 2, 8, 8
+
+
+@functools.cache
+def mesh():
+    return make_mesh(MeshConfig(data=2, fsdp=1, sequence=4))
+
+
+def draw(*shape, seed):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def tokens(length):
+    return (
+        draw(BATCH, length, HEADS, SIZE, seed=0),
+        draw(BATCH, length, KV_HEADS, SIZE, seed=1),
+        draw(BATCH, length, KV_HEADS, SIZE, seed=2),
+    )
+
+
+def scalars(length, seed=3):
+    return jax.nn.sigmoid(draw(BATCH, length, KV_HEADS, seed=seed))
+
+
+def features(length):
+    return jax.nn.sigmoid(draw(BATCH, length, KV_HEADS, SIZE, seed=3))
+
+
+def packed(length):
+    """Segments that end inside stretches, at their borders, and that span several of them."""
+    ids = np.zeros((BATCH, length), np.int32)
+    for row, ends in enumerate(([length // 4, length // 4 + 3], [5, length // 2 + 9, length - 2])):
+        for end in ends:
+            ids[row, end:] += 1
+    return jnp.asarray(ids)
+
+
+def lengths(length):
+    return jnp.array([length // 3, length], jnp.int32)
+
+
+def _linear_state():
+    state = init_linear_state(BATCH, KV_HEADS, SIZE, SIZE)
+    return jax.tree.map(lambda x: 0.5 + 0.1 * draw(*x.shape, seed=7), state)
+
+
+def _delta_state():
+    return jax.tree.map(lambda x: draw(*x.shape, seed=7), init_delta_state(BATCH, KV_HEADS, SIZE, SIZE))
+
+
+def delta(query, key, value, beta, **options):
+    return delta_rule(query, key, value, beta, **options)
+
+
+def gated(query, key, value, beta, log_decay, **options):
+    return gated_delta_rule(query, key, value, beta, -4 * log_decay, **options)
+
+
+def decayed(query, key, value, decay, **options):
+    return linear_attention(
+        query, key, value, log_decay=-4 * decay, is_causal=True, normalize=False, **options
+    )
+
+
+def flash(query, key, value, **options):
+    return mixed_chunk_attention(query, key, 0.5 * query, 0.5 * key, value, **options)
+
+
+def performer(query, key, value, projection, **options):
+    return performer_attention(query, key, value, projection=projection, **options)
+
+
+def _case(function, *more, length=96, **options):
+    options = {"chunk_size": CHUNK} | options
+    operands = (*tokens(length), *(make(length) for make in more))
+    return functools.partial(function, **options), operands
+
+
+def _projection(length):
+    return performer_projection(jax.random.key(0), 12, SIZE)
+
+
+causal = functools.partial(_case, is_causal=True)
+CASES = {
+    "linear": lambda: causal(linear_attention),
+    "linear, packed": lambda: causal(linear_attention, segment_ids=packed(96)),
+    "linear, padded, from a state": lambda: causal(
+        linear_attention, key_value_seq_lengths=lengths(96), state=_linear_state(), return_state=True
+    ),
+    "linear, a chunk each": lambda: causal(linear_attention, length=32),
+    "linear, both directions, packed": lambda: _case(linear_attention, segment_ids=packed(96)),
+    "linear, both directions": lambda: _case(linear_attention),
+    "norm, rotated": lambda: causal(norm_attention, positions=jnp.arange(96)[None]),
+    "cosformer, packed": lambda: causal(cosformer_attention, max_length=96, segment_ids=packed(96)),
+    "performer, packed": lambda: causal(performer, _projection, segment_ids=packed(96)),
+    "performer, padded": lambda: causal(performer, _projection, key_value_seq_lengths=lengths(96)),
+    "delta": lambda: _case(delta, scalars),
+    "delta, packed, from a state": lambda: _case(
+        delta, scalars, segment_ids=packed(96), state=_delta_state(), return_state=True
+    ),
+    "gated delta, packed": lambda: _case(gated, scalars, scalars, segment_ids=packed(96)),
+    "decay of a head and token, packed": lambda: _case(decayed, scalars, segment_ids=packed(96)),
+    "decay of a feature and token": lambda: _case(decayed, features),
+    "flash": lambda: causal(flash),
+    "flash, padded": lambda: causal(flash, key_value_seq_lengths=lengths(96)),
+}
+
+
+def both_of(function):
+    """The results of a function and its gradients, in one program."""
+
+    def loss(operands):
+        out = function(*operands)
+        leaves = jax.tree.leaves(out)
+        return sum((x * jnp.cos(jnp.arange(x.size)).reshape(x.shape)).sum() for x in leaves), out
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def compared(name):
+    """The arrays of a case on one device and on the mesh."""
+    function, operands = CASES[name]()
+    runs = [both_of(function)(operands)]
+    with jax.set_mesh(mesh()):
+        runs.append(both_of(function)(operands))
+    return [[np.asarray(x) for x in jax.tree.leaves(run)] for run in runs]
+
+
+def moved(name, length=4096):
+    """(kind, elements) of what each collective in the program of a longer case brings to a device."""
+    function, operands = CASES[name]()
+
+    def shape(x):
+        dims = [length if n == operands[0].shape[1] else n for n in x.shape]
+        spec = PartitionSpec("data", "sequence") if len(dims) > 2 else PartitionSpec()
+        return jax.ShapeDtypeStruct(dims, x.dtype, sharding=NamedSharding(mesh(), spec))
+
+    with jax.set_mesh(mesh()):
+        hlo = both_of(function).lower(tuple(map(shape, operands))).compile().as_text()
+    found = re.findall(
+        r"= \(?\w+\[([\d,]*)\]\S* (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", hlo
+    )
+    return [(kind, int(np.prod([int(n) for n in dims.split(",") if n]))) for dims, kind in found]
+
+
+MOVED = ("linear", "decay of a feature and token", "performer, padded", "delta", "flash")
+PARTS = {name: functools.partial(compared, name) for name in CASES}
+PARTS |= {f"moved {name}": functools.partial(moved, name) for name in MOVED}
