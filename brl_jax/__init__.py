@@ -3,8 +3,8 @@
 Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard_map):
   full_attention, local_attention, compress, compress_blocks, propagate, with the patterns and biases they take;
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
-  linear_attention, norm_attention, performer_attention, cosformer_attention, delta_rule, gated_delta_rule, whose past
-  is a state;
+  linear_attention, norm_attention, performer_attention, cosformer_attention, delta_rule, gated_delta_rule,
+  kimi_delta_rule, whose past is a state;
   gau_attention, mixed_chunk_attention, bsbr_attention;
   mlr_attention (and its step), bilinear_mlr_attention, bilinear_btt_attention, global_window_attention.
   state_functions gives init, extend and step of any of these that has a state, under the same three names.
@@ -48,7 +48,7 @@ from brl_jax.attention.low_rank.nystromformer import nystrom_attention
 from brl_jax.attention.low_rank.skyformer import skyformer_attention, skyformer_samples
 from brl_jax.attention.recurrent.bsbr import bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import cosformer_attention, init_cosformer_state
-from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, init_delta_state
+from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, init_delta_state, kimi_delta_rule
 from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
 from brl_jax.attention.recurrent.gau import gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import init_linear_state, linear_attention
@@ -87,10 +87,12 @@ from brl_jax.layers import (
     FlashConfig,
     FlowformerConfig,
     FullConfig,
+    GatedDeltaNetConfig,
     GauConfig,
     GlobalWindowConfig,
     HopfieldConfig,
     InformerConfig,
+    KDAConfig,
     KernelizedConfig,
     LinearConfig,
     LinformerConfig,
@@ -158,12 +160,14 @@ __all__ = [
     "FlashConfig",
     "FlowformerConfig",
     "FullConfig",
+    "GatedDeltaNetConfig",
     "GauConfig",
     "GlobalLocal",
     "GlobalWindow",
     "GlobalWindowConfig",
     "HopfieldConfig",
     "InformerConfig",
+    "KDAConfig",
     "KernelizedConfig",
     "LinearConfig",
     "LinformerConfig",
@@ -234,6 +238,7 @@ __all__ = [
     "init_performer_state",
     "init_prob_sparse_state",
     "kernelized_attention",
+    "kimi_delta_rule",
     "linear_attention",
     "linformer_attention",
     "local_attention",

@@ -14,14 +14,31 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
-from brl_jax.attention.recurrent.delta import DeltaState, delta_rule, init_delta_state
+from brl_jax.attention.recurrent.delta import (
+    DeltaState,
+    delta_rule,
+    gated_delta_rule,
+    init_delta_state,
+    kimi_delta_rule,
+)
 from brl_jax.attention.recurrent.flow import FlowState, flow_attention, init_flow_state
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
 from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
 
 State = CosformerState | DeltaState | DiagState | FlowState | LinearState | LocalState | PerformerState
-Name = Literal["local", "diag", "linear", "norm", "cosformer", "performer", "deltanet", "flowformer"]
+Name = Literal[
+    "local",
+    "diag",
+    "linear",
+    "norm",
+    "cosformer",
+    "performer",
+    "deltanet",
+    "gated_deltanet",
+    "kda",
+    "flowformer",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +70,8 @@ class StateFunctions:
         """The outputs of the next T tokens, which see those of the state too, and the state after them.
 
         Args:
-          arrays: what else the function needs of each token: beta (B, T, K) of "deltanet".
+          arrays: what else the function needs of each token: beta (B, T, K) of "deltanet", "gated_deltanet" and "kda",
+            and log_decay of the last two.
 
         Raises:
           ValueError: as the mechanism's own function.
@@ -85,8 +103,9 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions:
 
     Args:
       name: "local" (settings: window), "diag" (block_size), "linear", "norm", "cosformer" (max_length), "performer"
-        (projection, from `performer_projection`), "deltanet" (`delta_rule`, whose extend and step take beta) or
-        "flowformer" (whose state has as many heads as the query: init gets their number).
+        (projection, from `performer_projection`), "deltanet" (`delta_rule`, whose extend and step take beta),
+        "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay) or "flowformer"
+        (whose state has as many heads as the query: init gets their number).
       settings: the options of the mechanism's function that do not change from token to token.
 
     Raises:
@@ -152,5 +171,7 @@ _MAKERS: dict[str, Callable[..., StateFunctions]] = {
     "cosformer": _sums(cosformer_attention, init_cosformer_state, is_causal=True),
     "performer": _performer,
     "deltanet": _sums(delta_rule, init_delta_state),
+    "gated_deltanet": _sums(gated_delta_rule, init_delta_state),
+    "kda": _sums(kimi_delta_rule, init_delta_state),
     "flowformer": _sums(flow_attention, init_flow_state, is_causal=True),
 }

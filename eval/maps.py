@@ -66,6 +66,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "flowformer",
         "luna",
         "deltanet",
+        "gated_deltanet",
+        "kda",
         "gau",
         "flash",
         "bsbr",

@@ -17,7 +17,9 @@ from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
+from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.kda import KDAConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.luna import LunaConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
@@ -45,10 +47,12 @@ __all__ = [
     "FlashConfig",
     "FlowformerConfig",
     "FullConfig",
+    "GatedDeltaNetConfig",
     "GauConfig",
     "GlobalWindowConfig",
     "HopfieldConfig",
     "InformerConfig",
+    "KDAConfig",
     "KernelizedConfig",
     "LinearConfig",
     "LinformerConfig",

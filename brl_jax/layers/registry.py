@@ -22,7 +22,9 @@ from brl_jax.layers.recurrent.bsbr import BSBRConfig
 from brl_jax.layers.recurrent.cosformer import CosformerConfig
 from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
+from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.kda import KDAConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.luna import LunaConfig
 from brl_jax.layers.recurrent.norm_attention import NormConfig
@@ -56,6 +58,8 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
         "deltanet": DeltaNetConfig,
+        "gated_deltanet": GatedDeltaNetConfig,
+        "kda": KDAConfig,
         "norm": NormConfig,
         "cosformer": CosformerConfig,
         "performer": PerformerConfig,

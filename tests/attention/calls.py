@@ -138,6 +138,12 @@ CALLS = {
         _with_beta,
         lambda q, k, v, beta: bj.gated_delta_rule(q, k, v, beta, -3 * beta[..., ::-1], chunk_size=4),
     ),
+    "kimi_delta": (
+        _with_beta,
+        lambda q, k, v, beta: bj.kimi_delta_rule(
+            q, k, v, beta, -3 * beta[..., ::-1, None] * jnp.arange(4.0).reshape(1, 1, 1, 4), chunk_size=4
+        ),
+    ),
     "gau": (qkv, lambda q, k, v: bj.gau_attention(q, k, v, is_causal=True, chunk_size=4)),
     "mixed_chunk": (qkv, _mixed),
     "bsbr": (qkv, _bsbr),

@@ -11,6 +11,7 @@ from tests.marks import slow_unless
 
 B, T, N, K, H = 2, 11, 4, 2, 8
 BETA = jax.random.uniform(jax.random.key(9), (B, T, K))
+DECAY = -jnp.exp(3 * jax.random.normal(jax.random.key(8), (B, T, K, H)))
 PROJECTION = brl_jax.performer_projection(jax.random.key(3), 16, H)
 # Settings, what else each token has, and the function at once.
 CASES = {
@@ -41,6 +42,16 @@ CASES = {
         lambda q, k, v: brl_jax.performer_attention(q, k, v, projection=PROJECTION, is_causal=True),
     ),
     "deltanet": ({}, {"beta": BETA}, lambda q, k, v: brl_jax.delta_rule(q, k, v, BETA)),
+    "gated_deltanet": (
+        {},
+        {"beta": BETA, "log_decay": -3 * BETA[..., ::-1]},
+        lambda q, k, v: brl_jax.gated_delta_rule(q, k, v, BETA, -3 * BETA[..., ::-1]),
+    ),
+    "kda": (
+        {},
+        {"beta": BETA, "log_decay": DECAY},
+        lambda q, k, v: brl_jax.kimi_delta_rule(q, k, v, BETA, DECAY),
+    ),
     "flowformer": ({}, {}, lambda q, k, v: brl_jax.flow_attention(q, k, v, is_causal=True)),
 }
 

@@ -294,6 +294,10 @@ CALLS = {
         lambda: brl.gated_delta_rule(Q, K, V, BETA, BETA[:, :3]),
         "log_decay must be",
     ),
+    "kimi delta: a decay of another shape": (
+        lambda: brl.kimi_delta_rule(Q, K, V, BETA, BETA),
+        "log_decay must be floating point of shape .*key features",
+    ),
     "performer: neither key nor projection": (lambda: brl.performer_attention(Q, K, V), "rng|projection"),
     "performer_projection of no features": (
         lambda: brl.performer_projection(jax.random.key(0), 0, 8),

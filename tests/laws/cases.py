@@ -28,10 +28,12 @@ from brl_jax.layers import (
     FlashConfig,
     FlowformerConfig,
     FullConfig,
+    GatedDeltaNetConfig,
     GauConfig,
     GlobalWindowConfig,
     HopfieldConfig,
     InformerConfig,
+    KDAConfig,
     KernelizedConfig,
     LinearConfig,
     LinformerConfig,
@@ -166,6 +168,15 @@ VARIANTS: dict[str, dict[str, Case]] = {
         "": Case(LinearConfig(chunk_size=8)),
     },
     "deltanet": {"": Case(DeltaNetConfig(chunk_size=8))},
+    # Two value heads share a key head; tests/attention has convolutions over packed rows and the decays.
+    "gated_deltanet": {
+        "": Case(GatedDeltaNetConfig(chunk_size=8), repeats="deltanet"),
+        "sizes": Case(
+            GatedDeltaNetConfig(num_key_heads=1, num_value_heads=3, key_dim=6, value_dim=5, conv_size=2),
+            repeats="gated_deltanet",
+        ),
+    },
+    "kda": {"": Case(KDAConfig(chunk_size=4), repeats="gated_deltanet")},
     "norm": {"": Case(NormConfig(feature_map="elu", norm="layer", chunk_size=8), repeats="linear")},
     # Near max_length=40 one row of ours has a single key left by ReLU, by less than bfloat16's rounding.
     "cosformer": {"": Case(CosformerConfig(max_length=48, chunk_size=8), repeats="linear")},

@@ -87,6 +87,62 @@ def delta_mix(u, p, m, d):
     return merge(heads, p)
 
 
+def short_convolved(x, p):
+    """SiLU of the sum over the last tokens of (n, heads, h), each channel by itself."""
+    kernel = p["kernel"]
+    before = np.concatenate([np.zeros((len(kernel) - 1, *x.shape[1:])), x])
+    return silu(np.stack([(before[t : t + len(kernel)] * kernel).sum(0) for t in range(len(x))]))
+
+
+def unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+
+
+def step_decay(z, p):
+    """exp(-exp(rate) log(1 + exp(z + step_bias)))."""
+    rate = p["rate"].reshape(-1, *(1 for _ in z.shape[2:]))
+    return np.exp(-np.exp(rate) * np.log(1 + np.exp(z + p["step_bias"])))
+
+
+def gated_delta_head(q, k, v, beta, decay):
+    """The recurrence S <- D + beta k (v - D^T k)^T, D = diag(decay) S, o = S^T q."""
+    state, out = np.zeros((k.shape[1], v.shape[1]), k.dtype), []
+    for t in range(len(q)):
+        state = state * decay[t][..., None]
+        state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
+def gated_norm(x, gate, p, opened):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"] * opened(gate)
+
+
+def gated_delta_mix(u, p, m, d):
+    q, k, v = (short_convolved(project(u, p[name]), p[f"{name}_conv"]) for name in ("query", "key", "value"))
+    q, k = unit(q) / np.sqrt(q.shape[-1]), unit(k)
+    beta, decay = sigmoid(u @ p["beta"]["kernel"]), step_decay(u @ p["step"]["kernel"], p)
+    gate, group = project(u, p["gate"]), v.shape[1] // k.shape[1]
+    heads = []
+    for a in range(v.shape[1]):
+        out = gated_delta_head(q[:, a // group], k[:, a // group], v[:, a], beta[:, a], decay[:, a])
+        heads.append(gated_norm(out, gate[:, a], p["head_norm"], silu))
+    return merge(heads, p)
+
+
+def kda_mix(u, p, m, d):
+    q, k, v = (short_convolved(project(u, p[name]), p[f"{name}_conv"]) for name in ("query", "key", "value"))
+    q, k = unit(q) / np.sqrt(q.shape[-1]), unit(k)
+    steps, gate = (project(u @ p[f"{name}_down"]["kernel"], p[f"{name}_up"]) for name in ("step", "gate"))
+    beta, decay = sigmoid(u @ p["beta"]["kernel"]), step_decay(steps, p)
+    heads = []
+    for a in range(d.num_heads):
+        b = a * d.num_kv_heads // d.num_heads
+        out = gated_delta_head(q[:, a], k[:, b], v[:, b], beta[:, b], decay[:, b])
+        heads.append(gated_norm(out, gate[:, a], p["head_norm"], sigmoid))
+    return merge(heads, p)
+
+
 def norm_mix(u, p, m, d):
     phi = FEATURES[m.feature_map]
     inputs = head_inputs(u, p, d, rotated=False)
@@ -272,4 +328,6 @@ NETWORKS = {
     "performer": residual_network(performer_mix),
     "flowformer": residual_network(flow_mix),
     "deltanet": residual_network(delta_mix),
+    "gated_deltanet": residual_network(gated_delta_mix),
+    "kda": residual_network(kda_mix),
 }

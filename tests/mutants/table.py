@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ALL_AT_ONCE = "tests/attention/recurrent/test_all_at_once.py"
+KIMI_DELTA = "tests/attention/recurrent/test_kimi_delta.py"
 LAWS = "tests/laws/test_laws.py"
 LOCAL = "tests/attention/local"
 RECURRENT_GPU = "tests/attention/recurrent/test_gpu.py"
@@ -255,31 +256,80 @@ MUTANTS = (
     Mutant(
         "recurrent/the delta rule's overlap contains the diagonal",
         "brl_jax/attention/recurrent/delta.py",
-        "beta, beta * jnp.tril(overlap, k=-1))",
-        "beta, beta * jnp.tril(overlap))",
+        "beta, beta * jnp.tril(overlap, k=-1), scores)",
+        "beta, beta * jnp.tril(overlap), scores)",
         (LAWS, "-k", "law_3 and deltanet"),
         equivalent="solve_unit_lower reads what is below the diagonal, and its gradient is 0 elsewhere",
     ),
     Mutant(
         "recurrent/the gated delta rule's state skips the decay of a chunk",
         "brl_jax/attention/recurrent/delta.py",
-        "kept = kept * decay.total",
-        "kept = kept * jnp.ones_like(decay.total)",
+        "kept = kept * keys.decay.total",
+        "kept = kept * jnp.ones_like(keys.decay.total)",
         ("tests/attention/recurrent/test_reference.py", "-k", "gated_delta_rule and 130"),
     ),
     Mutant(
         "recurrent/the gated delta rule's values do not decay to the chunk's end",
         "brl_jax/attention/recurrent/delta.py",
-        "adds * decay.end, overlap * decay.pairs",
-        "adds, overlap * decay.pairs",
+        "reads * decay.start, adds * decay.end",
+        "reads * decay.start, adds",
         ("tests/attention/recurrent/test_reference.py", "-k", "gated_delta_rule and 130"),
     ),
     Mutant(
         "recurrent/joined chunks of the gated delta rule do not decay",
         "brl_jax/attention/recurrent/delta.py",
-        "else identity[None, None] * decay.total",
-        "else identity[None, None] + 0 * decay.total",
+        "else identity[None, None] * keys.decay.total",
+        "else identity[None, None] + 0 * keys.decay.total",
         (ALL_AT_ONCE, "-k", "oracle and gated"),
+    ),
+    Mutant(
+        "recurrent/the queries of a chunk take the products of its keys",
+        "brl_jax/attention/recurrent/delta.py",
+        "jnp.concatenate([k, rows], axis=2)",
+        "jnp.concatenate([rows, k], axis=2)",
+        (KIMI_DELTA, "-k", "19-16-mixed-float32"),
+    ),
+    Mutant(
+        "recurrent/features keep what decays before the chunk's end",
+        "brl_jax/attention/recurrent/delta.py",
+        "reads * decay.start, adds * decay.end",
+        "reads * decay.start, adds * decay.end[:, :, :1]",
+        (KIMI_DELTA, "-k", "19-16-mixed-float32"),
+    ),
+    Mutant(
+        "recurrent/keys read a state of features that has not decayed",
+        "brl_jax/attention/recurrent/delta.py",
+        "reads, adds = reads * decay.start",
+        "reads, adds = reads + 0 * decay.start",
+        (KIMI_DELTA, "-k", "19-16-mixed-float32"),
+    ),
+    Mutant(
+        "layers/Gated DeltaNet does not normalise its queries and keys",
+        "brl_jax/layers/recurrent/gated_deltanet.py",
+        "axis=-1, keepdims=True) + 1e-6)",
+        "axis=-1, keepdims=True) * 0 + 1)",
+        (LAWS, "-k", "law_3_oracle and gated_deltanet"),
+    ),
+    Mutant(
+        "layers/Gated DeltaNet's value heads take the key heads in turn",
+        "brl_jax/layers/recurrent/gated_deltanet.py",
+        "jnp.repeat(y, values // keys, axis=2)",
+        "jnp.concatenate([y] * (values // keys), axis=2)",
+        (LAWS, "-k", "law_3_oracle and gated_deltanet"),
+    ),
+    Mutant(
+        "layers/a decay ignores its bias",
+        "brl_jax/layers/recurrent/decay.py",
+        "x.astype(jnp.float32) + step_bias[None, None]",
+        "x.astype(jnp.float32) + 0 * step_bias[None, None]",
+        (LAWS, "-k", "law_3_oracle and gated_deltanet"),
+    ),
+    Mutant(
+        "layers/a cache forgets the inputs of its convolutions",
+        "brl_jax/layers/recurrent/convolved_layer.py",
+        "before = None if self._before is None else self._before[name]",
+        "before = None if self._before is None else 0 * self._before[name]",
+        (LAWS, "-k", "law_2 and gated_deltanet"),
     ),
     Mutant(
         "recurrent/a short convolution crosses sequences",
@@ -643,7 +693,7 @@ MUTANTS = (
     Mutant(
         "recurrent/A run of chunks forgets what the runs after it do to its state",
         "brl_jax/attention/recurrent/delta.py",
-        "_multiply(later.transition, kept), [later",
+        "multiply_precisely(later.transition, kept), [later",
         "0.5 * kept, [later",
         ("tests/attention/recurrent/test_on_a_mesh.py", "-m", "", "-k", "delta"),
     ),

@@ -207,18 +207,18 @@ def decayed_step(
     length = keys.shape[2]
     if log_decay.ndim == 3:
         decay: HeadDecay | FeatureDecay = head_decay(heads_first(log_decay[..., None]))
-        products = jnp.einsum("bkrf,bkcf->bkrc", rows, keys) * _for_rows(decay[0], rows, length)
+        products = jnp.einsum("bkrf,bkcf->bkrc", rows, keys) * for_rows(decay[0], rows, length)
     else:
         decay = feature_decay(rows, keys, heads_first(log_decay))
         products = decay.products
-    reads = mask_rows(visibility.reads_state, rows) * _for_rows(decay.start, rows, length)
+    reads = mask_rows(visibility.reads_state, rows) * for_rows(decay.start, rows, length)
     out = jnp.einsum("bkrf,bkfv->bkrv", reads, state)
     out = out + jnp.einsum("bkrc,bkcv->bkrv", mask_scores(visibility.pairs, products), values)
     adds = keys if visibility.enters_state is None else zero_unless(visibility.enters_state[:, None], keys)
     return DecayedSum(jnp.einsum("bkcf,bkcv->bkfv", adds * decay.end, values), decay.total), out
 
 
-def _for_rows(x: Float[Array, "B K C X"], rows: Float[Array, "B K R F"], length: int) -> Array:
+def for_rows(x: Float[Array, "B K C X"], rows: Float[Array, "B K R F"], length: int) -> Array:
     """The numbers of each token for all of its rows."""
     return jnp.tile(x, (1, 1, rows.shape[2] // length, 1))
 

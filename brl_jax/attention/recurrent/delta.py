@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -15,10 +13,9 @@ from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility, Recurrence, scan_chunks
-from brl_jax.attention.recurrent.decay import HeadDecay, head_decay
+from brl_jax.attention.recurrent.decay import FeatureDecay, HeadDecay, feature_decay, for_rows, head_decay
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
     group_rows,
@@ -28,10 +25,11 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
+from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
 
 
 class DeltaState(NamedTuple):
-    """What `delta_rule` and `gated_delta_rule` keep of the tokens so far.
+    """What `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` keep of the tokens so far.
 
     Attributes:
       key_value: S, the linear map from keys to values of each key head.
@@ -41,7 +39,7 @@ class DeltaState(NamedTuple):
 
 
 def init_delta_state(batch: int, num_kv_heads: int, head_dim: int, value_dim: int) -> DeltaState:
-    """The state of `delta_rule` and `gated_delta_rule` before the first token.
+    """The state of `delta_rule`, `gated_delta_rule` and `kimi_delta_rule` before the first token.
 
     Args:
       head_dim, value_dim: H and V, the head dimensions of the keys and of the values.
@@ -154,20 +152,67 @@ def gated_delta_rule(
     return _attend(query, key, value, beta, log_decay, normalize_keys, **options)
 
 
+@attention_function
+def kimi_delta_rule(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    beta: Float[Array, "B T K"],
+    log_decay: Float[Array, "B T K H"],
+    *,
+    normalize_keys: bool = True,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state: DeltaState | None = None,
+    return_state: bool = False,
+    chunk_size: int = 64,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
+    """`gated_delta_rule` with a decay of each key feature: D_t = diag(alpha_t) S_(t-1), row by row of the state.
+
+    Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692, eq. 1), with alpha_t = exp(log_decay_t). Within a chunk the
+    decays between two tokens enter the products of queries and keys feature by feature, as in `linear_attention`: no
+    exponential is taken of a positive number, and strong decay stays finite. `reference.kimi_delta_rule` is the plain
+    recurrence.
+
+    Args:
+      log_decay: (B, T, K, H), floating point, at most 0: the logarithm of the factors by which the rows of the state
+        shrink before the token is written; -inf empties a row.
+      query, key, value, beta and all options: as for `delta_rule`.
+
+    Returns:
+      As `delta_rule`.
+
+    Raises:
+      ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+    """
+    options: dict[str, Any] = {
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "segment_ids": segment_ids,
+        "state": state,
+        "return_state": return_state,
+        "chunk_size": chunk_size,
+        "implementation": implementation,
+    }
+    return _attend(query, key, value, beta, log_decay, normalize_keys, by_feature=True, **options)
+
+
 def _attend(
     query: Array, key: Array, value: Array, beta: Array, log_decay: Array | None, normalize_keys: bool,
-    *, state: Any, return_state: bool, chunk_size: int, **options: Any,
+    *, state: Any, return_state: bool, chunk_size: int, by_feature: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """Both rules; None is no decay."""
+    """All rules; None is no decay."""
     prepared = prepare_inputs(
         query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size, **options
     )  # fmt: skip
-    scalars = {"beta": beta} if log_decay is None else {"beta": beta, "log_decay": log_decay}
-    for name, x in scalars.items():
+    gates = {"beta": beta} if log_decay is None else {"beta": beta, "log_decay": log_decay}
+    for name, x in gates.items():
+        shape, axes = key.shape[:3], "batch, length, key heads"
+        if name == "log_decay" and by_feature:
+            shape, axes = key.shape, f"{axes}, key features"
         require(
-            x.shape == key.shape[:3] and jnp.issubdtype(x.dtype, jnp.floating),
-            f"{name} must be floating point of shape {key.shape[:3]} (batch, length, key heads), got {x.dtype} of "
-            f"shape {x.shape}",
+            x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating),
+            f"{name} must be floating point of shape {shape} ({axes}), got {x.dtype} of shape {x.shape}",
         )
     fresh = init_delta_state(key.shape[0], key.shape[2], key.shape[3], value.shape[3])
     state = check_state(state, fresh, "init_delta_state")
@@ -180,7 +225,7 @@ def _attend(
         "query": prepared.query,
         "key": prepared.key,
         "value": prepared.value,
-        **{name: zero_padding(x, prepared.lengths) for name, x in scalars.items()},
+        **{name: zero_padding(x, prepared.lengths) for name, x in gates.items()},
     }
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> _Affine:
@@ -194,41 +239,54 @@ def _attend(
 
 
 class _Keys(NamedTuple):
-    """What the WY form of a chunk needs of its keys.
+    """What the WY form of a chunk needs of its keys, and of its queries if they are given.
 
     Attributes:
-      key: the keys, normalised if that is asked for, and `reads`, those of them that read the state, times its decay
-        until they do.
+      decay: that of the state within the chunk; None without it.
+      reads: the keys, normalised if that is asked for, that read the state, times its decay until they do.
       adds: those whose values are written to the state, times the decay from then to the chunk's end.
       beta: their strengths.
       overlap: the strictly lower part of diag(beta) K K^T, within segments, times the decay between the tokens.
+      scores: the same of the queries with the keys, without beta and with the diagonal; None without queries.
     """
 
-    key: Float[Array, "B K C H"]
+    decay: HeadDecay | FeatureDecay | None
     reads: Float[Array, "B K C H"]
     adds: Float[Array, "B K C H"]
     beta: Float[Array, "B K C 1"]
     overlap: Float[Array, "B K C C"]
+    scores: Float[Array, "B K R C"] | None
 
 
-def _decay(chunk: Any) -> HeadDecay | None:
-    """The decay of a chunk's tokens, or None without it."""
-    return head_decay(heads_first(chunk["log_decay"][..., None])) if "log_decay" in chunk else None
-
-
-def _keys(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool, decay: HeadDecay | None) -> _Keys:
+def _keys(
+    chunk: Any, visibility: ChunkVisibility, normalize_keys: bool, rows: Float[Array, "B K R H"] | None
+) -> _Keys:
     k = heads_first(chunk["key"])
     if normalize_keys:
         squares = checkpoint_name(jnp.sum(jnp.square(k), axis=-1, keepdims=True), SAVED)
         k = k * lax.rsqrt(squares + 1e-12)
     beta = heads_first(chunk["beta"][..., None])
-    overlap = mask_scores(visibility.pairs, jnp.einsum("bkif,bkjf->bkij", k, k))
-    overlap = checkpoint_name(overlap, SAVED)
+    log = chunk.get("log_decay")
+    decay: HeadDecay | FeatureDecay | None = None
+    scores: Array | None = None
+    if log is not None and log.ndim == 4:
+        both = k if rows is None else jnp.concatenate([k, rows], axis=2)
+        decay = feature_decay(both, k, heads_first(log))
+        overlap, scores = jnp.split(decay.products, [k.shape[2]], axis=2)
+    else:
+        decay = None if log is None else head_decay(heads_first(log[..., None]))
+        overlap = jnp.einsum("bkif,bkjf->bkij", k, k)
+        scores = None if rows is None else jnp.einsum("bkrf,bkcf->bkrc", rows, k)
+    overlap = checkpoint_name(mask_scores(visibility.pairs, overlap), SAVED)
+    scores = None if rows is None or scores is None else mask_scores(visibility.pairs, scores)
     adds = k if visibility.enters_state is None else zero_unless(visibility.enters_state[:, None], k)
     reads = mask_rows(visibility.reads_state, k)
     if decay is not None:
-        reads, adds, overlap = reads * decay.start, adds * decay.end, overlap * decay.pairs
-    return _Keys(k, reads, adds, beta, beta * jnp.tril(overlap, k=-1))
+        reads, adds = reads * decay.start, adds * decay.end
+    if isinstance(decay, HeadDecay):
+        overlap = overlap * decay.pairs
+        scores = None if scores is None else scores * for_rows(decay.pairs, scores, k.shape[2])
+    return _Keys(decay, reads, adds, beta, beta * jnp.tril(overlap, k=-1), scores)
 
 
 def _step(
@@ -237,21 +295,18 @@ def _step(
     """One chunk in the WY form."""
     length, kv_heads = chunk["key"].shape[1:3]
     rows, v = group_rows(chunk["query"], kv_heads), heads_first(chunk["value"])
-    decay = _decay(chunk)
-    keys = _keys(chunk, visibility, normalize_keys, decay)
+    keys = _keys(chunk, visibility, normalize_keys, rows)
     stored = jnp.einsum("bkcf,bkfh->bkch", keys.reads, state.key_value)
     corrected = solve_unit_lower(keys.overlap, keys.beta * (v - stored))
-    scores = mask_scores(visibility.pairs, jnp.einsum("bkrf,bkcf->bkrc", rows, keys.key))
     reads, kept = (
         mask_rows(visibility.reads_state, rows),
         zero_unless(visibility.keeps_state, state.key_value),
     )
-    if decay is not None:
-        groups = (1, 1, rows.shape[2] // length, 1)
-        scores, reads = scores * jnp.tile(decay.pairs, groups), reads * jnp.tile(decay.start, groups)
-        kept = kept * decay.total
+    if keys.decay is not None:
+        reads = reads * for_rows(keys.decay.start, rows, length)
+        kept = kept * keys.decay.total
     out = jnp.einsum("bkrf,bkfh->bkrh", reads, state.key_value)
-    out = out + jnp.einsum("bkrc,bkch->bkrh", scores, corrected)
+    out = out + jnp.einsum("bkrc,bkch->bkrh", keys.scores, corrected)
     update = jnp.einsum("bkcf,bkch->bkfh", keys.adds, corrected)
     return DeltaState(kept + update), ungroup_rows(out, length)
 
@@ -267,14 +322,13 @@ def _summarize(chunk: Any, visibility: ChunkVisibility, normalize_keys: bool) ->
     """A = I - K^T W and B = K^T U, where W and U are the solutions for diag(beta) K and diag(beta) V
     (arXiv:2406.06484, eqs. 7-10); with decay, I is multiplied by the chunk's. The norm of A is at most 1 for normalised
     keys, beta between 0 and 2 and decay of at most 1."""
-    decay = _decay(chunk)
-    keys, v = _keys(chunk, visibility, normalize_keys, decay), heads_first(chunk["value"])
+    keys, v = _keys(chunk, visibility, normalize_keys, None), heads_first(chunk["value"])
     solved = solve_unit_lower(keys.overlap, keys.beta * jnp.concatenate([-keys.reads, v], axis=-1))
     change, added = jnp.split(
         jnp.einsum("bkcf,bkch->bkfh", keys.adds, solved), [keys.reads.shape[-1]], axis=-1
     )
     identity = jnp.eye(change.shape[-1], dtype=change.dtype)
-    kept = identity if decay is None else identity[None, None] * decay.total
+    kept = identity if keys.decay is None else identity[None, None] * keys.decay.total
     return _Affine(change + jnp.broadcast_to(kept, change.shape), added)
 
 
@@ -288,11 +342,11 @@ def _states(
     """
     transition, added = maps
     kept = zero_unless(None if keeps is None else keeps[:, 0], state.key_value)
-    first = added[:, :1] + _multiply(transition[:, 0], kept)[:, None]
+    first = added[:, :1] + multiply_precisely(transition[:, 0], kept)[:, None]
 
     def differences(after: Array) -> Array:
         before = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
-        return after - _multiply(transition, zero_unless(keeps, before))
+        return after - multiply_precisely(transition, zero_unless(keeps, before))
 
     def solve(_: Any, added: Array) -> Array:
         return _affine_states(transition, added, keeps)
@@ -312,7 +366,9 @@ def _states(
 def _join(earlier: _Affine, later: _Affine, keeps: Bool[Array, "*leading"] | None) -> _Affine:
     """What two runs of chunks do to the state, one after the other."""
     kept = zero_unless(keeps, jnp.concatenate(earlier, axis=-1))
-    transition, added = jnp.split(_multiply(later.transition, kept), [later.transition.shape[-1]], axis=-1)
+    transition, added = jnp.split(
+        multiply_precisely(later.transition, kept), [later.transition.shape[-1]], axis=-1
+    )
     return _Affine(transition, added + later.added)
 
 
@@ -326,71 +382,12 @@ def _affine_states(
 
     def join(earlier: Array, later: Array, keeps: Any) -> Array:
         # One product for both parts of [A B].
-        joined = _multiply(later[..., :size], zero_unless(keeps, earlier))
+        joined = multiply_precisely(later[..., :size], zero_unless(keeps, earlier))
         return joined + jnp.pad(later[..., size:], [(0, 0)] * (later.ndim - 1) + [(size, 0)])
 
     def apply(state: Array, following: Array, keeps: Any) -> Array:
-        return _multiply(following[..., :size], zero_unless(keeps, state)) + following[..., size:]
+        return multiply_precisely(following[..., :size], zero_unless(keeps, state)) + following[..., size:]
 
     maps = jnp.concatenate([transition, added], axis=-1)
     before, last = states_before(join, apply, jnp.zeros_like(added[:, 0]), maps, keeps)
     return jnp.concatenate([before[:, 1:], last[:, None]], axis=1)
-
-
-def solve_unit_lower(a: Float[Array, "*B C C"], b: Float[Array, "*B C V"]) -> Float[Array, "*B C V"]:
-    """x with (I + A) x = b, for A strictly lower triangular."""
-    # Under shard_map the hand-written derivative below needs both to vary over the same mesh axes.
-    return _solve(*vary_like((a, b), (a, b)))
-
-
-@jax.custom_jvp
-def _solve(a: Array, b: Array) -> Array:
-    return _multiply(invert_unit_lower(a), b)
-
-
-@_solve.defjvp
-def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    a, b = primals
-    d_a, d_b = tangents
-    inverse = checkpoint_name(invert_unit_lower(a), SAVED)
-    x = checkpoint_name(_multiply(inverse, b), SAVED)
-    return x, _multiply(inverse, d_b - _multiply(jnp.tril(d_a, k=-1), x))
-
-
-# The error of a row of the solution enters all later rows, and that of a chunk's map all later states, so the device's
-# default precision is not enough.
-_multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-
-
-def invert_unit_lower(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """(I + A)^-1 for A strictly lower triangular.
-
-    A GPU's library solves for the inverse in one launch. Elsewhere it is assembled from blocks of doubling size, in
-    matrix products: [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. This is as stable as forward substitution.
-    A series in powers of A is not: for equal keys the powers grow like binomial coefficients.
-    """
-    return lax.platform_dependent(a, cuda=_substitute, rocm=_substitute, default=_assemble)
-
-
-def _substitute(a: Array) -> Array:
-    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
-    return lax.linalg.triangular_solve(
-        a, vary_like(identity, (a,)), left_side=True, lower=True, unit_diagonal=True
-    )
-
-
-def _assemble(a: Array) -> Array:
-    size = a.shape[-1]
-    width = 1 << (size - 1).bit_length()
-    a = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, width - size)] * 2)
-    blocks = jnp.ones((*a.shape[:-2], width, 1, 1), a.dtype)
-    block = 1
-    while block < width:
-        corners = [a[..., i + block : i + 2 * block, i : i + block] for i in range(0, width, 2 * block)]
-        first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
-        corner = -_multiply(_multiply(second, jnp.stack(corners, axis=-3)), first)
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        lower = jnp.concatenate([corner, second], axis=-1)
-        blocks = jnp.concatenate([upper, lower], axis=-2)
-        block *= 2
-    return blocks[..., 0, :size, :size]

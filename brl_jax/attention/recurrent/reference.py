@@ -206,6 +206,21 @@ def gated_delta_rule(
     normalize_keys: bool = True,
 ) -> Float[Array, "B T N V"]:
     """The delta rule on a state that is first multiplied by exp(log_decay_t), token by token (arXiv:2412.06464)."""
+    of_features = jnp.broadcast_to(log_decay[..., None], key.shape)
+    return kimi_delta_rule(query, key, value, beta, of_features, normalize_keys=normalize_keys)
+
+
+def kimi_delta_rule(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    beta: Float[Array, "B T K"],
+    log_decay: Float[Array, "B T K H"],
+    *,
+    normalize_keys: bool = True,
+) -> Float[Array, "B T N V"]:
+    """The delta rule on a state whose rows are first multiplied by exp(log_decay_t), token by token
+    (arXiv:2510.26692)."""
     decay = jnp.repeat(jnp.exp(log_decay.astype(jnp.float32)), query.shape[2] // beta.shape[2], axis=2)
     beta = jnp.repeat(beta.astype(jnp.float32), query.shape[2] // beta.shape[2], axis=2)
     query, key, value = _float32_heads(query, key, value)
@@ -214,7 +229,7 @@ def gated_delta_rule(
 
     def token(state: Array, arrays: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, b, a = arrays
-        state = a[..., None, None] * state
+        state = a[..., None] * state
         error = v - jnp.einsum("bnhv,bnh->bnv", state, k)
         state = state + jnp.einsum("bn,bnh,bnv->bnhv", b, k, error)
         return state, jnp.einsum("bnhv,bnh->bnv", state, q)

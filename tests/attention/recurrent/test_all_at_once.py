@@ -15,6 +15,7 @@ from jax import lax
 import brl_jax
 from brl_jax.attention.recurrent import gau, reference
 from tests.attention.recurrent.test_state_functions import close
+from tests.marks import slow_unless
 
 HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
 PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks: even and odd numbers of chunks are joined
@@ -88,7 +89,7 @@ def _delta(q, k, v, beta, segments, decay=None):
     for t in range(len(q)):
         state = state * (t > 0 and segments[t] == segments[t - 1]) + np.zeros((SIZE, SIZE))
         if decay is not None:
-            state = decay[t] * state
+            state = decay[t][..., None] * state
         state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
         out.append(state.T @ q[t])
     return np.stack(out)
@@ -112,7 +113,8 @@ def oracle(name, query, key, value, beta, segments):
             out.append(_decayed(q, k, v, np.exp(_log_decay(b)[:, None] * each), segments))
             continue
         weigh = {"linear": _linear, "cosformer": _cosformer, "performer": _performer, "mixed": _mixed}
-        decays = {"delta": None, "gated": np.exp(_log_decay(b))}
+        by_feature = np.exp(_log_decay(b)[:, None] * FEATURES)
+        decays = {"delta": None, "gated": np.exp(_log_decay(b)), "kimi": by_feature}
         out.append(
             _delta(q, k, v, b, segments, decays[name]) if name in decays else weigh[name](q, k, seen) @ v
         )
@@ -140,6 +142,9 @@ def call(name, query, key, value, beta, **options):
         case "gated":
             decay = _log_decay(beta.astype(jnp.float32))
             return brl_jax.gated_delta_rule(query, key, value, beta, decay, **options)
+        case "kimi":
+            decay = _log_decay(beta.astype(jnp.float32))[..., None] * FEATURES[None, None, None]
+            return brl_jax.kimi_delta_rule(query, key, value, beta, decay, **options)
     return brl_jax.mixed_chunk_attention(query, key, -query, key, value, is_causal=True, **options)
 
 
@@ -155,8 +160,8 @@ def with_states(name, arrays, ids, lengths):
     return [first, second, call(name, *rest, state=state)]
 
 
-SLOW = ("cosformer", "performer", "feature_decayed")
-NAMES = ("linear", "cosformer", "performer", "decayed", "feature_decayed", "delta", "gated", "mixed")
+SLOW = ("cosformer", "performer", "feature_decayed", "kimi")
+NAMES = ("linear", "cosformer", "performer", "decayed", "feature_decayed", "delta", "gated", "kimi", "mixed")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +293,7 @@ def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
 
 
 @pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True), ("tpu", True)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless(NAMES, {*NAMES} - {"kimi"}))
 def test_the_platform_that_a_call_is_lowered_for_decides(name, platform, loops):
     shapes = [(1, 96, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)] + [(1, 96, KV_HEADS)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

@@ -40,6 +40,7 @@ CASES = [
     ("luna_attention", (), {"packed": normal(3, KV_HEADS, SIZE)}),
     ("delta_rule", ("beta",), {}),
     ("gated_delta_rule", ("beta", "log_decay"), {}),
+    ("kimi_delta_rule", ("beta", "log_decay", "by feature"), {}),
     *(("gau_attention", (), options) for options in with_causality({"bias": BIAS})),
     *(("mixed_chunk_attention", ("linear",), o) for o in with_causality({"bias": BIAS, "chunk_size": 24})),
     *(("bsbr_attention", ("retrieval",), options) for options in with_causality({"chunk_size": 24})),
@@ -60,8 +61,10 @@ def arguments(kind, length):
     match kind:
         case ("beta",):
             return query, key, value, jax.nn.sigmoid(normal(2, length, KV_HEADS))
-        case ("beta", "log_decay"):
+        case ("beta", "log_decay", *by_feature):
             log_decay = jnp.broadcast_to(DECAYS[jnp.arange(length) % 7][None, :, None], (2, length, KV_HEADS))
+            if by_feature:  # each feature's strong tokens are others
+                log_decay = jnp.stack([jnp.roll(log_decay, shift, 1) for shift in range(SIZE)], -1)
             return query, key, value, jax.nn.sigmoid(normal(2, length, KV_HEADS)), log_decay
         case ("linear",):
             return query, key, query[:, ::-1] + 1, -2 * key, value

@@ -46,6 +46,12 @@ def _gated_delta(query, key, value, **options):
     return brl_jax.gated_delta_rule(query, key, value, beta, log_decay, **options)
 
 
+def _kimi_delta(query, key, value, **options):
+    beta = jax.lax.stop_gradient(jax.nn.sigmoid(3 * value[..., 0]))
+    log_decay = jax.lax.stop_gradient(-jnp.exp(2 * key))
+    return brl_jax.kimi_delta_rule(query, key, value, beta, log_decay, **options)
+
+
 def _linear(query, key, value, **options):
     return brl_jax.linear_attention(query, key, value, is_causal=True, **options)
 
@@ -126,6 +132,7 @@ CASES = {
     "luna": Case(_luna, lambda b, k, h: init_luna_state(b, k, h, 3, h)),
     "delta": Case(_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
     "gated_delta": Case(_gated_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
+    "kimi_delta": Case(_kimi_delta, lambda b, k, h: init_delta_state(b, k, h, h)),
 }
 
 

@@ -1,0 +1,127 @@
+"""Gated DeltaNet as a layer: the delta rule on a state that decays, behind short convolutions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.recurrent.delta import DeltaState, gated_delta_rule, init_delta_state
+from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
+from brl_jax.layers.recurrent.decay import step_decay
+from brl_jax.layers.recurrent.state_layer import StateAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNetConfig(Mechanism):
+    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next."""
+
+    bidirectional: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+    any_head_dim: ClassVar[bool] = True
+
+    num_key_heads: int | None = None
+    """Heads of the queries and of the keys; None for the network's key/value heads."""
+    num_value_heads: int | None = None
+    """Heads of the values, each with a state and a decay of its own, a multiple of num_key_heads; None for the
+    network's query heads."""
+    key_dim: int | None = None
+    """Size of a head of queries and keys; None for the network's."""
+    value_dim: int | None = None
+    """Size of a head of values; None for the network's."""
+    conv_size: int = 4
+    """Tokens that the convolutions of queries, keys and values reach over."""
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        sizes = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
+        check_at_least(self, *(name for name in sizes if getattr(self, name) is not None))
+        check_at_least(self, "conv_size", "chunk_size")
+
+    def check(self, dimensions: Dimensions) -> None:
+        super().check(dimensions)
+        keys, values, *_ = self.sizes(dimensions)
+        if values % keys:
+            raise ValueError(f"num_value_heads must be a multiple of num_key_heads={keys}, got {values}")
+
+    def sizes(self, dimensions: Dimensions) -> tuple[int, int, int, int]:
+        """Key heads, value heads, and the sizes of a key and of a value."""
+        d = dimensions
+        return (
+            self.num_key_heads or d.num_kv_heads,
+            self.num_value_heads or d.num_heads,
+            self.key_dim or d.head_dim,
+            self.value_dim or d.head_dim,
+        )
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return GatedDeltaNet(self, dimensions, **kwargs)
+
+
+class GatedDeltaNet(ConvolvedLayer):
+    """`gated_delta_rule` on convolved projections, with a gated norm of each head after it.
+
+    beta = sigmoid(x W_b) and the logarithm of the decay is -exp(rate) softplus(x W_a + step_bias), for each value head.
+    Queries and keys are normalised, and the queries divided by sqrt(key_dim). Value heads share a key head in runs
+    of num_value_heads / num_key_heads. There are no rotary positions: the recurrence itself depends on the order.
+    """
+
+    def convolved(self) -> dict[str, tuple[int, ...]]:
+        keys, values, key_dim, value_dim = self.mechanism.sizes(self.dimensions)
+        return {
+            "query_conv": (keys, key_dim),
+            "key_conv": (keys, key_dim),
+            "value_conv": (values, value_dim),
+        }
+
+    def init_state(self, batch: int, length: int) -> DeltaState:
+        _, values, key_dim, value_dim = self.mechanism.sizes(self.dimensions)
+        return init_delta_state(batch, values, key_dim, value_dim)
+
+    def convolved_attention(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
+    ) -> StateAttention:
+        d = self.dimensions
+        keys, values, key_dim, value_dim = self.mechanism.sizes(d)
+
+        def project(name: str, axis: str, heads: int, size: int) -> Array:
+            projected = dense(d, (heads, size), ("embed", axis, "head_dim"), name=name)(x)
+            return convolve(projected, axis, "head_dim", name=f"{name}_conv")
+
+        query, key = (unit(project(name, "kv_heads", keys, key_dim)) for name in ("query", "key"))
+        query = query * jnp.asarray(key_dim**-0.5, query.dtype)
+        value = project("value", "heads", values, value_dim)
+        query, key = (jnp.repeat(y, values // keys, axis=2) for y in (query, key))
+        beta = jax.nn.sigmoid(dense(d, values, ("embed", "heads"), name="beta")(x))
+        steps = dense(d, values, ("embed", "heads"), name="step", use_bias=False)(x)
+        function = functools.partial(
+            gated_delta_rule,
+            query,
+            key,
+            beta=beta,
+            log_decay=step_decay(self, steps, ("heads",)),
+            normalize_keys=False,
+            chunk_size=self.mechanism.chunk_size,
+        )
+        return StateAttention(function, value)
+
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        d = self.dimensions
+        gate = dense(d, attended.shape[2:], ("embed", "heads", "head_dim"), name="gate")(x)
+        return merge_heads(d, GatedNorm(d, name="head_norm")(attended, gate))
+
+
+def unit(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+    """x divided by its l2 norm over the last axis, in float32; about 0 stays 0."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -1,0 +1,107 @@
+"""Kimi Delta Attention as a layer: the delta rule on a state whose rows decay each by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.recurrent.delta import DeltaState, init_delta_state, kimi_delta_rule
+from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
+from brl_jax.layers.recurrent.decay import step_decay
+from brl_jax.layers.recurrent.gated_deltanet import unit
+from brl_jax.layers.recurrent.state_layer import StateAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class KDAConfig(Mechanism):
+    """Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692)."""
+
+    bidirectional: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+    any_head_dim: ClassVar[bool] = True
+
+    conv_size: int = 4
+    """Tokens that the convolutions of queries, keys and values reach over."""
+    gate_rank: int | None = None
+    """Width between the two matrices of the decay and of the output gate; None for the size of a head."""
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "conv_size", "chunk_size")
+        if self.gate_rank is not None:
+            check_at_least(self, "gate_rank")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return KimiDeltaAttention(self, dimensions, **kwargs)
+
+
+class KimiDeltaAttention(ConvolvedLayer):
+    """`kimi_delta_rule` on convolved projections, with a gated norm of each head after it (section 4 of the paper).
+
+    beta = sigmoid(x W_b) for each key head, and the logarithm of the decay is -exp(rate) softplus(x W_1 W_2 +
+    step_bias) for each feature of its keys. Queries and keys are normalised, and the queries divided by
+    sqrt(head_dim). The output gate is sigmoid(x W_3 W_4). There are no rotary positions: the recurrence itself depends
+    on the order.
+    """
+
+    def convolved(self) -> dict[str, tuple[int, ...]]:
+        d = self.dimensions
+        heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
+        return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
+
+    def init_state(self, batch: int, length: int) -> DeltaState:
+        d = self.dimensions
+        return init_delta_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
+
+    def convolved_attention(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
+    ) -> StateAttention:
+        d = self.dimensions
+
+        def project(name: str, axis: str, heads: int) -> Array:
+            projected = dense(d, (heads, d.head_dim), ("embed", axis, "head_dim"), name=name)(x)
+            return convolve(projected, axis, "head_dim", name=f"{name}_conv")
+
+        query, key = (
+            unit(project("query", "heads", d.num_heads)),
+            unit(project("key", "kv_heads", d.num_kv_heads)),
+        )
+        value = project("value", "kv_heads", d.num_kv_heads)
+        beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
+        steps = self.low_rank(x, "step", d.num_kv_heads, "kv_heads", use_bias=False)
+        function = functools.partial(
+            kimi_delta_rule,
+            query * jnp.asarray(d.head_dim**-0.5, query.dtype),
+            key,
+            beta=beta,
+            log_decay=step_decay(self, steps, ("kv_heads", "head_dim")),
+            normalize_keys=False,
+            chunk_size=self.mechanism.chunk_size,
+        )
+        return StateAttention(function, value)
+
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        d = self.dimensions
+        gate = self.low_rank(x, "gate", d.num_heads, "heads", use_bias=True)
+        return merge_heads(d, GatedNorm(d, "sigmoid", name="head_norm")(attended, gate))
+
+    def low_rank(
+        self, x: Float[Array, "B T D"], name: str, heads: int, axis: str, *, use_bias: bool
+    ) -> Float[Array, "B T heads H"]:
+        """x times two matrices, of which the second gives `heads` heads and may have a bias."""
+        d = self.dimensions
+        rank = self.mechanism.gate_rank or d.head_dim
+        inner = dense(d, rank, ("embed", "projected"), name=f"{name}_down", use_bias=False)(x)
+        axes = ("projected", axis, "head_dim")
+        return dense(d, (heads, d.head_dim), axes, name=f"{name}_up", use_bias=use_bias)(inner)
