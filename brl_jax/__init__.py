@@ -11,7 +11,8 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
   prompts, and stream yields the tokens as they come. Encoder (with an EncoderConfig) gives an output for each token or
-  feature vector; Classifier and PairClassifier classify sequences and pairs; Regressor maps vectors to vectors.
+  feature vector; Classifier and PairClassifier classify sequences and pairs; NodeClassifier classifies the nodes of
+  a graph; Regressor maps vectors to vectors.
   transnormer builds the configuration of a TransNormer; Stack is the layers alone, and a configuration's
   `layer(Dimensions(...))` a single one.
 """
@@ -120,7 +121,9 @@ from brl_jax.models import (
     DecoderLM,
     Encoder,
     EncoderConfig,
+    GraphConfig,
     MaskedLM,
+    NodeClassifier,
     PairClassifier,
     Regressor,
     RegressorConfig,
@@ -165,6 +168,7 @@ __all__ = [
     "GlobalLocal",
     "GlobalWindow",
     "GlobalWindowConfig",
+    "GraphConfig",
     "HopfieldConfig",
     "InformerConfig",
     "KDAConfig",
@@ -180,6 +184,7 @@ __all__ = [
     "Mechanism",
     "NativeSparseConfig",
     "Neighbourhood",
+    "NodeClassifier",
     "NormConfig",
     "NystromformerConfig",
     "PairClassifier",

@@ -52,6 +52,7 @@ _OPTIONS = {
     "lra": "--length 64 --buckets 64",
     "mlm": "--length 64 --tokenizer chars:max=62",
     "glue": "--length 64",
+    "graph": "",
     "recall": "--length 64",
     "regression": "--pairs 32 --input_dim 4 --mup_base_width 32",
     "forecast": "--lookback 32 --horizon 32 --split 96 96 96",

@@ -3,6 +3,7 @@
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
+from brl_jax.models.graph import GraphConfig, NodeClassifier
 from brl_jax.models.masked_lm import MaskedLM
 from brl_jax.models.networks import make_stack
 from brl_jax.models.pooling import Pooling
@@ -17,7 +18,9 @@ __all__ = [
     "DecoderLM",
     "Encoder",
     "EncoderConfig",
+    "GraphConfig",
     "MaskedLM",
+    "NodeClassifier",
     "PairClassifier",
     "Pooling",
     "Regressor",

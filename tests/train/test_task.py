@@ -62,6 +62,8 @@ def test_every_task(name):
         if name in ("lm", "lra", "mlm", "recall", "forecast_tokens")
         else {"model"}
         if name == "glue"
+        else {"model.kinds", "model.num_classes"}
+        if name == "graph"
         else {"model.num_inputs"}
     )
     config = task.sized(task.presets[task.default_preset])

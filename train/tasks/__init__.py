@@ -5,13 +5,14 @@ from typing import Any
 from train.task import Task
 from train.tasks.forecast import FORECAST_TASKS
 from train.tasks.glue import GLUE
+from train.tasks.graph import GRAPH
 from train.tasks.lm import LM
 from train.tasks.lra import LRA
 from train.tasks.mlm import MLM
 from train.tasks.recall import RECALL
 from train.tasks.regression import REGRESSION
 
-_TASKS: tuple[Task[Any, Any], ...] = (LM, LRA, MLM, GLUE, RECALL, REGRESSION, *FORECAST_TASKS)
+_TASKS: tuple[Task[Any, Any], ...] = (LM, LRA, MLM, GLUE, GRAPH, RECALL, REGRESSION, *FORECAST_TASKS)
 TASKS = {task.name: task for task in _TASKS}
 
 __all__ = ["TASKS"]

@@ -1,0 +1,230 @@
+"""Node classification: a transformer over a node's tokens or over all nodes, and the networks it is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from brl_jax.attention.core.checks import check_choice
+from brl_jax.layers.core.modules import dense, norm, parameter
+from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.models.config import StackConfig
+from brl_jax.models.graph_layers import GATLayer, GCNLayer, add_loops
+from brl_jax.models.networks import make_stack
+
+Network = Literal["tokens", "nodes", "mlp", "gcn", "gat", "simple_hgn"]
+
+SIMPLE_HGN_BETA = 0.05
+"""The share of the earlier layer's attention in Simple-HGN (Lv et al. 2021, arXiv:2112.14936)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphConfig(StackConfig):
+    """Size and parts of a network that classifies nodes."""
+
+    network: Network = "tokens"
+    """What is classified, and how: a node by attention over its list of tokens ("tokens"); all nodes of a graph by
+    attention among them, which sees no edges ("nodes"); or all nodes by a network without attention among them ("mlp")
+    or by one that sends messages along the edges: "gcn", "gat" or "simple_hgn"."""
+    input_dropout: float = 0.0
+    """Dropout rate of the features."""
+    kinds: tuple[int, ...] = (0,)
+    """The kind of each token of a list, or of each node in its place: those of one kind share a projection."""
+    num_features: int = 1
+    """Numbers that describe a token or a node."""
+    num_relations: int = 1
+    """Kinds of edges."""
+    num_classes: int = 2
+    """Number of classes."""
+    multi_label: bool = False
+    """Whether a node may be of several classes."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("network", self.network, get_args(Network))
+        for name in ("num_features", "num_relations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+        if not 0.0 <= self.input_dropout < 1.0:
+            raise ValueError(f"input_dropout must be at least 0 and below 1, got {self.input_dropout}")
+        if not self.kinds or min(self.kinds) < 0:
+            raise ValueError("kinds must be at least one kind, none below 0")
+        self.make_dimensions(is_causal=False)  # refuses mechanisms that cannot serve
+
+    @property
+    def has_edges(self) -> bool:
+        """Whether the network reads edges."""
+        return self.network in ("gcn", "gat", "simple_hgn")
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """The dimensions that each layer is built with: tokens are a set, without positions."""
+        return dataclasses.replace(self.make_dimensions(is_causal=False), rope_theta=None)
+
+
+def first_present(present: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
+    """An order of each row's tokens in which those that exist come first, otherwise as they stand; and their number,
+    at least 1."""
+    order = jnp.argsort(~present, axis=1, stable=True)
+    return order, jnp.maximum(present.sum(axis=1), 1)
+
+
+class Projection(nn.Module):
+    """Features (B, T, F) to rows (B, T, D): a linear map and a vector for each kind, a norm, and a ReLU."""
+
+    config: GraphConfig
+    dimensions: Dimensions
+
+    @nn.compact
+    def __call__(self, features: Float[Array, "B T F"], deterministic: bool) -> Float[Array, "B T D"]:
+        c, d = self.config, self.dimensions
+        x = nn.Dropout(c.input_dropout)(features.astype(d.dtype), deterministic=deterministic)
+        number, width = max(c.kinds) + 1, d.d_model
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+        kernel = parameter(self, "kernel", init, (number, c.num_features, width), (None, "inputs", "embed"))
+        bias = parameter(self, "bias", nn.initializers.normal(0.1), (number, width), (None, "embed"))
+        kernel, bias = kernel.astype(d.dtype), bias.astype(d.dtype)
+        # Runs of one kind are projected by one product: the nodes of a type stand together.
+        rows, start = [], 0
+        for end in range(1, len(c.kinds) + 1):
+            if end == len(c.kinds) or c.kinds[end] != c.kinds[start]:
+                kind = c.kinds[start]
+                rows.append(x[:, start:end] @ kernel[kind] + bias[kind][None, None])
+                start = end
+        x = jax.nn.relu(norm(d, name="norm")(jnp.concatenate(rows, axis=1)))
+        return nn.Dropout(c.dropout)(x, deterministic=deterministic)
+
+
+class SetEncoder(nn.Module):
+    """A stack of blocks over sets: (B, T, D) -> (B, T, D), where only the tokens of `present` (B, T) exist. Absent ones
+    may stand anywhere and change nothing; their outputs are meaningless."""
+
+    config: GraphConfig
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], present: Bool[Array, "B T"], deterministic: bool
+    ) -> Float[Array, "B T D"]:
+        c = self.config
+        order, lengths = first_present(present)
+        stack = make_stack(c.mechanisms, c.dimensions, c.remat, name="stack")
+        sorted_x = jnp.take_along_axis(jnp.where(present[..., None], x, 0.0), order[..., None], axis=1)
+        y, _ = stack(sorted_x, lengths=lengths, deterministic=deterministic)
+        return jnp.take_along_axis(y, jnp.argsort(order, axis=1)[..., None], axis=1)
+
+
+class MessagePassing(nn.Module):
+    """The layers of an MLP, a GCN, a GAT or a Simple-HGN over one graph: (n, D) -> (n, D)."""
+
+    config: GraphConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "n D"],
+        edges: Int[Array, "E 2"],
+        relations: Int[Array, "E"],
+        deterministic: bool,
+    ) -> Float[Array, "n D"]:
+        c, d = self.config, self.config.dimensions
+        drop = nn.Dropout(c.dropout, deterministic=deterministic)
+        heads, width = d.num_heads, d.d_model // d.num_heads
+        if c.network in ("gat", "simple_hgn"):
+            edges, relations = add_loops(edges, relations, x.shape[0], c.num_relations)
+        weights = None
+        for layer in range(c.num_layers):
+            name = f"layer_{layer}"
+            if c.network == "mlp":
+                y = dense(d, d.d_model, ("embed", "outputs"), name=name, use_bias=True)(x)
+                y = jax.nn.relu(y)
+            elif c.network == "gcn":
+                y = jax.nn.relu(GCNLayer(d, d.d_model, name=name)(x, edges))
+            else:
+                is_hgn = c.network == "simple_hgn"
+                attend = GATLayer(
+                    d,
+                    heads,
+                    width,
+                    relations=c.num_relations + 1 if is_hgn else 0,
+                    beta=SIMPLE_HGN_BETA,
+                    dropout=c.dropout,
+                    name=name,
+                )
+                y, weights = attend(x, edges, relations, weights if is_hgn else None, deterministic)
+                y = y.reshape(-1, d.d_model)
+                if is_hgn:
+                    y = y + dense(
+                        d, d.d_model, ("embed", "outputs"), name=f"residual_{layer}", use_bias=False
+                    )(x)
+                y = jax.nn.elu(y)
+            x = drop(y)
+        return x
+
+
+class NodeClassifier(nn.Module):
+    """Logits (B, P, C) float32 of nodes.
+
+    Args of the call:
+      features: (B, T, F), the tokens of a node's list (network "tokens"), or the nodes of a graph.
+      present: (B, T) bools or ints, which of them exist. The first token of a list is the node itself, and exists.
+      places: (B, P) ints, the nodes of the graph to classify; None with the network "tokens", where P is 1.
+      edges, relations: (B, E, 2) and (B, E) ints of the graph, see `graph_layers`; None for networks without edges.
+      deterministic: False applies dropout, with the random stream "dropout".
+
+    Raises:
+      ValueError: features of another shape than the configuration's kinds and num_features.
+    """
+
+    config: GraphConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        features: Float[Array, "B T F"],
+        present: Array,
+        *,
+        places: Int[Array, "B P"] | None = None,
+        edges: Int[Array, "B E 2"] | None = None,
+        relations: Int[Array, "B E"] | None = None,
+        deterministic: bool = True,
+    ) -> Float[Array, "B P C"]:
+        c, d = self.config, self.config.dimensions
+        if features.shape[1:] != (len(c.kinds), c.num_features):
+            raise ValueError(
+                f"features must have shape (batch, {len(c.kinds)}, {c.num_features}), got {features.shape}"
+            )
+        present = present.astype(bool)
+        x = Projection(c, d, name="projection")(features, deterministic)
+        if c.network in ("tokens", "nodes"):
+            x = SetEncoder(c, name="encoder")(x, present, deterministic)
+        else:
+            if edges is None or relations is None:
+                edges = jnp.zeros((*x.shape[:1], 0, 2), jnp.int32)
+                relations = jnp.zeros((*x.shape[:1], 0), jnp.int32)
+            over_rows = nn.vmap(
+                MessagePassing,
+                in_axes=(0, 0, 0, None),
+                variable_axes={"params": None},
+                split_rngs={"params": False, "dropout": True},
+            )
+            x = over_rows(c, name="layers")(x, edges, relations, deterministic)
+        if c.network == "tokens":
+            count = jnp.maximum(present.sum(axis=1), 1).astype(x.dtype)[:, None]
+            mean = jnp.where(present[..., None], x, 0.0).sum(axis=1) / count
+            x = jnp.concatenate([x[:, 0], mean], axis=-1)[:, None]
+        else:
+            assert places is not None
+            x = jnp.take_along_axis(x, places[..., None], axis=1)
+        x = nn.Dropout(c.dropout)(x, deterministic=deterministic)
+        logits: Any = dense(d, c.num_classes, ("embed", "classes"), name="out", use_bias=True)(x)
+        logits = logits.astype(jnp.float32)
+        if c.network == "simple_hgn":  # on the unit sphere, as in its paper
+            logits = logits * jax.lax.rsqrt(jnp.sum(logits**2, axis=-1, keepdims=True) + 1e-12)
+        return logits

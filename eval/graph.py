@@ -1,0 +1,93 @@
+"""Measures networks that classify the nodes of a graph (train.graph): python -m eval.graph --workdir DIR [OPTIONS].
+
+The last line of stdout is one JSON object: micro_f1 and macro_f1 of the test nodes in percent (of one class a node, the
+first is the accuracy), and what was measured.
+
+python -m eval.graph --table DIR [--picture FILE.png] measures the runs under DIR that have not been measured, averages
+those that differ in the seed alone, and prints them as markdown beside the figures of BRL-Attention (OpenReview
+Vpyg3fqXbl, tables 4 and 5).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from eval.graph_table import draw, markdown
+from eval.main import Evaluation, Measured, TableOptions
+from eval.runs import Run
+from train.errors import UserError, command
+from train.summary import mechanism_names, num_parameters
+from train.tasks.graph import GRAPH
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphEvalOptions(TableOptions):
+    """What to measure."""
+
+    workdir: str | None = None
+    """Folder of a run."""
+
+
+def f1_scores(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """Micro and macro F1 in percent of classes (N,), or of (N, C) zeros and ones where a node may have several.
+
+    Raises:
+      UserError: scikit-learn is missing.
+    """
+    try:
+        from sklearn.metrics import f1_score
+    except ModuleNotFoundError as error:
+        raise UserError("eval.graph needs scikit-learn: pip install 'brl-jax[graph]'") from error
+    return {
+        f"{average}_f1": 100.0 * float(f1_score(true, predicted, average=average, zero_division=0))
+        for average in ("micro", "macro")
+    }
+
+
+class _GraphEvaluation(Evaluation[GraphEvalOptions]):
+    kept = "graph_test.json"
+
+    def measure(self, run: Run, options: GraphEvalOptions) -> Measured:
+        """The F1 scores of a run."""
+        config = run.config
+        data = GRAPH.load(config, ("test",))
+        predicted, true = GRAPH.predict(config, run.model, run.params, data, "test")
+        network = config.model.network
+        return Measured(
+            {
+                "dataset": Path(config.data.data_dir).stem,
+                "network": mechanism_names(config.model) if network in ("tokens", "nodes") else network,
+                **f1_scores(predicted, true),
+                "nodes": len(true),
+                "tokens": len(config.model.kinds),
+                "parameters": num_parameters(run.params),
+                "learning_rate": config.optimizer.learning_rate,
+                "step": run.step,
+                "seed": config.loop.seed,
+                "workdir": config.loop.workdir,
+            }
+        )
+
+    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
+        return markdown(results)
+
+    def draw(self, measured: Sequence[Measured]) -> Figure:
+        return draw([each.result for each in measured])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the measures or the table; see the module's text and --help."""
+    _GraphEvaluation(
+        [GRAPH], GraphEvalOptions(), name="eval.graph", about="Measures networks that classify nodes."
+    ).main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "eval.graph"))

@@ -1,0 +1,175 @@
+"""Networks over graphs: layers against dense float64 ones, padding, and sets whose order means nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import BRLConfig, FullConfig
+from brl_jax.models.graph import GraphConfig, MessagePassing, NodeClassifier, SetEncoder
+from brl_jax.models.graph_layers import GATLayer, GCNLayer, add_loops
+
+NODES, WIDTH, RELATIONS = 7, 6, 3
+TINY = {"num_layers": 1, "d_model": 8, "num_heads": 2, "d_ff": 8}
+
+
+def random_graph(padding):
+    """(edges, relations) of a graph in which one node receives nothing, with edges that don't exist."""
+    rng = np.random.default_rng(0)
+    pairs = [(i, j) for i in range(NODES) for j in range(NODES - 1) if i != j and rng.random() < 0.4]
+    edges = np.array(pairs + [(2, NODES)] * padding, np.int32)
+    return edges, rng.integers(RELATIONS, size=len(edges)).astype(np.int32)
+
+
+def weights_of(layer, *args):
+    params = layer.init(jax.random.key(1), *args)["params"]
+    return params, {
+        name: np.asarray(leaf.unbox(), np.float64)
+        for name, leaf in ((k, v["kernel"] if isinstance(v, dict) else v) for k, v in params.items())
+    }
+
+
+def dense_gcn(x, edges, w):
+    a = np.eye(NODES)
+    for sender, receiver in edges:
+        a[receiver, sender] += 1
+    degree = a.sum(1)
+    return (a / np.sqrt(degree[:, None] * degree[None])) @ x @ w["kernel"] + w["bias"]
+
+
+def dense_gat(x, edges, relations, w, earlier=None, beta=0.0):
+    """(outputs (n, N, O), weights (n, n, N)) where no two edges join the same nodes."""
+    h = np.einsum("ni,ihf->nhf", x, w["kernel"])
+    kind = np.full((NODES, NODES), RELATIONS)
+    there = np.eye(NODES, dtype=bool)
+    for (sender, receiver), relation in zip(edges, relations):
+        kind[receiver, sender], there[receiver, sender] = relation, True
+    scores = (
+        np.einsum("nhf,hf->nh", h, w["receiver"])[:, None] + np.einsum("nhf,hf->nh", h, w["sender"])[None]
+    )
+    if "relation" in w:
+        scores = scores + np.einsum("rhf,hf->rh", w["relation"], w["relation_score"])[kind]
+    scores = np.where(scores > 0, scores, 0.2 * scores)
+    shares = np.where(there[..., None], np.exp(scores), 0.0)
+    weights = shares / shares.sum(1, keepdims=True)
+    if earlier is not None:
+        weights = (1 - beta) * weights + beta * earlier * there[..., None]
+    return np.einsum("ijh,jhf->ihf", weights, h), weights
+
+
+@pytest.mark.parametrize("features", [4, 9])
+def test_gcn_equals_a_dense_one(features):
+    """One width below and one above the input's: the product then stands before and after the sum."""
+    x = np.random.default_rng(1).standard_normal((NODES, WIDTH)).astype(np.float32)
+    d = GraphConfig(**TINY).dimensions
+    edges, _ = random_graph(padding=5)
+    layer = GCNLayer(d, features)
+    params, w = weights_of(layer, x, edges)
+    y = layer.apply({"params": params}, x, edges)
+    np.testing.assert_allclose(y, dense_gcn(x.astype(np.float64), edges[:-5], w), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("hgn", [False, True])
+def test_attention_over_edges_equals_a_dense_one(hgn):
+    """Simple-HGN has kinds of edges and takes a share of the earlier layer's weights."""
+    x = np.random.default_rng(2).standard_normal((NODES, WIDTH)).astype(np.float32)
+    d = GraphConfig(**TINY).dimensions
+    edges, relations = random_graph(padding=5)
+    looped = add_loops(jnp.asarray(edges), jnp.asarray(relations), NODES, RELATIONS)
+    layer = GATLayer(d, heads=2, features=3, relations=RELATIONS + 1 if hgn else 0, beta=0.3)
+    params, w = weights_of(layer, x, *looped)
+    exact = (x.astype(np.float64), edges[:-5], relations[:-5], w)
+    earlier = np.random.default_rng(3).random((NODES, NODES, 2))
+    given = None
+    if hgn:
+        senders, receivers = np.asarray(looped[0]).T
+        given = earlier[np.minimum(receivers, NODES - 1), senders].astype(np.float32)
+    y, _ = layer.apply({"params": params}, x, *looped, given)
+    expected, _ = dense_gat(*exact, *((earlier, 0.3) if hgn else ()))
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_edges_and_nodes_that_do_not_exist_change_nothing():
+    """Neither outputs nor gradients, also where attention has large scores."""
+    config = GraphConfig(**TINY, network="simple_hgn", num_relations=RELATIONS)
+    x = 30 * np.random.default_rng(4).standard_normal((NODES, 8)).astype(np.float32)
+    edges, relations = random_graph(padding=5)
+    network = MessagePassing(config)
+    params = network.init(jax.random.key(0), x, edges, relations, True)
+
+    def loss(params, x, edges, relations):
+        y = network.apply(params, x, edges, relations, True)[:NODES]
+        return jnp.sum(jnp.sin(y)), y
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (_, y), grads = run(params, x, edges[:-5], relations[:-5])
+    padded = np.where(edges == NODES, NODES + 2, edges)
+    (_, again), other = run(params, np.concatenate([x, np.full((2, 8), 5, np.float32)]), padded, relations)
+    np.testing.assert_allclose(again, y, rtol=1e-5, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def check_set(mechanism):
+    config = GraphConfig(**TINY, mechanism=mechanism)
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((2, 9, 8)).astype(np.float32)
+    present = np.array([[1, 0, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0, 1, 0]], bool)
+    network = SetEncoder(config)
+    params = network.init(jax.random.key(0), x, present, True)
+    run = jax.jit(lambda x, present: network.apply(params, x, present, True))
+    y = np.asarray(run(x, present))
+    order = rng.permutation(9)
+    np.testing.assert_allclose(run(x[:, order], present[:, order])[present[:, order]], y[:, order][present[:, order]],
+                               rtol=1e-4, atol=1e-5)  # fmt: skip
+    np.testing.assert_array_equal(run(np.where(present[..., None], x, np.nan), present)[present], y[present])
+
+
+def test_a_set_of_tokens_has_no_order():
+    """Permuted tokens have permuted outputs, and absent ones change nothing, wherever they stand."""
+    check_set(FullConfig())
+
+
+@pytest.mark.slow
+def test_a_set_that_is_compressed_has_no_order():
+    """Compressed tokens read a set; within a window over all of it, so does the local attention."""
+    check_set(BRLConfig(window=32, num_compressed=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["mlp", "gcn", "gat", "simple_hgn", "nodes"])
+def test_nodes_have_no_order(network):
+    """Nodes of one type that change places, with their edges, change places in the outputs."""
+    config = GraphConfig(
+        **TINY, network=network, kinds=(0,) * 4 + (1,) * 3, num_features=WIDTH, num_relations=RELATIONS,
+        mechanism=FullConfig(),
+    )  # fmt: skip
+    edges, relations = random_graph(padding=3)
+    x = np.random.default_rng(6).standard_normal((1, NODES, WIDTH)).astype(np.float32)
+    present = np.ones((1, NODES), np.int32)
+    places = np.arange(4, dtype=np.int32)[None]
+    model = NodeClassifier(config)
+    graph = {"edges": edges[None], "relations": relations[None]} if config.has_edges else {}
+    params = model.init(jax.random.key(0), x, present, places=places, **graph)
+    y = model.apply(params, x, present, places=places, **graph)
+    new = np.array([2, 0, 3, 1, 5, 6, 4, 7])  # where each node stands now
+    moved = np.zeros_like(x)
+    moved[:, new[:NODES]] = x
+    if graph:
+        graph["edges"] = new[edges][None].astype(np.int32)
+    again = model.apply(params, moved, present, places=new[places].astype(np.int32), **graph)
+    np.testing.assert_allclose(again, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"network": "gnc"}, "network must be one of .*, got 'gnc'"),
+        ({"input_dropout": 1.0}, "input_dropout must be at least 0 and below 1, got 1.0"),
+        ({"kinds": ()}, "kinds must be at least one kind"),
+        ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
+    ],
+)
+def test_configurations_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        GraphConfig(**TINY, **options)

@@ -1,0 +1,243 @@
+"""Graphs: their files, token lists by metapath, subgraphs, and batches."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from train.data.graphs.batches import HeldOutNodes, NodeBatches
+from train.data.graphs.load import GraphDataConfig, load_graph
+from train.data.graphs.poly_tokens import PolyTokens, metapaths
+from train.data.graphs.subgraphs import Subgraphs
+from train.errors import UserError
+
+PAPERS, AUTHORS = 60, 12
+
+
+def write_graph(folder, changes=(), papers=PAPERS):
+    """60 papers with features of noise, 12 authors without features, and two authors a paper, who write papers of one
+    class. `changes` are (file, line number, line) to put in place of others. Returns the authors of each paper."""
+    rng = np.random.default_rng(0)
+    authors = [[i % 3 + 3 * k for k in rng.choice(4, 2, replace=False)] for i in range(papers)]
+    noise = rng.integers(3, size=(papers, 5))
+    files = {
+        "node.dat": [f"{i}\tpaper {i}\t0\t{','.join(map(str, noise[i]))}" for i in range(papers)]
+        + [f"{papers + a}\t\t1" for a in range(AUTHORS)],
+        "link.dat": [f"{i}\t{papers + a}\t0\t1.0" for i in range(papers) for a in authors[i]]
+        + [f"{papers + a}\t{i}\t1\t1.0" for i in range(papers) for a in authors[i]],
+        "label.dat": [f"{i}\t\t0\t{i % 3}" for i in range(papers // 2)],
+        "label.dat.test": [f"{i}\t\t0\t{i % 3}" for i in range(papers // 2, papers)],
+    }
+    for name, number, line in changes:
+        files[name][number - 1 : number] = [] if line is None else [line]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in files.items():
+        data = "\r\n".join(lines).encode() + b"\n"
+        (folder / f"{name}.gz").write_bytes(gzip.compress(data))
+    return authors
+
+
+def load(folder, **options):
+    return load_graph(
+        GraphDataConfig(data_dir=str(folder), cache_dir=str(folder.parent / "cache"), **options)
+    )
+
+
+def test_a_folder_of_the_benchmark(tmp_path):
+    authors = write_graph(tmp_path / "g")
+    graph = load(tmp_path / "g", features=16)
+    again = load(tmp_path / "g", features=16)  # from what was kept
+    assert graph.counts == again.counts == (PAPERS, AUTHORS)
+    assert [(r.receiver, r.sender) for r in graph.relations] == [
+        (1, 0),
+        (0, 1),
+    ]  # the reverses stand in link.dat
+    to_papers = graph.relations[1].adjacency.toarray()
+    assert [sorted(np.flatnonzero(row)) for row in to_papers] == [sorted(row) for row in authors]
+    assert {split: len(nodes) for split, (nodes, _) in graph.splits.items()} == {
+        "train": 24,
+        "valid": 6,
+        "test": 30,
+    }
+    assert sorted([*graph.splits["train"][0], *graph.splits["valid"][0]]) == list(range(30))
+    assert all((labels == nodes % 3).all() for nodes, labels in graph.splits.values())
+    np.testing.assert_array_equal(graph.features[1][:, :AUTHORS], graph.features[1][0, 0] * np.eye(AUTHORS))
+    for a, b in zip(graph.features, again.features):
+        np.testing.assert_array_equal(a, b)
+        assert np.mean(np.sum(a**2, axis=1)) == pytest.approx(16, rel=1e-4)
+    (tmp_path / "g/info.dat").write_text('{"node.dat": {"node type": {"0": "paper", "1": "author"}}}')
+    assert load(tmp_path / "g").types == ("paper", "author")
+
+
+def test_nodes_of_several_classes(tmp_path):
+    write_graph(tmp_path / "g", [("label.dat", 1, "0\t\t0\t2,0")])
+    graph = load(tmp_path / "g")
+    nodes = np.concatenate([graph.splits[split][0] for split in ("train", "valid")])
+    labels = np.concatenate([graph.splits[split][1] for split in ("train", "valid")])
+    assert graph.is_multi_label
+    assert labels[nodes == 0].tolist() == [[1, 0, 1]]
+    assert labels[nodes == 4].tolist() == [[0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([("node.dat", 3, "0\tpaper\t0\t1,2,3,4,5")], "node.dat.gz, line 3: the node 0 stands there twice"),
+        (
+            [("node.dat", 3, "2\tpaper\t0\t1,2")],
+            "line 3: expected 5 features, as of the type's other nodes, got 2",
+        ),
+        (
+            [("node.dat", 3, "2\tpaper\t0\t1,2,x,4,5")],
+            "line 3: expected numbers separated by commas, got '1,2,x",
+        ),
+        ([("node.dat", 3, "2\tpaper")], "line 3: expected at least 3 columns, got 2"),
+        ([("node.dat", 61, "60\t\t5")], r"expected types from 0 on, got \[0, 1, 5\]"),
+        (
+            [("link.dat", 2, "0\t999\t0\t1")],
+            "link.dat.gz, line 2: the link names the node 999, which node.dat does",
+        ),
+        ([("link.dat", 2, "0\t1\t0\t1")], "line 2: links of type 0 join the node types 0 and 1, got 0 and 0"),
+        ([("link.dat", 2, "0\tx\t0\t1")], "line 2: expected a number as to, got 'x'"),
+        (
+            [("label.dat.test", 4, "33\t\t0\t7")],
+            "label.dat.test.gz, line 4: expected classes out of 0, 1, 2, got 7",
+        ),
+        ([("label.dat.test", 4, "3\t\t0\t1")], "line 4: the node 3 has a label already"),
+        ([("label.dat", 4, "61\t\t1\t1")], "line 4: expected a node of type 0, as the others, got type 1"),
+        (
+            [("label.dat", 4, "999\t\t0\t1")],
+            "line 4: the label names the node 999, which node.dat does not have",
+        ),
+    ],
+)
+def test_bad_lines(tmp_path, changes, message):
+    write_graph(tmp_path / "g", changes)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path / "g")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_missing_and_damaged_files(tmp_path):
+    write_graph(tmp_path / "g")
+    (tmp_path / "g/info.dat").write_text("{\n\n}}")
+    with pytest.raises(UserError, match=r"info\.dat, line 3: expected JSON"):
+        load(tmp_path / "g")
+    (tmp_path / "g/info.dat").unlink()
+    with pytest.raises(UserError, match=r"--nearest: expected 0, as .* has links"):
+        load(tmp_path / "g", nearest=3)
+    (tmp_path / "g/link.dat.gz").unlink()
+    with pytest.raises(UserError, match=r"expected .*link\.dat or link\.dat\.gz; there is neither"):
+        load(tmp_path / "g")
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UserError, match=r"expected node.dat or train.jsonl in .*/x; there is neither"):
+        load(tmp_path / "x")
+
+
+def test_features_from_a_file(tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.arange(40) % 2
+    points = rng.standard_normal((40, 6)) + 8 * np.eye(6)[labels]
+    np.savez(tmp_path / "a.npz", features=points, labels=labels)
+    graph = load(tmp_path / "a.npz", features=6, nearest=3)
+    assert {split: len(nodes) for split, (nodes, _) in graph.splits.items()} == {
+        "train": 20,
+        "valid": 10,
+        "test": 10,
+    }
+    assert sorted(np.concatenate([nodes for nodes, _ in graph.splits.values()])) == list(range(40))
+    links = graph.relations[0].adjacency.tocoo()
+    assert (links.row != links.col).all()
+    assert np.mean(labels[links.row] == labels[links.col]) > 0.95
+    np.savez(tmp_path / "b.npz", features=points)
+    for name in ("b.npz", "c.npz"):
+        (tmp_path / "c.npz").write_bytes(b"x")
+        with pytest.raises(UserError, match=f'{name}: expected an .npz file with "features" and "labels"'):
+            load(tmp_path / name)
+    np.savez(tmp_path / "b.npz", features=points, labels=labels[1:])
+    with pytest.raises(UserError, match=r"expected features \(N, F\) and N whole numbers as labels"):
+        load(tmp_path / "b.npz")
+
+
+def test_posts(tmp_path):
+    rows = [{"text": f"{'bat' if i % 2 else 'car'} wheel {i}", "label": i % 2} for i in range(40)]
+    (tmp_path / "p").mkdir()
+    for split, part in (("train", rows[:30]), ("test", rows[30:])):
+        (tmp_path / f"p/{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    graph = load(tmp_path / "p", features=8)
+    assert graph.counts == (40,)
+    assert np.linalg.matrix_rank(graph.features[0]) == 2  # "bat" or "car" beside "wheel"
+    (tmp_path / "p/train.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b"}')
+    with pytest.raises(UserError, match=r'train.jsonl, line 2: expected JSON with "text" and a "label"'):
+        load(tmp_path / "p")
+
+
+def test_token_lists_hold_means_along_metapaths_and_drawn_nodes(tmp_path):
+    authors = write_graph(
+        tmp_path / "g", [("link.dat", 1, None), ("link.dat", 1, None)]
+    )  # paper 0 has no authors
+    authors[0] = []
+    # The reverses remain in link.dat; without the lines above both ways would be one relation each.
+    graph = load(tmp_path / "g", features=16)
+    assert metapaths(graph.relations[1:2], 0, 3) == [(0,)]
+    relations = [r for r in graph.relations if r.adjacency.nnz == 2 * PAPERS - 2]
+    one_way = graph.__class__(**{**vars(graph), "relations": tuple(relations)})
+    assert metapaths(relations, 0, 2) == [(1,), (1, 0)]
+    source = PolyTokens(one_way, metapath_length=2, neighbours=3, clusters=2)
+    assert source.kinds == (0, 1, 2, 3, 3, 3, 4, 4, 4, 5, 5)
+    features, present = source.rows(np.array([0, 7]))
+    assert present[0].tolist() == [1, 0, 0] + [0] * 6 + [1, 1]
+    own = graph.features[1][authors[7]]
+    np.testing.assert_allclose(features[1, 1], own.mean(axis=0), rtol=1e-5)
+    papers = [[i for i in range(PAPERS) if a in authors[i]] for a in authors[7]]
+    means = np.mean([graph.features[0][near].mean(axis=0) for near in papers], axis=0)
+    np.testing.assert_allclose(features[1, 2], means, rtol=1e-4, atol=1e-5)
+    drawn = features[1, 3:6][present[1, 3:6] == 1]
+    assert 1 <= len(drawn) <= 2
+    assert all(any(np.array_equal(row, a) for a in own) for row in drawn)
+    assert len(np.unique(drawn, axis=0)) == len(drawn)
+    two_away = features[1, 6:9][present[1, 6:9] == 1]
+    near = {i for row in papers for i in row}
+    assert all(any(np.array_equal(row, graph.features[0][i]) for i in near) for row in two_away)
+
+
+def test_subgraphs_have_what_their_nodes_receive_from(tmp_path):
+    authors = write_graph(tmp_path / "g")
+    graph = load(tmp_path / "g", features=16)
+    whole = Subgraphs(graph, hops=2, neighbours=0, targets=4).draw(np.array([3, 1, 1, 5]), 0)
+    assert whole.present.all()
+    assert whole.places.tolist() == [3, 1, 1, 5]
+    assert len(whole.edges) == 4 * PAPERS
+    assert (np.diff(whole.edges[:, 1]) >= 0).all()
+    source = Subgraphs(graph, hops=2, neighbours=2, targets=2)
+    asked = np.array([7, 4])
+    found = source.draw(asked, 5)
+    np.testing.assert_array_equal(found.features[found.places], graph.features[0][asked])
+    exists = found.edges[:, 1] < len(source.kinds)
+    received = np.bincount(found.edges[exists, 1], minlength=len(source.kinds))
+    assert received.max() == 2
+    assert (found.present[found.edges[exists]] == 1).all()
+    near = found.edges[found.edges[:, 1] == found.places[0], 0]
+    expected = graph.features[1][sorted(authors[7])]
+    np.testing.assert_array_equal(np.sort(found.features[near], axis=0), np.sort(expected, axis=0))
+    assert (found.edges[~exists, 1] == len(source.kinds)).all()
+    other = source.draw(np.array([3, 3]), 1)
+    assert [a.shape for a in other] == [a.shape for a in found]
+
+
+def test_every_training_node_once_a_pass_and_every_held_out_node_once(tmp_path):
+    write_graph(tmp_path / "g")
+    graph = load(tmp_path / "g", features=16)
+    source = Subgraphs(graph, hops=2, neighbours=0, targets=5)
+    nodes, labels = graph.splits["train"]
+    stream = NodeBatches(source, nodes, labels, batch=2, targets=5, seed=0, digest="", has_edges=False)
+    taken = np.concatenate([next(stream)["places"].reshape(-1) for _ in range(2)])
+    assert len(set(taken)) == 20
+    assert set(taken) <= set(nodes)
+    stream.close()
+    held = list(HeldOutNodes(source, *graph.splits["test"], batch=2, targets=4, has_edges=False))
+    kept = np.concatenate([batch["places"][batch["weights"] > 0] for batch in held])
+    assert kept.tolist() == graph.splits["test"][0].tolist()
+    with pytest.raises(UserError, match="--batch: expected at most the 24 training nodes, got 25"):
+        NodeBatches(source, nodes, labels, batch=25, targets=1, seed=0, digest="", has_edges=False)

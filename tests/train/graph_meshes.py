@@ -1,0 +1,51 @@
+"""What `test_graph.py` looks at, computed by the process of tests/devices.py: the losses of a run on one device and on
+eight."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import jax
+
+from brl_jax.sharding import MeshConfig, make_mesh
+from tests.train.data.test_graphs import write_graph
+from tests.train.logs import metrics_lines
+from train.config import parse
+from train.loop import train
+from train.tasks.graph import GRAPH
+
+_OPTIONS = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --dropout 0 --input_dropout 0 --tensorboard False"
+
+
+def losses(folder, preset, mesh, name):
+    """The losses of six steps."""
+    line = f"{preset} --data_dir {folder}/g --cache_dir {folder}/cache --workdir {folder}/{name} --batch 8 {_OPTIONS}"
+    config = parse(GRAPH.presets, "acm-brl", [*line.split(), "--steps", "6"], prog="", about="")
+    data = GRAPH.load(config, ("train", "valid"))
+    config = GRAPH.sized(config, data)
+    streams = GRAPH.streams(config, data, mesh)
+    train(
+        GRAPH.objective(GRAPH.build(config), config),
+        config.loop,
+        config.optimizer,
+        config={},
+        stream=streams.training,
+        held_out=streams.held_out,
+        mesh=mesh,
+    )
+    lines = metrics_lines(Path(folder) / name)
+    return [line["loss"] for line in lines] + [lines[-1]["val_loss"]]
+
+
+def compared(preset):
+    """The losses on one device and on eight."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_graph(Path(folder) / "g")
+        one = losses(folder, preset, make_mesh(MeshConfig(), jax.devices()[:1]), "one")
+        return one, losses(folder, preset, make_mesh(MeshConfig(data=2, fsdp=4)), "eight")
+
+
+PARTS = {
+    "tokens": functools.partial(compared, "acm-brl"),
+    "edges": functools.partial(compared, "acm-simple_hgn"),
+}

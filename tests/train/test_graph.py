@@ -1,0 +1,92 @@
+"""Node classification as a user runs it: resumed bit for bit, measured, on a mesh, and better with neighbours."""
+
+import json
+
+import numpy as np
+import pytest
+
+import eval.graph
+import train.graph
+from eval.graph import f1_scores
+from eval.graph_table import markdown, paper_figures, summarise
+from tests.train.data.test_graphs import write_graph
+from tests.train.logs import metrics_lines
+from tests.train.resume import stop_and_go_on
+from train.data.graphs.batches import NodeBatches
+
+TINY = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --tensorboard False"
+
+
+def run(workdir, folder, more=""):
+    train.graph.main(
+        f"{more or 'acm-brl'} --workdir {workdir} --data_dir {folder / 'g'} --cache_dir {folder / 'cache'} "
+        f"{TINY} --steps 6 --eval_every 3 --checkpoint_every 2".split()
+    )
+
+
+def test_scores_of_classes_and_of_several_classes():
+    true = np.array([0, 0, 0, 1, 2, 2])
+    predicted = np.array([0, 0, 1, 1, 2, 0])
+    f1 = np.mean([2 * 2 / (3 + 3), 2 * 1 / (1 + 2), 2 * 1 / (2 + 1)])
+    assert f1_scores(predicted, true) == {
+        "micro_f1": pytest.approx(100 * 4 / 6),
+        "macro_f1": pytest.approx(100 * f1),
+    }
+    several = f1_scores(np.array([[1, 0], [1, 0]]), np.array([[1, 0], [0, 1]]))
+    assert several == {"micro_f1": pytest.approx(50.0), "macro_f1": pytest.approx(100 / 3)}
+
+
+def test_seeds_are_averaged_beside_the_paper():
+    base = {"dataset": "ACM", "network": "brl", "macro_f1": 90.0}
+    results = [{**base, "micro_f1": value} for value in (92.0, 94.0)]
+    assert summarise(results)["ACM", "brl"]["micro_f1"] == (93.0, pytest.approx(2**0.5), 2)
+    assert "| ACM | brl | 93.00 ± 1.41 (2) [93.78] | 90.00 ± 0.00 (2) [93.81] |" in markdown(results)
+    assert paper_figures("imdb", "gcn") == (64.82, 57.88)
+    assert paper_figures("20news", "brl") == (65.19,)
+    assert paper_figures("ACM", "mlp") == paper_figures("mine", "brl") == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["acm-brl --batch 8", "acm-simple_hgn --neighbours 2 --batch 2"])
+def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset):
+    """Resumes bit for bit, and is measured and drawn."""
+    write_graph(tmp_path / "g")
+    run(tmp_path / "runs/whole", tmp_path, preset)
+    stop_and_go_on(monkeypatch, NodeBatches, lambda: run(tmp_path / "stopped", tmp_path, preset))
+    names = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
+    assert metrics_lines(tmp_path / "stopped", names) == metrics_lines(tmp_path / "runs/whole", names)
+    capsys.readouterr()
+    eval.graph.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "graph.png")])
+    assert "| g | " in capsys.readouterr().out
+    eval.graph.main(["--workdir", str(tmp_path / "runs/whole")])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["nodes"] == 30
+    assert (tmp_path / "graph.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "learns"),
+    [("mlp", False), ("gcn", True), ("gat", True), ("simple_hgn", True), ("full", True), ("brl", True)],
+)
+def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, network, learns):
+    """The features of the nodes are noise; their class is that of the nodes that they are linked to."""
+    write_graph(tmp_path / "g", papers=240)
+    batch = "--batch 32" if network in ("full", "brl") else ""
+    train.graph.main(
+        f"acm-{network} --workdir {tmp_path}/run --data_dir {tmp_path}/g --cache_dir {tmp_path}/cache {TINY} {batch} "
+        "--steps 80 --eval_every 10 --learning_rate 1e-2 --dropout 0.1 --input_dropout 0".split()
+    )
+    capsys.readouterr()
+    eval.graph.main(["--workdir", f"{tmp_path}/run"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["micro_f1"]
+    assert found > 90 if learns else found < 55
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("devices")
+@pytest.mark.parametrize("name", ["tokens", "edges"])
+def test_eight_devices_learn_what_one_does(devices, name):
+    one, eight = devices.ask("tests.train.graph_meshes", name)
+    assert one[-1] < one[0]
+    np.testing.assert_allclose(eight, one, rtol=2e-4)

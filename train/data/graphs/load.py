@@ -1,0 +1,162 @@
+"""The graph that the command line names, made once and kept in a folder that runs may share."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from etils import epath
+
+from brl_jax.attention.core.checks import check_at_least
+from train.data.graphs.documents import nearest, post_files, read_features, read_posts
+from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
+from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
+from train.data.lra.files import file_stats
+from train.errors import UserError
+from train.fields import Free
+from train.storage import beside, user_cache
+
+# Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphDataConfig:
+    """The graph, and what a network sees of it."""
+
+    data_dir: str = ""
+    """A folder of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
+    (train.jsonl, test.jsonl), or an .npz file with "features" and "labels"."""
+    features: int = 256
+    """Numbers that describe a node; of longer features, the principal directions."""
+    split_seed: int = 0
+    """Seed of the choice of the validation nodes, and of the test nodes where the files don't name them."""
+    metapath_length: int = 2
+    """Token lists: links of the longest metapath. Each metapath gives a token, the mean of the nodes at its end."""
+    neighbours: int = 0
+    """Token lists: nodes drawn at the end of each metapath of one or two links, a token each. Networks that read edges:
+    the edges drawn for each node of a subgraph; 0: all edges, and the subgraph is the graph."""
+    clusters: int = 0
+    """Token lists: tokens that are the centres of that many clusters of nodes."""
+    nearest: int = 0
+    """Files without links: a node is linked to this many nearest nodes."""
+    row_targets: int = 0
+    """Networks over graphs: nodes of a row whose classes are learned; 0: all training nodes, shared by the rows."""
+    cache_dir: Free[str | None] = None
+    """Folder of the arrays made from the files; by default ~/.cache/brl-jax/graphs."""
+
+    def __post_init__(self):
+        check_at_least(self, "features", "metapath_length")
+        for name in ("split_seed", "neighbours", "clusters", "nearest", "row_targets"):
+            check_at_least(self, name, least=0)
+
+
+def load_graph(config: GraphDataConfig) -> Graph:
+    """The graph of a configuration.
+
+    Raises:
+      UserError: the files cannot be read, a line is wrong, or scikit-learn is missing.
+    """
+    try:
+        import sklearn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError("train.graph needs scikit-learn: pip install 'brl-jax[graph]'") from error
+    if not config.data_dir:
+        raise UserError("--data_dir: expected a folder or a file, got none")
+    source = Path(config.data_dir).expanduser()
+    is_linked = is_hgb(source)
+    if is_linked and config.nearest:
+        raise UserError(f"--nearest: expected 0, as {source} has links, got {config.nearest}")
+    files = hgb_files(source) if is_linked else post_files(source) or [source]
+    if source.is_dir() and files == [source]:
+        raise UserError(f"--data_dir: expected node.dat or train.jsonl in {source}; there is neither")
+    asked = [_FORMAT, file_stats(files), config.features, config.split_seed, config.nearest]
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    folder = user_cache() / "graphs" if config.cache_dir is None else Path(config.cache_dir).expanduser()
+    path = folder / f"{key}.npz"
+    if not path.is_file():
+        graph = _make(config, source, is_linked)
+        folder.mkdir(parents=True, exist_ok=True)
+        _save(graph, path)
+    return _read(path)
+
+
+def _make(config: GraphDataConfig, source: Path, is_linked: bool) -> Graph:
+    if is_linked:
+        raw = read_hgb(source)
+    else:
+        raw = read_posts(source) if source.is_dir() else read_features(source)
+        if config.nearest >= raw.counts[0]:
+            raise UserError(f"--nearest: expected fewer than the {raw.counts[0]} nodes, got {config.nearest}")
+    relations = raw.relations
+    if config.nearest:
+        relations = (nearest(raw, config.nearest),)
+    splits, features = split_nodes(raw, config.split_seed), reduced(raw, config.features)
+    return Graph(
+        raw.name,
+        raw.types,
+        raw.counts,
+        features,
+        relations,
+        raw.target,
+        splits,
+        raw.num_classes,
+        digest_of(features, splits),
+    )
+
+
+def _save(graph: Graph, path: Path) -> None:
+    about = {
+        "name": graph.name,
+        "types": graph.types,
+        "counts": graph.counts,
+        "target": graph.target,
+        "num_classes": graph.num_classes,
+        "digest": graph.digest,
+        "relations": [relation[:3] for relation in graph.relations],
+    }
+    arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+    arrays |= {f"features_{i}": array for i, array in enumerate(graph.features)}
+    for i, relation in enumerate(graph.relations):
+        arrays |= {f"indptr_{i}": relation.adjacency.indptr, f"indices_{i}": relation.adjacency.indices}
+    for split, (nodes, labels) in graph.splits.items():
+        arrays |= {f"{split}_nodes": nodes, f"{split}_labels": labels}
+    aside = Path(beside(epath.Path(path)))
+    try:
+        with open(aside, "wb") as file:
+            np.savez(file, **arrays)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Graph:
+    with np.load(path) as file:
+        about = json.loads(file["about"].tobytes())
+        counts = tuple(about["counts"])
+        relations = []
+        for i, (name, receiver, sender) in enumerate(about["relations"]):
+            indptr, indices = file[f"indptr_{i}"], file[f"indices_{i}"]
+            matrix = sp.csr_matrix(
+                (np.ones(len(indices), np.float32), indices, indptr), shape=(counts[receiver], counts[sender])
+            )
+            relations.append(Relation(name, receiver, sender, matrix))
+        return Graph(
+            name=about["name"],
+            types=tuple(about["types"]),
+            counts=counts,
+            features=tuple(file[f"features_{i}"] for i in range(len(counts))),
+            relations=tuple(relations),
+            target=about["target"],
+            splits={
+                split: (file[f"{split}_nodes"], file[f"{split}_labels"])
+                for split in ("train", "valid", "test")
+            },
+            num_classes=about["num_classes"],
+            digest=about["digest"],
+        )

@@ -1,0 +1,25 @@
+"""Trains networks that classify the nodes of a graph: python -m train.graph PRESET --data_dir DIR [OPTIONS].
+
+PRESET is DATASET-NETWORK (`--presets` lists them): acm-brl, dblp-simple_hgn, 20news-local, ... DIR is a folder in the
+format of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
+(train.jsonl, test.jsonl), or an .npz file with "features" and "labels". `python -m eval.graph --workdir DIR` measures
+the run on the test nodes. The same command again resumes the run where it stopped, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from train.errors import command
+from train.main import train_main
+from train.tasks.graph import GRAPH
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains; see the module's text and --help."""
+    train_main([GRAPH], argv, name="train.graph")
+
+
+if __name__ == "__main__":
+    sys.exit(command(main, "train.graph"))

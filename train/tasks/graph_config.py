@@ -1,0 +1,123 @@
+"""The configuration of a run on graphs, and its presets: DATASET-NETWORK.
+
+acm, dblp, imdb, aminer, freebase   the Heterogeneous Graph Benchmark's format (BRL-Attention's tables 4 and 10)
+20news, images                      nodes without a graph (tables 5 and 9); -gcn and -gat use nearest neighbours
+-brl, -local, -full                 transformers over token lists, or over all nodes where there is no graph
+-mlp, -gcn, -gat, -simple_hgn       what they are compared with
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.models.graph import GraphConfig, Network
+from train.config import LoopConfig, RunConfig
+from train.data.graphs.load import GraphDataConfig
+from train.fields import Decided, Flat
+from train.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphModelConfig(GraphConfig):
+    """The network."""
+
+    kinds: Decided[tuple[int, ...]] = (0,)
+    num_features: Decided[int] = 1
+    num_relations: Decided[int] = 1
+    num_classes: Decided[int] = 2
+    multi_label: Decided[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphRunConfig(RunConfig):
+    """A network trained to classify the nodes of a graph."""
+
+    data: Annotated[GraphDataConfig, Flat]
+    model: Annotated[GraphModelConfig, Flat]
+
+
+# The window is a fifth or less of a token list; BRL-Attention gives neither it nor m for its graphs.
+_ATTENTION: dict[str, Mechanism] = {
+    "brl": BRLConfig(window=8, num_compressed=8, block_size=None),
+    "local": LocalConfig(window=8),
+    "full": FullConfig(),
+}
+_MESSAGES: dict[str, Network] = {"mlp": "mlp", "gcn": "gcn", "gat": "gat", "simple_hgn": "simple_hgn"}
+
+_METAPATHS = {"acm": 2, "dblp": 4, "imdb": 4, "aminer": 4, "freebase": 2}
+"""The longest metapath of each graph."""
+
+
+def _tokens(dataset: str, mechanism: Mechanism) -> GraphRunConfig:
+    """A transformer over the token lists of the nodes."""
+    return GraphRunConfig(
+        loop=LoopConfig(
+            steps=400, batch=128, eval_every=20, patience=8, checkpoint_every=400, keep_checkpoints=1
+        ),
+        data=GraphDataConfig(metapath_length=_METAPATHS[dataset]),
+        model=GraphModelConfig(
+            network="tokens",
+            num_layers=2,
+            d_model=64,
+            num_heads=4,
+            d_ff=128,
+            dropout=0.3,
+            input_dropout=0.3,
+            mechanism=mechanism,
+        ),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.1),
+    )
+
+
+def _graph(network: Network) -> GraphRunConfig:
+    """A network over the whole graph, all training nodes in every step."""
+    return GraphRunConfig(
+        loop=LoopConfig(
+            steps=200, batch=1, eval_every=10, patience=6, checkpoint_every=200, keep_checkpoints=1
+        ),
+        data=GraphDataConfig(),
+        model=GraphModelConfig(
+            network=network,
+            num_layers=2,
+            d_model=64,
+            num_heads=4,
+            dropout=0.5,
+            input_dropout=0.3,
+            mechanism=FullConfig(),
+        ),
+        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, weight_decay=0.1),
+    )
+
+
+def _set(mechanism: Mechanism) -> GraphRunConfig:
+    """A transformer over all nodes at once."""
+    found = _graph("nodes")
+    model = dataclasses.replace(found.model, mechanism=mechanism, d_ff=128)
+    return dataclasses.replace(found, model=model)
+
+
+_SET: dict[str, Mechanism] = {
+    "brl": BRLConfig(window=32, num_compressed=32, block_size=None),
+    "local": LocalConfig(window=32),
+    "full": FullConfig(),
+}
+"""The largest w = m of BRL-Attention's table 5."""
+
+
+def _presets() -> dict[str, GraphRunConfig]:
+    found: dict[str, GraphRunConfig] = {}
+    for dataset in _METAPATHS:
+        found |= {f"{dataset}-{name}": _tokens(dataset, mechanism) for name, mechanism in _ATTENTION.items()}
+        found |= {f"{dataset}-{name}": _graph(network) for name, network in _MESSAGES.items()}
+    for dataset in ("20news", "images"):
+        found |= {f"{dataset}-{name}": _set(mechanism) for name, mechanism in _SET.items()}
+        for name in ("mlp", "gcn", "gat"):
+            config = _graph(_MESSAGES[name])
+            data = dataclasses.replace(config.data, nearest=0 if name == "mlp" else 10)
+            found[f"{dataset}-{name}"] = dataclasses.replace(config, data=data)
+    return found
+
+
+PRESETS: dict[str, GraphRunConfig] = _presets()
