@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
@@ -14,12 +17,13 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
+from brl_jax.sharding import sequence_axis
 
 #: Arrays (H, H, F) and (F, H, H) that map a chunk's key-value product to F numbers and back.
 Compression = tuple[Float[Array, "H H F"], Float[Array, "F H H"]]
@@ -155,11 +159,12 @@ def bsbr_attention(
     }
     retrieval = _Retrieval(compression, strength * scale)
     if state is None and not return_state:
-        near = local_attention(
+        near = local_attention_on_mesh(
             inputs["query"], inputs["key"], inputs["value"], pattern=BlockDiagonal(chunk_size),
             is_causal=is_causal, scale=scale, key_value_seq_lengths=lengths, implementation=implementation,
         )  # fmt: skip
-        return near + _between_chunks(inputs, lengths, retrieval, is_causal, chunk_size).astype(query.dtype)
+        far = _between_chunks(inputs, lengths, (compression, strength * scale), is_causal, chunk_size)
+        return near + far.astype(query.dtype)
     require(state is not None, "return_state needs a state, which determines the largest number of tokens")
     _check_bsbr_state(state, inputs, compression, chunk_size)
 
@@ -216,30 +221,63 @@ class _Retrieval(NamedTuple):
 
 
 def _between_chunks(
-    inputs: dict[str, Array], lengths: Array | None, retrieval: _Retrieval, is_causal: bool, chunk_size: int
+    inputs: dict[str, Array], lengths: Array | None, retrieval: Any, is_causal: bool, chunk_size: int
 ) -> Float[Array, "B T N H"]:
-    """What the queries of a whole sequence read from other chunks."""
-    batch, length = inputs["query"].shape[:2]
-    chunks = -(-length // chunk_size)
+    """What the queries of a whole sequence read from other chunks; `retrieval` has the arrays of a `_Retrieval`.
+
+    On a mesh that cuts sequences, each device summarises the chunks of its stretch, and the summaries are gathered.
+    """
+    length = inputs["query"].shape[1]
+    axis = sequence_axis(length, chunk_size)
+    stretch = functools.partial(
+        _stretch_between_chunks, length=length, is_causal=is_causal, chunk_size=chunk_size, axis=axis
+    )
+    if axis is None:
+        return stretch(inputs, lengths, retrieval)
+    cut, whole = PartitionSpec(None, axis), PartitionSpec()
+    mapped = jax.shard_map(stretch, in_specs=(cut, whole, whole), out_specs=cut, axis_names={axis})
+    return mapped(inputs, lengths, retrieval)
+
+
+def _stretch_between_chunks(
+    inputs: dict[str, Array],
+    lengths: Array | None,
+    retrieval: Any,
+    *,
+    length: int,
+    is_causal: bool,
+    chunk_size: int,
+    axis: str | None,
+) -> Float[Array, "B T N H"]:
+    """The same for a stretch of sequences of `length` tokens, which is all of them without an axis."""
+    retrieval = _Retrieval(*retrieval)
+    batch, size = inputs["query"].shape[:2]
+    chunks = -(-size // chunk_size)
 
     def split(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, chunks * chunk_size - length), (0, 0), (0, 0)])
+        x = jnp.pad(x, [(0, 0), (0, chunks * chunk_size - size), (0, 0), (0, 0)])
         return x.reshape(batch, chunks, chunk_size, *x.shape[2:])
+
+    def gather(x: Array) -> Array:
+        return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
 
     key, value = split(inputs["key"]).astype(jnp.float32), split(inputs["value"]).astype(jnp.float32)
     summary = retrieval.summarize(jnp.einsum("bmckh,bmckv->bmkhv", key, value))
-    number = jnp.arange(chunks, dtype=jnp.int32)
+    first = 0 if axis is None else lax.axis_index(axis) * chunks
+    number = first + jnp.arange(chunks, dtype=jnp.int32)
     ends = jnp.full((1,), length) if lengths is None else jnp.minimum(lengths, length)
     # A chunk that is not full ends with its last token; no query sees a chunk without tokens.
     last = jnp.minimum((number[None] + 1) * chunk_size, ends[:, None]) - 1
     exists = number[None] * chunk_size <= last
-    keys = jnp.take_along_axis(inputs["retrieval_key"], jnp.maximum(last, 0)[..., None, None], axis=1)
-    earlier, other = number[None] < number[:, None], number[None] != number[:, None]
-    seen = (earlier if is_causal else other)[None]
+    place = jnp.maximum(last - first * chunk_size, 0)
+    keys = jnp.take_along_axis(inputs["retrieval_key"], place[..., None, None], axis=1)
+    all_numbers = number if axis is None else jnp.arange(length // chunk_size, dtype=jnp.int32)
+    earlier, other = all_numbers[None] < number[:, None], all_numbers[None] != number[:, None]
+    seen = (earlier if is_causal else other)[None] & gather(exists)[:, None]
     queries = inputs["retrieval_query"][:, ::chunk_size]
-    matrix = retrieval.mix(queries, keys, summary, seen & exists[:, None], key.shape[-1])
+    matrix = retrieval.mix(queries, gather(keys), gather(summary), seen, key.shape[-1])
     far = retrieval.read(split(inputs["query"]), matrix[:, :, None])
-    return far.reshape(batch, chunks * chunk_size, *far.shape[3:])[:, :length]
+    return far.reshape(batch, chunks * chunk_size, *far.shape[3:])[:, :size]
 
 
 def _piece(

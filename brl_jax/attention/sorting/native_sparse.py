@@ -16,7 +16,8 @@ from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.attention.local.patterns import SlidingWindow
 
 # Queries at a time: each has num_selected * selected_size keys of its own, which are the largest array in memory.
 _QUERY_BLOCK = 64
@@ -314,11 +315,11 @@ def native_sparse_attention(
     far, near = far_attention(
         query, Tokens(compressed_key, compressed_value), Tokens(key, value), lists, sizes, scale
     )
-    last = local_attention(
+    last = local_attention_on_mesh(
         query,
         window_key,
         window_value,
-        local_window_size=(window - 1, 0),
+        pattern=SlidingWindow(window - 1, 0),
         is_causal=True,
         scale=scale,
         segment_ids=segment_ids,

@@ -11,7 +11,7 @@ from brl_jax.attention.core.arguments import check_scale, is_int
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.structured.feature_attention import feature_attention
 
@@ -82,7 +82,7 @@ def global_window_attention(
 def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array:
     """`local_attention` for queries and keys with fewer features than the values: the missing ones are 0."""
     room = [(0, 0)] * 3 + [(0, value.shape[3] - query.shape[3])]
-    return local_attention(jnp.pad(query, room), jnp.pad(key, room), value, **options)
+    return local_attention_on_mesh(jnp.pad(query, room), jnp.pad(key, room), value, **options)
 
 
 def check_split(ranks: Any, head_dim: int) -> int:

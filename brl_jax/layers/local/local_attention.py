@@ -6,16 +6,14 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
-import jax
 from jaxtyping import Array
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
-from brl_jax.attention.local import layouts, patterns, sharded
-from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local import layouts, patterns
+from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.caches import WindowCache, slide, window_segments
 from brl_jax.layers.core.protocol import Dimensions, LayerCall
-from brl_jax.sharding import sequence_axis, shard_call
 
 LocalPattern = Literal[
     "sliding", "dilated", "block", "bucketed", "strided", "fixed", "global", "bigbird", "global_local", "axial",
@@ -114,9 +112,8 @@ class LocalAttention(SoftmaxLayer):
         return WindowCache.empty((batch, reach, d.num_kv_heads, d.head_dim), d.dtype)
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        segment_ids = options.pop("segment_ids", None)
         options["pattern"] = self.mechanism.make_pattern(self.dimensions.is_causal)
-        return _attend(query, key, value, segment_ids=(segment_ids, segment_ids), **options)
+        return local_attention_on_mesh(query, key, value, **options)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, WindowCache]:
         batch, length = query.shape[:2]
@@ -124,7 +121,7 @@ class LocalAttention(SoftmaxLayer):
         reach = cache.key.shape[1]
         key, last_keys = slide(cache.key, key, count)
         value, last_values = slide(cache.value, value, count)
-        attended = _attend(
+        attended = local_attention_on_mesh(
             query,
             key,
             value,
@@ -137,60 +134,3 @@ class LocalAttention(SoftmaxLayer):
             **self.attention_options(),
         )
         return attended, WindowCache(last_keys, last_values, start + count)
-
-
-def _attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    pattern: patterns.Pattern,
-    is_causal: bool,
-    key_value_seq_lengths: Any = None,
-    segment_ids: tuple[Any, Any],
-    key_offset: Any = None,
-    sinks: Any = None,
-    **static: Any,
-) -> jax.Array:
-    """`local_attention`, computed by each device of a mesh on its own rows and heads, and on its own tokens where the
-    pattern has a bounded reach."""
-    static |= {"pattern": pattern, "is_causal": is_causal}
-    bounded = pattern.lookback is not None and (is_causal or pattern.lookahead is not None)
-    # Without an offset, queries and keys are the same tokens.
-    axis = sequence_axis(query.shape[1]) if bounded and key_offset is None else None
-
-    def attend(query, key, value, lengths, query_segments, key_segments, key_offset, sinks):
-        if axis is not None:
-            return sharded.local_attention(
-                query,
-                key,
-                value,
-                axis_name=axis,
-                key_value_seq_lengths=lengths,
-                segment_ids=query_segments,
-                sinks=sinks,
-                **static,
-            )
-        segments = None if query_segments is None else (query_segments, key_segments)
-        offset = {} if key_offset is None else {"key_offset": key_offset}
-        return local_attention(
-            query,
-            key,
-            value,
-            key_value_seq_lengths=lengths,
-            segment_ids=segments,
-            sinks=sinks,
-            **offset,
-            **static,
-        )
-
-    tokens = None if axis is None else "length"
-    queries, keys, ids = (
-        ("batch", tokens, "heads", None),
-        ("batch", tokens, "kv_heads", None),
-        ("batch", tokens),
-    )
-    names = [queries, keys, keys, ("batch",), ids, ids, (), ("heads",)]
-    return shard_call(
-        attend, (query, key, value, key_value_seq_lengths, *segment_ids, key_offset, sinks), names, queries
-    )

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
-from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.on_mesh import local_attention_on_mesh
+from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.native_sparse import (
     BlockSizes,
     Lists,
@@ -200,11 +201,11 @@ class NativeSparseAttention(MechanismLayer):
         reach = cache.window.key.shape[1]
         key, last_keys = slide(cache.window.key, window.key, count)
         value, last_values = slide(cache.window.value, window.value, count)
-        last = local_attention(
+        last = local_attention_on_mesh(
             query,
             key,
             value,
-            local_window_size=(reach, 0),
+            pattern=SlidingWindow(reach, 0),
             is_causal=True,
             segment_ids=window_segments(query.shape[0], length, reach, start),
             query_offset=reach,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.layers.core.modules import FeedForward, merge_heads, norm, project_qkv
 from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.sharding import shard_call
 
 
 class _Mixer(nn.Module):
@@ -61,18 +63,19 @@ def _attend_history(query: Array, key: Array, value: Array, length: Any, impleme
     rows = query.reshape(batch, count, kv_heads, heads // kv_heads, width)
     rows = jnp.moveaxis(rows, 3, 2).reshape(batch, -1, kv_heads, width)
     lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch,))
-    out = compress(
-        rows,
-        key,
-        None,
-        value,
-        gamma=None,
+    attend = functools.partial(
+        _compress,
         scale=width**-0.5,
-        key_value_seq_lengths=lengths,
         implementation=None if implementation == "cudnn" else implementation,
     )
+    names = ("batch", None, "kv_heads", None)
+    out = shard_call(attend, (rows, key, value, lengths), (names, names, names, ("batch",)), names)
     out = jnp.moveaxis(out.reshape(batch, count, heads // kv_heads, kv_heads, width), 2, 3)
     return out.reshape(query.shape)
+
+
+def _compress(rows: Array, key: Array, value: Array, lengths: Array, **options: Any) -> Array:
+    return compress(rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, **options)
 
 
 @dataclasses.dataclass(frozen=True)

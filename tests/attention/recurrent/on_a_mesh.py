@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from brl_jax import (
+    bsbr_attention,
     cosformer_attention,
     delta_rule,
     gated_delta_rule,
@@ -90,6 +91,10 @@ def flash(query, key, value, **options):
     return mixed_chunk_attention(query, key, 0.5 * query, 0.5 * key, value, **options)
 
 
+def bsbr(query, key, value, **options):
+    return bsbr_attention(query, key, value, query[..., ::-1], key[..., ::-1], **options)
+
+
 def performer(query, key, value, projection, **options):
     return performer_attention(query, key, value, projection=projection, **options)
 
@@ -125,6 +130,8 @@ CASES = {
     "gated delta, packed": lambda: _case(gated, scalars, scalars, segment_ids=packed(96)),
     "decay of a head and token, packed": lambda: _case(decayed, scalars, segment_ids=packed(96)),
     "decay of a feature and token": lambda: _case(decayed, features),
+    "bsbr": lambda: causal(bsbr),
+    "bsbr, both directions, padded": lambda: _case(bsbr, key_value_seq_lengths=lengths(96)),
     "flash": lambda: causal(flash),
     "flash, padded": lambda: causal(flash, key_value_seq_lengths=lengths(96)),
 }
