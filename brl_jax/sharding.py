@@ -263,7 +263,8 @@ def shard_call(
 
     It serves functions that treat each row and head separately and that the compiler cannot partition (kernels), and
     functions of stretches of sequences, which fetch what they need from other devices. Without a mesh it is a plain
-    call. A mesh axis that does not divide every dimension it would cut is left out.
+    call. A mesh axis that does not divide every dimension it would cut is left out; where none is left, every device
+    computes the whole.
 
     Args:
       function: takes the shards; it must not close over arrays.
@@ -273,6 +274,8 @@ def shard_call(
       out_names: the names of the result's dimensions.
     """
     sizes = _automatic_axes()
+    if not sizes:
+        return function(*operands)
     arrays = [(x.shape, dims) for x, dims in zip(operands, names) if x is not None]
     for shape, dims in arrays:
         for name, size in zip(dims, shape):
@@ -283,8 +286,6 @@ def shard_call(
         PartitionSpec() if x is None else partition_spec(dims, x.shape, sizes)
         for x, dims in zip(operands, names)
     ]
-    if not any(any(spec) for spec in specs):
-        return function(*operands)
     # The result's sizes need no check: its dimensions are those of the operands.
     cut = [tuple(axis for axis in (RULES[name] if name else ()) if axis in sizes) for name in out_names]
     out = PartitionSpec(*(axes or None for axes in cut))

@@ -8,13 +8,16 @@ import re
 import tempfile
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from brl_jax.layers import MECHANISMS, BRLConfig
+from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models import DecoderConfig, DecoderLM, losses
+from brl_jax.models.networks import make_stack
 from brl_jax.sharding import MeshConfig, constrain, make_mesh
 from tests.train.logs import metrics_lines
 from train.config import LoopConfig, parse
@@ -225,7 +228,46 @@ def moved():
     return lost
 
 
+def kernels_on_a_mesh(is_causal):
+    """What lowering for TPUs says of the layers of each mechanism, on a mesh of rows and one of tokens: {} if it can.
+
+    The compiler cannot share a kernel among devices, which lowering reports.
+    """
+    failures = {}
+    length = 2048
+    dimensions = Dimensions(
+        d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=32, is_causal=is_causal
+    )
+    for name, config in MECHANISMS.items():
+        mechanism = config()
+        if not (mechanism.causal if is_causal else mechanism.bidirectional):
+            continue
+        stack = make_stack((mechanism,) * mechanism.group, dimensions)
+        for axis in ("data", "sequence"):
+            mesh = make_mesh(MeshConfig(**{"data": 1, "fsdp": 1} | {axis: 8}))
+
+            def shape(x, *spec, mesh=mesh):
+                return jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+                )
+
+            with jax.set_mesh(mesh):
+                x = jnp.zeros((8 if axis == "data" else 1, length, 32))
+                variables = jax.eval_shape(
+                    lambda x, stack=stack: nn.unbox(stack.init(jax.random.key(0), x)), x
+                )
+                operands = (jax.tree.map(shape, variables), shape(x, "data", "sequence"))
+                run = jax.jit(lambda v, x, stack=stack: stack.apply(v, x)[0])
+                try:
+                    run.trace(*operands).lower(lowering_platforms=("tpu",))
+                except NotImplementedError as error:
+                    failures[name, axis] = str(error)
+    return failures
+
+
 PARTS = {
+    "decoders": lambda: kernels_on_a_mesh(True),
+    "encoders": lambda: kernels_on_a_mesh(False),
     "one": lambda: looked_at(one_device()),
     **{
         name: functools.partial(lambda config: looked_at(make_mesh(config)), config)

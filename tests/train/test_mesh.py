@@ -116,3 +116,9 @@ def test_what_devices_cannot_share_is_refused(result):
 def test_a_run_goes_on_on_other_meshes(result):
     """From eight devices to one, and back to eight on another mesh."""
     np.testing.assert_allclose(result("moved"), result("straight"), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("networks", ["decoders", "encoders"])
+def test_every_mechanism_can_be_compiled_for_a_mesh_of_tpus(result, networks):
+    assert result(networks) == {}
