@@ -53,6 +53,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "projected": (),
     "block_tokens": (),
     "gates": (),
+    "groups": (),
     "classes": (),
     "outputs": (),
     "block_in": (),

@@ -71,7 +71,7 @@ class StateFunctions:
 
         Args:
           arrays: what else the function needs of each token: beta (B, T, K) of "deltanet", "gated_deltanet" and "kda",
-            and log_decay of the last two.
+            and log_decay of the last two, and of "linear" with normalize=False, whose state then decays.
 
         Raises:
           ValueError: as the mechanism's own function.

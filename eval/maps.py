@@ -47,6 +47,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "sinkhorn": {"block_size": 8, "max_length": 64},
     "synthesizer": {"max_length": 64},
     "luna": {"num_packed": 8, "chunk_size": 16},
+    "mamba2": {"state_size": 16},
     "native_sparse": {
         "window": 8,
         "compressed_size": 8,
@@ -68,6 +69,9 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "deltanet",
         "gated_deltanet",
         "kda",
+        "retnet",
+        "gla",
+        "mamba2",
         "gau",
         "flash",
         "bsbr",

@@ -19,11 +19,14 @@ from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.luna import LunaConfig
+from brl_jax.layers.recurrent.mamba2 import Mamba2Config
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
+from brl_jax.layers.recurrent.retnet import RetNetConfig
 from brl_jax.layers.registry import MECHANISMS, mechanism_name
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
@@ -47,6 +50,7 @@ __all__ = [
     "FlashConfig",
     "FlowformerConfig",
     "FullConfig",
+    "GLAConfig",
     "GatedDeltaNetConfig",
     "GauConfig",
     "GlobalWindowConfig",
@@ -60,12 +64,14 @@ __all__ = [
     "LongShortConfig",
     "LunaConfig",
     "MLRConfig",
+    "Mamba2Config",
     "Mechanism",
     "NativeSparseConfig",
     "NormConfig",
     "NystromformerConfig",
     "PerformerConfig",
     "ReformerConfig",
+    "RetNetConfig",
     "SinkhornConfig",
     "SkyformerConfig",
     "SliceformerConfig",

@@ -24,11 +24,14 @@ from brl_jax.layers.recurrent.deltanet import DeltaNetConfig
 from brl_jax.layers.recurrent.flowformer import FlowformerConfig
 from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.layers.recurrent.gau import FlashConfig, GauConfig
+from brl_jax.layers.recurrent.gla import GLAConfig
 from brl_jax.layers.recurrent.kda import KDAConfig
 from brl_jax.layers.recurrent.linear import LinearConfig
 from brl_jax.layers.recurrent.luna import LunaConfig
+from brl_jax.layers.recurrent.mamba2 import Mamba2Config
 from brl_jax.layers.recurrent.norm_attention import NormConfig
 from brl_jax.layers.recurrent.performer import PerformerConfig
+from brl_jax.layers.recurrent.retnet import RetNetConfig
 from brl_jax.layers.sorting.informer import InformerConfig
 from brl_jax.layers.sorting.native_sparse import NativeSparseConfig
 from brl_jax.layers.sorting.reformer import ReformerConfig
@@ -57,6 +60,9 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
         "sliceformer": SliceformerConfig,
         "hopfield": HopfieldConfig,
         "linear": LinearConfig,
+        "retnet": RetNetConfig,
+        "gla": GLAConfig,
+        "mamba2": Mamba2Config,
         "deltanet": DeltaNetConfig,
         "gated_deltanet": GatedDeltaNetConfig,
         "kda": KDAConfig,

@@ -30,6 +30,13 @@ CASES = {
         {},
         lambda q, k, v: brl_jax.linear_attention(q, k, v, feature_map="relu", is_causal=True),
     ),
+    "linear, decayed": (
+        {"normalize": False, "feature_map": "identity"},
+        {"log_decay": -3 * BETA},
+        lambda q, k, v: brl_jax.linear_attention(
+            q, k, v, log_decay=-3 * BETA, normalize=False, feature_map="identity", is_causal=True
+        ),
+    ),
     "norm": ({}, {}, lambda q, k, v: brl_jax.norm_attention(q, k, v, is_causal=True)),
     "cosformer": (
         {"max_length": 16},
@@ -67,7 +74,7 @@ def test_a_sequence_in_pieces_is_the_sequence(name):
     settings, more, at_once = CASES[name]
     arrays = _inputs(name)
     expected = at_once(*arrays)
-    functions = state_functions(name, **settings)
+    functions = state_functions(name.split(",")[0], **settings)
     extend, step = jax.jit(functions.extend), jax.jit(functions.step)
     state = functions.init(B, arrays[1].shape[2], H)
     outs, start = [], 0
@@ -101,7 +108,7 @@ def test_steps_under_scan_have_the_gradients_of_the_sequence(name):
     """One compiled step serves all tokens; the gradient through the states is that of the sequence at once."""
     settings, more, at_once = CASES[name]
     arrays = _inputs(name)
-    functions = state_functions(name, **settings)
+    functions = state_functions(name.split(",")[0], **settings)
 
     def in_steps(arrays):
         def one(state, tokens):

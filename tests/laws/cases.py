@@ -30,6 +30,7 @@ from brl_jax.layers import (
     FullConfig,
     GatedDeltaNetConfig,
     GauConfig,
+    GLAConfig,
     GlobalWindowConfig,
     HopfieldConfig,
     InformerConfig,
@@ -40,6 +41,7 @@ from brl_jax.layers import (
     LocalConfig,
     LongShortConfig,
     LunaConfig,
+    Mamba2Config,
     Mechanism,
     MLRConfig,
     NativeSparseConfig,
@@ -47,6 +49,7 @@ from brl_jax.layers import (
     NystromformerConfig,
     PerformerConfig,
     ReformerConfig,
+    RetNetConfig,
     SinkhornConfig,
     SkyformerConfig,
     SliceformerConfig,
@@ -177,6 +180,13 @@ VARIANTS: dict[str, dict[str, Case]] = {
         ),
     },
     "kda": {"": Case(KDAConfig(chunk_size=4), repeats="gated_deltanet")},
+    "retnet": {"": Case(RetNetConfig(chunk_size=8), repeats="linear")},
+    # Decays from about 1/2 to 1/1000 a token; those of the default are near 1.
+    "gla": {
+        "": Case(GLAConfig(key_dim=4, temperature=0.2, gate_rank=3, chunk_size=8), repeats="linear"),
+        "weak": Case(GLAConfig(gate_rank=3, chunk_size=16), repeats="gla"),
+    },
+    "mamba2": {"": Case(Mamba2Config(state_size=6, num_groups=2, conv_size=3, chunk_size=8))},
     "norm": {"": Case(NormConfig(feature_map="elu", norm="layer", chunk_size=8), repeats="linear")},
     # Near max_length=40 one row of ours has a single key left by ReLU, by less than bfloat16's rounding.
     "cosformer": {"": Case(CosformerConfig(max_length=48, chunk_size=8), repeats="linear")},

@@ -91,7 +91,8 @@ def short_convolved(x, p):
     """SiLU of the sum over the last tokens of (n, heads, h), each channel by itself."""
     kernel = p["kernel"]
     before = np.concatenate([np.zeros((len(kernel) - 1, *x.shape[1:])), x])
-    return silu(np.stack([(before[t : t + len(kernel)] * kernel).sum(0) for t in range(len(x))]))
+    sums = np.stack([(before[t : t + len(kernel)] * kernel).sum(0) for t in range(len(x))])
+    return silu(sums + p.get("bias", 0))
 
 
 def unit(x):
@@ -141,6 +142,58 @@ def kda_mix(u, p, m, d):
         out = gated_delta_head(q[:, a], k[:, b], v[:, b], beta[:, b], decay[:, b])
         heads.append(gated_norm(out, gate[:, a], p["head_norm"], sigmoid))
     return merge(heads, p)
+
+
+def decayed(q, k, v, decay):
+    """The recurrence S <- diag(decay) S + k v^T, o = S^T q of one head, for decay (n, features or 1)."""
+    state, out = 0, []
+    for t in range(len(q)):
+        state = decay[t][:, None] * state + np.outer(k[t], v[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
+
+
+def retnet_mix(u, p, m, d):
+    gate, heads = project(u, p["gate"]), []
+    for a, (q, k, v) in enumerate(head_inputs(u, p, d)):
+        decay = np.full((len(u), 1), 1 - 2.0 ** (-5 - a * d.num_kv_heads // d.num_heads))
+        out = decayed(q, k / np.sqrt(d.head_dim), v, decay)
+        heads.append(gated_norm(out, gate[:, a], p["head_norm"], silu))
+    return merge(heads, p)
+
+
+def gla_mix(u, p, m, d):
+    gate, heads = project(u, p["gate"]), []
+    decay = sigmoid(project(u @ p["decay_down"]["kernel"], p["decay_up"])) ** (1 / m.temperature)
+    for a, (q, k, v) in enumerate(head_inputs(u, p, d, rotated=False)):
+        out = decayed(q / np.sqrt(q.shape[1]), k, v, decay[:, a * d.num_kv_heads // d.num_heads])
+        heads.append(gated_norm(out, gate[:, a], p["head_norm"], silu))
+    return merge(heads, p)
+
+
+def mamba2_mix(u, p, m, d):
+    x, key, query = (short_convolved(project(u, p[name]), p[f"{name}_conv"]) for name in ("x", "B", "C"))
+    steps = u @ p["step"]["kernel"]
+    decay, dt = step_decay(steps, p), np.log(1 + np.exp(steps + p["step_bias"]))
+    group, heads = x.shape[1] // m.num_groups, []
+    for a in range(x.shape[1]):
+        values = dt[:, a, None] * x[:, a]
+        out = decayed(query[:, a // group], key[:, a // group], values, decay[:, a, None])
+        heads.append(out + p["skip"][a] * x[:, a])
+    gated = np.stack(heads, 1) * silu(project(u, p["gate"]))
+    root = np.sqrt((gated * gated).mean((1, 2), keepdims=True) + 1e-5)
+    return np.tensordot(gated / root * p["merged_norm"]["scale"], p["out"]["kernel"], axes=2)
+
+
+def mixer_network(mix):
+    """Blocks of a mixer alone."""
+
+    def network(params, mechanism, d, x):
+        for p in layers(params):
+            x = x + mix(norm(x, p["mixer_norm"], d.norm), p["mixer"], mechanism, d)
+        return norm(x, params["final_norm"], d.norm)
+
+    return network
 
 
 def norm_mix(u, p, m, d):
@@ -330,4 +383,7 @@ NETWORKS = {
     "deltanet": residual_network(delta_mix),
     "gated_deltanet": residual_network(gated_delta_mix),
     "kda": residual_network(kda_mix),
+    "retnet": residual_network(retnet_mix),
+    "gla": residual_network(gla_mix),
+    "mamba2": mixer_network(mamba2_mix),
 }

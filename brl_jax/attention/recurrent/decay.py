@@ -129,7 +129,8 @@ def _within_blocks(
     """The products of the rows and keys of the same block.
 
     One product of all its tokens for each size of the smaller blocks, of which the pairs at that size are kept, is
-    faster than products of a few tokens.
+    faster than products of a few tokens. The sizes joined into one product with an axis more are slower on a CPU, eight
+    times in the backward pass.
     """
 
     def multiply(rows: Array, keys: Array) -> Array:

@@ -109,7 +109,7 @@ class GatedDeltaNet(ConvolvedLayer):
             query,
             key,
             beta=beta,
-            log_decay=step_decay(self, steps, ("heads",)),
+            log_decay=step_decay(self, steps, ("heads",))[0],
             normalize_keys=False,
             chunk_size=self.mechanism.chunk_size,
         )

@@ -85,7 +85,7 @@ class KimiDeltaAttention(ConvolvedLayer):
             query * jnp.asarray(d.head_dim**-0.5, query.dtype),
             key,
             beta=beta,
-            log_decay=step_decay(self, steps, ("kv_heads", "head_dim")),
+            log_decay=step_decay(self, steps, ("kv_heads", "head_dim"))[0],
             normalize_keys=False,
             chunk_size=self.mechanism.chunk_size,
         )

@@ -1,0 +1,90 @@
+"""Gated linear attention as a layer: a state in which each feature of the keys decays by a factor of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
+from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class GLAConfig(Mechanism):
+    """Gated linear attention (Yang et al. 2023, arXiv:2312.06635)."""
+
+    bidirectional: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+
+    key_dim: int | None = None
+    """Features of a head's queries and keys; None for half the head dimension."""
+    gate_rank: int = 16
+    """Rank of the map from a token to its decays."""
+    temperature: float = 16.0
+    """The root of the sigmoid that is the decay [tau]; the larger, the slower the decay."""
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "gate_rank", "chunk_size")
+        if self.key_dim is not None:
+            check_at_least(self, "key_dim")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return GLA(self, dimensions, **kwargs)
+
+
+class GLA(StateLayer):
+    """out = (swish(X W_r) * norm(attention(X))) W_O, with a norm of each head (section 4.4).
+
+    The decays are sigmoid(x W_1 W_2 + b)^(1/tau) with W_1 of low rank. There are no rotary positions, because decay and
+    recurrence depend on the order of the tokens.
+    """
+
+    @property
+    def key_dim(self) -> int:
+        """Features of a head's queries and keys."""
+        m = self.mechanism
+        return max(1, self.dimensions.head_dim // 2) if m.key_dim is None else m.key_dim
+
+    def init_state(self, batch: int, length: int) -> LinearState:
+        d = self.dimensions
+        return init_linear_state(batch, d.num_kv_heads, self.key_dim, d.head_dim, normalize=False)
+
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+        d, m = self.dimensions, self.mechanism
+        keys, kv_heads = (d.num_kv_heads, self.key_dim), ("embed", "kv_heads", "head_dim")
+        query = dense(d, (d.num_heads, self.key_dim), ("embed", "heads", "head_dim"), name="query")(x)
+        key = dense(d, keys, kv_heads, name="key")(x)
+        value = dense(d, (d.num_kv_heads, d.head_dim), kv_heads, name="value")(x)
+        narrow = dense(d, m.gate_rank, ("embed", "projected"), name="decay_down")(x)
+        axes = ("projected", "kv_heads", "head_dim")
+        logits = dense(d, keys, axes, name="decay_up", use_bias=True)(narrow)
+        function = functools.partial(
+            linear_attention,
+            query * jnp.asarray(self.key_dim**-0.5, query.dtype),
+            key,
+            log_decay=jax.nn.log_sigmoid(logits.astype(jnp.float32)) / m.temperature,
+            is_causal=True,
+            normalize=False,
+            feature_map="identity",
+            chunk_size=m.chunk_size,
+        )
+        return StateAttention(function, value)
+
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        d = self.dimensions
+        gate = dense(d, attended.shape[2:], ("embed", "heads", "head_dim"), name="gate")(x)
+        return merge_heads(d, GatedNorm(d, name="head_norm")(attended, gate))

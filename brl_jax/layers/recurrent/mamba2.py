@@ -1,0 +1,119 @@
+"""Mamba-2's layer: a state space model whose state decays by one factor a head and token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
+from brl_jax.layers.core.modules import dense, merge_heads, merged_norm, parameter
+from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
+from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
+from brl_jax.layers.recurrent.decay import step_decay
+from brl_jax.layers.recurrent.state_layer import StateAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config(Mechanism):
+    """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
+
+    A layer is its own feed-forward network: d_ff has no effect on it. It has `expansion` times the network's heads."""
+
+    bidirectional: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+    residual: ClassVar[Residual] = "mixer"
+
+    expansion: int = 2
+    """Width inside the layer, as a multiple of the model's width."""
+    state_size: int = 128
+    """Features of B and C [N]: the queries and keys of linear attention."""
+    num_groups: int = 1
+    """How many B and C there are; the heads are divided among them."""
+    conv_size: int = 4
+    """Tokens that the short convolutions reach over."""
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "expansion", "state_size", "num_groups", "conv_size", "chunk_size")
+
+    def check(self, dimensions: Dimensions) -> None:
+        super().check(dimensions)
+        heads = self.expansion * dimensions.num_heads
+        if heads % self.num_groups:
+            raise ValueError(f"num_groups must divide the {heads} heads of Mamba-2, got {self.num_groups}")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return Mamba2(self, dimensions, **kwargs)
+
+
+class Mamba2(ConvolvedLayer):
+    """y = SSD(x, B, C) + D x, then norm(y * swish(z)) W (section 7.1 and figure 6).
+
+    x, B and C are projections that go through short convolutions and SiLU. With dt = softplus(...) of each head and
+    token, the state decays by exp(-exp(rate) dt), B is its key, dt x its value and C its query. The norm is over all
+    heads together.
+    """
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of x; each has the network's head dimension."""
+        return self.mechanism.expansion * self.dimensions.num_heads
+
+    def init_state(self, batch: int, length: int) -> LinearState:
+        d, m = self.dimensions, self.mechanism
+        return init_linear_state(batch, self.num_heads, m.state_size, d.head_dim, normalize=False)
+
+    def convolved(self) -> dict[str, tuple[int, ...]]:
+        m = self.mechanism
+        groups = (m.num_groups, m.state_size)
+        return {"x_conv": (self.num_heads, self.dimensions.head_dim), "B_conv": groups, "C_conv": groups}
+
+    def convolved_attention(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
+    ) -> StateAttention:
+        d, m = self.dimensions, self.mechanism
+        inner = convolve(self._project(x, "x"), "heads", "head_dim", name="x_conv", use_bias=True)
+
+        def grouped(name: str) -> Array:
+            axes = ("embed", "groups", "head_dim")
+            y = dense(d, (m.num_groups, m.state_size), axes, name=name)(x)
+            y = convolve(y, "groups", "head_dim", name=f"{name}_conv", use_bias=True)
+            return jnp.repeat(y, self.num_heads // m.num_groups, axis=2)
+
+        key, query = grouped("B"), grouped("C")
+        steps = dense(d, self.num_heads, ("embed", "heads"), name="step", use_bias=False)(x)
+        log_decay, steps = step_decay(self, steps, ("heads",), slowest=1.0)
+        skip = parameter(self, "skip", nn.initializers.ones_init(), (self.num_heads,), ("heads",))
+
+        def attend(value: Array, **options: Any) -> Any:
+            out = linear_attention(
+                query,
+                key,
+                (steps[..., None] * value).astype(d.dtype),
+                log_decay=log_decay,
+                is_causal=True,
+                normalize=False,
+                feature_map="identity",
+                chunk_size=m.chunk_size,
+                **options,
+            )
+            skipped = skip.astype(d.dtype)[None, None, :, None] * value
+            return (out[0] + skipped, out[1]) if options.get("return_state") else out + skipped
+
+        return StateAttention(attend, inner)
+
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        gated = attended * jax.nn.silu(self._project(x, "gate"))
+        return merge_heads(self.dimensions, merged_norm(self.dimensions, "rms", name="merged_norm")(gated))
+
+    def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
+        sizes = (self.num_heads, self.dimensions.head_dim)
+        return dense(self.dimensions, sizes, ("embed", "heads", "head_dim"), name=name)(x)

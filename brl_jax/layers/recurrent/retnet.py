@@ -1,0 +1,75 @@
+"""RetNet's retention as a layer: linear attention whose state decays by a fixed factor in each head."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
+from brl_jax.layers.core.modules import GatedNorm, dense, merge_heads, rotary_options
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class RetNetConfig(Mechanism):
+    """Multi-scale retention (Sun et al. 2023, arXiv:2307.08621)."""
+
+    bidirectional: ClassVar[bool] = False
+    linear_cost: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
+
+    expansion: int = 2
+    """Width of values and gates, as a multiple of the model's width."""
+    chunk_size: int = 64
+    """Tokens of a chunk; changes time and memory, not results."""
+
+    def __post_init__(self):
+        check_at_least(self, "expansion", "chunk_size")
+
+    def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
+        return RetNet(self, dimensions, **kwargs)
+
+
+class RetNet(StateLayer):
+    """out = (swish(X W_G) * norm(retention(X))) W_O (eq. 8), with a norm of each head.
+
+    The state of key head h decays by 1 - 2^(-5 - h) from token to token, and queries and keys are rotated to their
+    positions (eq. 5). Keys are divided by the root of their size, as in the authors' code.
+    """
+
+    def init_state(self, batch: int, length: int) -> LinearState:
+        d = self.dimensions
+        value_dim = self.mechanism.expansion * d.head_dim
+        return init_linear_state(batch, d.num_kv_heads, d.head_dim, value_dim, normalize=False)
+
+    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+        d, m = self.dimensions, self.mechanism
+        kv_heads = ("embed", "kv_heads", "head_dim")
+        query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
+        key = dense(d, (d.num_kv_heads, d.head_dim), kv_heads, name="key")(x)
+        value = dense(d, (d.num_kv_heads, m.expansion * d.head_dim), kv_heads, name="value")(x)
+        function = functools.partial(
+            linear_attention,
+            query,
+            key * jnp.asarray(d.head_dim**-0.5, key.dtype),
+            log_decay=jnp.asarray(np.log1p(-(2.0 ** (-5.0 - np.arange(d.num_kv_heads)))), jnp.float32),
+            is_causal=True,
+            normalize=False,
+            feature_map="identity",
+            chunk_size=m.chunk_size,
+            **rotary_options(d, positions),
+        )
+        return StateAttention(function, value)
+
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        d = self.dimensions
+        gate = dense(d, attended.shape[2:], ("embed", "heads", "head_dim"), name="gate")(x)
+        return merge_heads(d, GatedNorm(d, name="head_norm")(attended, gate))
