@@ -5,8 +5,9 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
   linear_attention, norm_attention, performer_attention, cosformer_attention, delta_rule, gated_delta_rule,
   kimi_delta_rule, whose past is a state;
-  gau_attention, mixed_chunk_attention, bsbr_attention;
-  mlr_attention (and its step), bilinear_mlr_attention, bilinear_btt_attention, global_window_attention.
+  luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;
+  mlr_attention and long_short_attention (and their steps), bilinear_mlr_attention, bilinear_btt_attention,
+  global_window_attention.
   state_functions gives init, extend and step of any of these that has a state, under the same three names.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues

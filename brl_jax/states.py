@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -13,6 +13,12 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.dense.diag import DiagState, diag_attention_step, init_diag_state
 from brl_jax.attention.local.generation import LocalState, init_local_state, local_attention_step
+from brl_jax.attention.low_rank.long_short_generation import (
+    LongShortState,
+    init_long_short_state,
+    long_short_step,
+)
+from brl_jax.attention.recurrent.bsbr import BsbrState, Compression, bsbr_attention, init_bsbr_state
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
 from brl_jax.attention.recurrent.delta import (
     DeltaState,
@@ -22,11 +28,34 @@ from brl_jax.attention.recurrent.delta import (
     kimi_delta_rule,
 )
 from brl_jax.attention.recurrent.flow import FlowState, flow_attention, init_flow_state
+from brl_jax.attention.recurrent.gau import GauState, gau_attention, init_gau_state
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
+from brl_jax.attention.recurrent.luna import LunaState, init_luna_state, luna_attention
+from brl_jax.attention.recurrent.mixed_chunk import (
+    MixedChunkState,
+    init_mixed_chunk_state,
+    mixed_chunk_attention,
+)
 from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.attention.recurrent.performer import PerformerState, init_performer_state, performer_attention
+from brl_jax.attention.structured.mlr import BlockSizes
+from brl_jax.attention.structured.mlr_generation import MlrState, init_mlr_state, mlr_attention_step
 
-State = CosformerState | DeltaState | DiagState | FlowState | LinearState | LocalState | PerformerState
+State = (
+    BsbrState
+    | CosformerState
+    | DeltaState
+    | DiagState
+    | FlowState
+    | GauState
+    | LinearState
+    | LocalState
+    | LongShortState
+    | LunaState
+    | MixedChunkState
+    | MlrState
+    | PerformerState
+)
 Name = Literal[
     "local",
     "diag",
@@ -38,6 +67,12 @@ Name = Literal[
     "gated_deltanet",
     "kda",
     "flowformer",
+    "luna",
+    "gau",
+    "flash",
+    "bsbr",
+    "mlr",
+    "long_short",
 ]
 
 
@@ -45,7 +80,7 @@ Name = Literal[
 class StateFunctions:
     """The functions of one mechanism, pure and without parameters; see `state_functions`."""
 
-    _init: Callable[..., Any]
+    _init: Callable[[int, int, int, Any], State]
     _extend: Callable[..., Any]
 
     def init(self, batch: int, num_kv_heads: int, head_dim: int, dtype: Any = jnp.float32) -> State:
@@ -71,7 +106,8 @@ class StateFunctions:
 
         Args:
           arrays: what else the function needs of each token: beta (B, T, K) of "deltanet", "gated_deltanet" and "kda",
-            and log_decay of the last two, and of "linear" with normalize=False, whose state then decays.
+            and log_decay of the last two, and of "linear" with normalize=False, whose state then decays; linear_query
+            and linear_key of "flash"; retrieval_query and retrieval_key of "bsbr"; projection of "long_short".
 
         Raises:
           ValueError: as the mechanism's own function.
@@ -104,8 +140,11 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions:
     Args:
       name: "local" (settings: window), "diag" (block_size), "linear", "norm", "cosformer" (max_length), "performer"
         (projection, from `performer_projection`), "deltanet" (`delta_rule`, whose extend and step take beta),
-        "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay) or "flowformer"
-        (whose state has as many heads as the query: init gets their number).
+        "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay), "flowformer"
+        (whose state has as many heads as the query: init gets their number), "luna" (packed), "gau" (length, and
+        value_dim where it is not head_dim), "flash" (`mixed_chunk_attention`: chunk_size, value_dim), "bsbr" (length,
+        num_heads, chunk_size, compression), "mlr" (length, ranks, block_sizes) or "long_short" (length, rank, window,
+        chunk_size). `length` is the largest number of tokens that the state can take.
       settings: the options of the mechanism's function that do not change from token to token.
 
     Raises:
@@ -149,6 +188,78 @@ def _linear(*, normalize: bool = True, **settings: Any) -> StateFunctions:
     )
 
 
+def _luna(*, packed: Float[Array, "M K H"], **settings: Any) -> StateFunctions:
+    return StateFunctions(
+        lambda batch, heads, dim, dtype: init_luna_state(batch, heads, dim, packed.shape[0], dim),
+        functools.partial(luna_attention, packed=packed, return_state=True, **settings),
+    )
+
+
+def _gau(*, length: int, value_dim: int | None = None, **settings: Any) -> StateFunctions:
+    return StateFunctions(
+        lambda batch, heads, dim, dtype: init_gau_state(
+            batch, length, heads, dim, dim if value_dim is None else value_dim, dtype=dtype
+        ),
+        functools.partial(gau_attention, is_causal=True, return_state=True, **settings),
+    )
+
+
+def _flash(*, chunk_size: int = 256, value_dim: int | None = None, **settings: Any) -> StateFunctions:
+    def extend(query: Array, key: Array, value: Array, *, linear_query: Array, linear_key: Array, state: Any):
+        return mixed_chunk_attention(
+            query, key, linear_query, linear_key, value, is_causal=True, chunk_size=chunk_size, state=state,
+            return_state=True, **settings,
+        )  # fmt: skip
+
+    return StateFunctions(
+        lambda batch, heads, dim, dtype: init_mixed_chunk_state(
+            batch, heads, dim, dim if value_dim is None else value_dim, chunk_size=chunk_size, dtype=dtype
+        ),
+        extend,
+    )
+
+
+def _bsbr(
+    *,
+    length: int,
+    num_heads: int | None = None,
+    retrieval_dim: int | None = None,
+    chunk_size: int = 64,
+    compression: Compression | None = None,
+    **settings: Any,
+) -> StateFunctions:
+    return StateFunctions(
+        lambda batch, heads, dim, dtype: init_bsbr_state(
+            batch, length, heads if num_heads is None else num_heads, heads, dim, retrieval_dim=retrieval_dim,
+            compressed=None if compression is None else compression[0].shape[2], chunk_size=chunk_size, dtype=dtype,
+        ),
+        functools.partial(
+            bsbr_attention, is_causal=True, return_state=True, chunk_size=chunk_size, compression=compression,
+            **settings,
+        ),
+    )  # fmt: skip
+
+
+def _mlr(*, length: int, ranks: Sequence[int], block_sizes: BlockSizes, **settings: Any) -> StateFunctions:
+    return StateFunctions(
+        lambda batch, heads, dim, dtype: init_mlr_state(
+            batch, length, heads, dim, ranks=ranks, block_sizes=block_sizes, dtype=dtype
+        ),
+        functools.partial(mlr_attention_step, ranks=ranks, block_sizes=block_sizes, **settings),
+    )
+
+
+def _long_short(
+    *, length: int, rank: int = 1, window: int = 128, chunk_size: int = 16, **settings: Any
+) -> StateFunctions:
+    return StateFunctions(
+        lambda batch, heads, dim, dtype: init_long_short_state(
+            batch, length, heads, dim, rank, window=window, chunk_size=chunk_size, dtype=dtype
+        ),
+        functools.partial(long_short_step, **settings),
+    )
+
+
 def _sums(
     function: Callable[..., Any], init: Callable[..., Any], **always: Any
 ) -> Callable[..., StateFunctions]:
@@ -174,4 +285,10 @@ _MAKERS: dict[str, Callable[..., StateFunctions]] = {
     "gated_deltanet": _sums(gated_delta_rule, init_delta_state),
     "kda": _sums(kimi_delta_rule, init_delta_state),
     "flowformer": _sums(flow_attention, init_flow_state, is_causal=True),
+    "luna": _luna,
+    "gau": _gau,
+    "flash": _flash,
+    "bsbr": _bsbr,
+    "mlr": _mlr,
+    "long_short": _long_short,
 }

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from eval.plotting import picture_path, save
 from eval.runs import Run, open_run
+from train.checkpoint import Checkpoints
 from train.config import parse_options
 from train.errors import UserError
 from train.storage import write_whole
@@ -138,17 +139,25 @@ class Evaluation(Generic[P]):
         return measured
 
     def _measure_all(self, folder: str, options: P) -> list[Measured]:
-        """The measures of all runs under a folder; those that are kept are not measured again."""
+        """The measures of all runs under a folder. Those that are kept are not measured again, unless the run has gone
+        on since: its best checkpoint is another one then."""
         measured = []
         for path in find_runs(self.tasks, Path(folder)):
-            kept = None if self.kept is None else path / self.kept
-            if kept is not None and self.is_standard(options) and kept.exists():
-                measured.append(Measured(json.loads(kept.read_text())))
-            else:
-                measured.append(self.measure_and_keep(str(path), options))
+            kept = self._kept(path) if self.is_standard(options) else None
+            measured.append(self.measure_and_keep(str(path), options) if kept is None else kept)
         if not measured:
             raise UserError(f"--table: no run of {self.name.replace('eval', 'train', 1)} under {folder}")
         return measured
+
+    def _kept(self, workdir: Path) -> Measured | None:
+        """The measures in a run's folder; None if there are none, or of another checkpoint than is the best one now."""
+        if self.kept is None or not (workdir / self.kept).exists():
+            return None
+        result = json.loads((workdir / self.kept).read_text())
+        checkpoints = Checkpoints(workdir / "checkpoints")
+        if checkpoints.steps() and checkpoints.choose("best")[0] != result["step"]:
+            return None
+        return Measured(result)
 
 
 def measure_split(run: Run, split: str) -> dict[str, Any]:

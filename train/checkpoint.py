@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -292,6 +293,65 @@ class Checkpoints:
             raise
         except Exception as error:
             raise UserError(f"checkpoint {self.folder / str(step)} is damaged ({one_line(error)})") from error
+
+    def choose(self, which: str, *, option: str = "--workdir") -> list[int]:
+        """The steps of the checkpoints to read, the first one unless it is damaged.
+
+        Args:
+          which: "best" (the last where none was measured), "last" (those before it come next) or a step.
+          option: the command line's name of the run's folder, for the error.
+
+        Raises:
+          UserError: there is no such checkpoint.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"{option}: no checkpoint in {self.folder}; expected one that training wrote")
+        match which:
+            case "best":
+                best = self.best_step()
+                return steps[::-1] if best is None else [best]
+            case "last":
+                return steps[::-1]
+            case _ if which.isdecimal() and int(which) in steps:
+                return [int(which)]
+        raise UserError(
+            f"--checkpoint: expected best, last or one of {', '.join(map(str, steps))}, got {which}"
+        )
+
+    def read_params(
+        self,
+        init: Callable[[jax.Array], Any],
+        which: str,
+        *,
+        option: str = "--workdir",
+        explain: Callable[[int], None] = lambda step: None,
+    ) -> tuple[int, Any]:
+        """The step and the parameters, on this process's first device, of the checkpoint that `choose` finds.
+
+        Args:
+          init: makes parameters of the same shapes from a random key.
+          which, option: as for `choose`.
+          explain: called with the step of each checkpoint that cannot be read; may raise a better error.
+
+        Raises:
+          UserError: there is no such checkpoint, or it is damaged ("last" then takes the one before it).
+        """
+        steps = self.choose(which, option=option)
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            nn.unbox(jax.eval_shape(init, jax.random.key(0))),
+        )
+        for step in steps:
+            try:
+                return step, self.restore_params(like, step)
+            except UserError as error:
+                explain(step)
+                if step == steps[-1]:
+                    raise
+                self._log(f"{error}; trying the one before it")
+        raise AssertionError("unreachable: there is at least one checkpoint")
 
     def _read(self, step: int, **args: Any) -> Mapping[str, Any]:
         """Items of one checkpoint. Raises OSError where one is missing or damaged, and JaxRuntimeError where another

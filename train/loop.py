@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from brl_jax.sharding import MeshConfig, make_mesh
 from train.checkpoint import Checkpoints
 from train.config import LoopConfig
-from train.config_file import differences, write_json
+from train.config_file import write_json
 from train.errors import RunError, Stopped, UserError, one_line
 from train.hosts import ending_together, is_lead, preempted
 from train.mesh import place_batch, training_programs
@@ -165,7 +165,7 @@ def train(
     optimizer_config: OptimizerConfig,
     *,
     config: Mapping[str, Any],
-    free: Collection[str] = (),
+    differences: Callable[[Mapping[str, Any]], Sequence[str]] = lambda old: (),
     stream: Stream,
     held_out: HeldOut,
     full_held_out: HeldOut | None = None,
@@ -178,7 +178,7 @@ def train(
       objective: what is trained.
       loop, optimizer_config: the settings.
       config: the whole configuration as JSON; kept in config.json and in each checkpoint.
-      free: dotted names of the fields of `config` that may differ from those of the checkpoint.
+      differences: what of a checkpoint's configuration differs from this one's and must not, in words.
       stream: the training batches; closed at the end.
       held_out, full_held_out: the data of the evaluations on the way, and of the last one (by default the same).
       mesh: what the arrays are sharded over; by default all devices in the default shape. The streams give the rows of
@@ -200,7 +200,7 @@ def train(
             loop,
             optimizer_config,
             config=config,
-            free=free,
+            differences=differences,
             stream=stream,
             held_out=held_out,
             full_held_out=held_out if full_held_out is None else full_held_out,
@@ -215,7 +215,7 @@ def _train(
     optimizer_config: OptimizerConfig,
     *,
     config: Mapping[str, Any],
-    free: Collection[str],
+    differences: Callable[[Mapping[str, Any]], Sequence[str]],
     stream: Stream,
     held_out: HeldOut,
     full_held_out: HeldOut,
@@ -226,7 +226,7 @@ def _train(
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
 
     programs = training_programs(mesh, objective, optimizer_config, loop)
-    state, meta = _begin(loop, config, free, programs.fresh, objective.start, checkpoints)
+    state, meta = _begin(loop, differences, programs.fresh, objective.start, checkpoints)
     for text in introduction:
         log(text)
     step = int(state.step)
@@ -348,8 +348,7 @@ def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
 
 def _begin(
     loop: LoopConfig,
-    config: Mapping[str, Any],
-    free: Collection[str],
+    differences: Callable[[Mapping[str, Any]], Sequence[str]],
     fresh: Callable[[], TrainState],
     start: Callable[[Any], Any],
     checkpoints: Checkpoints,
@@ -357,7 +356,7 @@ def _begin(
     """The state to start from, and what its checkpoint holds besides the state (None for a new run)."""
 
     def check(meta: dict[str, Any]) -> None:
-        differing = differences(meta["config"], config, free)
+        differing = differences(meta["config"])
         if differing:
             raise UserError(
                 f"--workdir: the run in {loop.workdir} is of another configuration: {', '.join(differing)}; "

@@ -72,7 +72,7 @@ def run_task(task: Task[Any, Any], config: Any) -> None:
         config.loop,
         config.optimizer,
         config=task.to_json(config),
-        free=task.free_fields(),
+        differences=lambda old: task.differences(old, config),
         stream=streams.training,
         held_out=streams.held_out,
         full_held_out=streams.full_held_out,

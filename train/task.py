@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from train.config import RunConfig
-from train.config_file import from_json, read_values, to_json
+from train.config_file import differences, from_json, read_values, to_json
 from train.errors import UserError
 from train.fields import Mark, marked
 from train.loop import HeldOut, Stream, evaluate
@@ -155,6 +155,23 @@ class Task(abc.ABC, Generic[C, D]):
     def to_json(self, config: C) -> dict[str, Any]:
         """What config.json holds: the task's name and the configuration."""
         return {"task": self.name, **to_json(config)}
+
+    def differences(
+        self, old: Mapping[str, Any], config: C, free: Collection[str] | None = None
+    ) -> list[str]:
+        """Fields, as "name old -> new", that keep a run of `old` from being resumed with a configuration.
+
+        Args:
+          old: from config.json or a checkpoint. Fields that its version did not have yet have their defaults.
+          free: dotted names of the fields that may differ, by default `free_fields`.
+        """
+        try:
+            values = {name: value for name, value in old.items() if name != "task"}
+            known = from_json(self.config_class, values, "config.json")
+            old = {"task": old.get("task", self.name), **to_json(known)}
+        except UserError:  # it is of another version or task, which has fields that this one lacks
+            pass
+        return differences(old, self.to_json(config), self.free_fields() if free is None else free)
 
     def free_fields(self) -> frozenset[str]:
         """Dotted names of the configuration's fields that a resumed run may change."""

@@ -10,11 +10,10 @@ from typing import Any
 
 from eval.lra import KEPT, measure_run
 from eval.survey.options import SurveyRun
-from train.config_file import differences, read_values
+from train.config_file import read_values
 from train.errors import RunError, UserError
 from train.main import run_task
 from train.metrics import log
-from train.task import read_config
 from train.tasks.lra import LRA
 
 # Fields of a configuration that say where things are: a folder that was moved has the same runs.
@@ -22,15 +21,14 @@ _PLACES = ("loop.workdir", "data.cache_dir")
 
 
 def finished(run: SurveyRun) -> dict[str, Any] | None:
-    """What was measured of a run on the test split; None if it was not trained and measured as it is configured. Fields
-    that its configuration lacks have their defaults: options that came later do not change it."""
+    """What was measured of a run on the test split; None if it was not trained and measured as it is configured."""
     folder = Path(run.config.loop.workdir)
     try:
-        _, config = read_config([LRA], folder / "config.json")
+        config = read_values(folder / "config.json")
         measured = json.loads((folder / KEPT).read_text())
     except (OSError, ValueError):
         return None
-    return None if differences(LRA.to_json(config), LRA.to_json(run.config), _PLACES) else measured
+    return None if LRA.differences(config, run.config, _PLACES) else measured
 
 
 def train_all(runs: Sequence[SurveyRun]) -> None:
@@ -68,7 +66,7 @@ def _clear(run: SurveyRun) -> None:
         return  # there is none, or training reports that it is damaged
     if before.get("task") != LRA.name:
         raise UserError(f"--folder: {folder} holds a run of another task than train.lra's")
-    if differences(before, LRA.to_json(run.config), LRA.free_fields()):
+    if LRA.differences(before, run.config):
         log(f"survey: {folder} is of another configuration: trained anew")
         shutil.rmtree(folder)
     else:

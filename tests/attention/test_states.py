@@ -13,6 +13,10 @@ B, T, N, K, H = 2, 11, 4, 2, 8
 BETA = jax.random.uniform(jax.random.key(9), (B, T, K))
 DECAY = -jnp.exp(3 * jax.random.normal(jax.random.key(8), (B, T, K, H)))
 PROJECTION = brl_jax.performer_projection(jax.random.key(3), 16, H)
+PACKED = jax.random.normal(jax.random.key(7), (3, K, H))
+FURTHER = jax.random.normal(jax.random.key(6), (2, B, T, N, H))
+RETRIEVAL = {"retrieval_query": FURTHER[0], "retrieval_key": FURTHER[1, :, :, :K]}
+LINEAR = {"linear_query": FURTHER[0], "linear_key": FURTHER[1, :, :, :K]}
 # Settings, what else each token has, and the function at once.
 CASES = {
     "local": (
@@ -60,6 +64,34 @@ CASES = {
         lambda q, k, v: brl_jax.kimi_delta_rule(q, k, v, BETA, DECAY),
     ),
     "flowformer": ({}, {}, lambda q, k, v: brl_jax.flow_attention(q, k, v, is_causal=True)),
+    "luna": ({"packed": PACKED}, {}, lambda q, k, v: brl_jax.luna_attention(q, k, v, PACKED)),
+    "gau": ({"length": T}, {}, lambda q, k, v: brl_jax.gau_attention(q, k, v, is_causal=True)),
+    "flash": (
+        {"chunk_size": 4},
+        LINEAR,
+        lambda q, k, v: brl_jax.mixed_chunk_attention(
+            q, k, LINEAR["linear_query"], LINEAR["linear_key"], v, chunk_size=4, is_causal=True
+        ),
+    ),
+    "bsbr": (
+        {"length": T, "num_heads": N, "chunk_size": 4},
+        RETRIEVAL,
+        lambda q, k, v: brl_jax.bsbr_attention(q, k, v, **RETRIEVAL, chunk_size=4, is_causal=True),
+    ),
+    "mlr": (
+        {"length": T, "ranks": (4, 2, 2), "block_sizes": (None, 8, 2)},
+        {},
+        lambda q, k, v: brl_jax.mlr_attention(
+            q, k, v, ranks=(4, 2, 2), block_sizes=(None, 8, 2), is_causal=True
+        ),
+    ),
+    "long_short": (
+        {"length": T, "rank": 3, "window": 3, "chunk_size": 4},
+        {"projection": DECAY[..., :3]},
+        lambda q, k, v: brl_jax.long_short_attention(
+            q, k, v, DECAY[..., :3], window=3, chunk_size=4, is_causal=True
+        ),
+    ),
 }
 
 
@@ -69,7 +101,7 @@ def _inputs(name, dtype=jnp.float32):
     return [jax.random.normal(key, (B, T, n, H), dtype) for key, n in zip(keys, heads)]
 
 
-@pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear")))
+@pytest.mark.parametrize("name", slow_unless(CASES, ("local", "linear", "flash")))
 def test_a_sequence_in_pieces_is_the_sequence(name):
     settings, more, at_once = CASES[name]
     arrays = _inputs(name)
@@ -98,6 +130,16 @@ def test_bad_input():
         ValueError, match=r"state.key must be float32 of shape \(1, 4, 2, 8\), got float32 of shape"
     ):
         brl_jax.local_attention_step(*(x[:1] for x in _inputs("local")), state)
+    long_short = state_functions("long_short", length=T)
+    with pytest.raises(
+        ValueError,
+        match=r"state.logits must be float32 of shape \(2, 16, 2, 3\), got float32 of shape \(2, 16, 2, 1\)",
+    ):
+        long_short.extend(*_inputs("long_short"), long_short.init(B, K, H), projection=DECAY[..., :3])
+    with pytest.raises(
+        ValueError, match="state must be a LongShortState, made by init_long_short_state, got tuple"
+    ):
+        long_short.extend(*_inputs("long_short"), (), projection=DECAY[..., :3])
     with pytest.raises(ValueError, match="state must be a LocalState, made by init_local_state, got tuple"):
         brl_jax.local_attention_step(*_inputs("local"), (1, 2, 3))
 

@@ -230,6 +230,22 @@ def test_differences_that_matter():
     assert f"mechanism.window {small.model.mechanism.window} -> absent" in swapped
 
 
+def test_a_run_from_before_an_option_existed_is_resumed_with_its_default():
+    values = LM.to_json(PRESETS["small"])
+    default = values["loop"].pop("seed")
+    assert LM.differences(values, PRESETS["small"]) == []
+    changed = dataclasses.replace(PRESETS["small"].loop, seed=default + 1)
+    assert LM.differences(values, dataclasses.replace(PRESETS["small"], loop=changed)) == [
+        f"seed {default} -> {default + 1}"
+    ]
+    # A field that this version lacks decides something that it cannot do.
+    assert LM.differences({**values, "warp": 9}, PRESETS["small"]) == [
+        "warp 9 -> absent",
+        f"seed absent -> {default}",
+    ]
+    assert LM.differences({**values, "task": "lra"}, PRESETS["small"]) == ["task lra -> lm"]
+
+
 def test_every_field_of_the_loop_either_matters_or_is_free():
     """A new field must be thought about: it changes what a resumed run computes, or it doesn't."""
     base = to_json(PRESETS["small"])

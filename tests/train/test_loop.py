@@ -11,6 +11,7 @@ import pytest
 from tests.marks import slow_unless
 from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
+from train.config_file import differences
 from train.errors import RunError, Stopped, UserError
 from train.loop import Signals, evaluate, held_out_metrics, train
 from train.step import Objective, make_eval_step
@@ -19,12 +20,13 @@ MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_
 
 
 def _train(workdir, *, stream=None, held_out=None, objective=OBJECTIVE, config=None, **changes):
+    config = {"loop": {"seed": 0}} if config is None else config
     return train(
         objective,
         loop_config(workdir, **changes),
         OPTIMIZER,
-        config={"loop": {"seed": 0}} if config is None else config,
-        free=("loop.steps",),
+        config=config,
+        differences=lambda old: differences(old, config, ("loop.steps",)),
         stream=stream or ToyStream(),
         held_out=held_out or ToyHeldOut(),
         full_held_out=held_out or ToyHeldOut(),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import signal
 
 import jax
@@ -14,6 +15,7 @@ import train.lra
 from brl_jax.layers import FlowformerConfig
 from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.lra_table import average_note, markdown
+from eval.main import Measured
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
@@ -109,6 +111,29 @@ def test_the_table_measures_what_has_not_been(runs, capsys):
     assert "Transformer (our-imp): 72.19 leaves pathx out; with it the average is 74.28" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (runs / "local" / "lra_test.json").exists()
+
+
+def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypatch, capsys):
+    """What is kept of a run is of its best checkpoint at that time, and holds until there is a better one."""
+    again = []
+
+    def measure(self, workdir, options):
+        again.append(workdir)
+        return Measured(result)
+
+    result = eval.lra.measure_run(str(runs / "local"))
+    monkeypatch.setattr(eval.lra.Evaluation, "measure_and_keep", measure)
+    shutil.copytree(runs / "local", tmp_path / "local")
+    kept = tmp_path / "local" / "lra_test.json"
+    for step, measured in ((result["step"], []), (result["step"] - 1, [str(tmp_path / "local")])):
+        kept.write_text(json.dumps(result | {"step": step}))
+        eval.lra.main(["--table", str(tmp_path)])
+        assert again == measured
+    again.clear()
+    shutil.rmtree(tmp_path / "local" / "checkpoints")  # what is kept is all that there is
+    eval.lra.main(["--table", str(tmp_path)])
+    assert again == []
+    assert "| local, w = 4 |" in capsys.readouterr().out
 
 
 def test_seeds_are_averaged():

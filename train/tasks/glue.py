@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from etils import epath
-from flax import linen as nn
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -193,25 +192,10 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         """
         pretrained = self._pretrained(config)
         checkpoints = Checkpoints(epath.Path(config.pretrained) / "checkpoints", log=log)
-        steps = checkpoints.steps()
-        if not steps:
-            raise UserError(f"--pretrained: no checkpoint in {checkpoints.folder}")
-        step = {"best": checkpoints.best_step() or steps[-1], "last": steps[-1]}.get(config.checkpoint)
-        if step is None:
-            if not config.checkpoint.isdecimal() or int(config.checkpoint) not in steps:
-                expected = ", ".join(map(str, steps))
-                raise UserError(
-                    f"--checkpoint: expected best, last or one of {expected}, got {config.checkpoint}"
-                )
-            step = int(config.checkpoint)
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        objective = MLM.objective(MLM.model(pretrained), pretrained)
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-            nn.unbox(jax.eval_shape(objective.init, jax.random.key(0))),
-        )
+        init = MLM.objective(MLM.model(pretrained), pretrained).init
+        step, params = checkpoints.read_params(init, config.checkpoint, option="--pretrained")
         log(f"weights of {config.pretrained}, step {step}")
-        return jax.tree.map(np.asarray, checkpoints.restore_params(like, step)["encoder"])
+        return jax.tree.map(np.asarray, params["encoder"])
 
     def batch_shapes(self, config: GlueConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {"tokens": (rows, config.data.length), "lengths": (rows,), "targets": (rows,)}

@@ -48,6 +48,10 @@ def compress(
 ) -> Float[Array, "B M N V"]:
     """Compresses S tokens into M with the difference of two attentions (BRL-Attention, OpenReview Vpyg3fqXbl, eq. 12).
 
+    (B, M, N, H), (B, S, N, H) x 2, (B, S, N, V) -> (B, M, N, V)::
+
+        out = compress(query, key, contrast_key, value, gamma=0.1)
+
     Per head: out = (sigma(c Q K1^T + b) - gamma sigma(c Q K2^T + b)) V, with Q from the compressed tokens and K1
     (`key`), K2 (`contrast_key`) and V from the history. Time is O(S M) and memory O(S + M): histories beyond 4096
     keys are read in pieces whose softmaxes are merged, up to the longest of `key_value_seq_lengths`.
@@ -63,8 +67,7 @@ def compress(
       mask: bool, broadcastable to (B, N, M, S); False hides a key.
       key_value_seq_lengths: (B,), how many of the S keys exist; what lies beyond them never reaches the result.
       axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis over which histories are
-      sharded in
-        equal parts: S counts this device's keys, while query and result are the same on all devices. The softmaxes of
+        sharded in equal parts: S counts this device's keys, while query and result are the same on all devices. The softmaxes of
         the devices are merged (one pmax and two psums). Lengths are those of whole histories, and a `PositionBias` is
         called with positions in them; an array bias or mask covers this device's keys.
       implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and

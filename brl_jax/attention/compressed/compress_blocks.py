@@ -37,6 +37,12 @@ def compress_blocks(
 ) -> Float[Array, "B C M N V"]:
     """`compress` for C consecutive blocks at once, each reading the history before it (BRL's memory per layer).
 
+    (B, C, M, N, H), (B, S, N, H) x 2, (B, S, N, V) -> (B, C, M, N, V)::
+
+        out = compress_blocks(
+            query, key, contrast_key, value, gamma=0.1, block_size=64, history_size=64
+        )
+
     Block c reads the keys [c * block_size, c * block_size + history_size). If the first history_size keys are those
     that precede block 0, these are the history_size tokens before block c. The cost is linear in C.
 

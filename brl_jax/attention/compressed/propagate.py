@@ -44,6 +44,10 @@ def propagate(
 ) -> Float[Array, "B T N V"]:
     """T tokens read M compressed tokens: out = lambda sigma(c z_Q z_K^T + b) z_V.
 
+    (B, T, N, H), (B, M, N, H), (B, M, N, V) -> (B, T, N, V)::
+
+        out = propagate(query, key, value, strength=0.5)
+
     BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl), eq. 9.
 
     Time and memory are O(T M); the weights are recomputed in the backward pass.

@@ -46,6 +46,10 @@ def diag_attention(
 ) -> Float[Array, "B T N H"]:
     """Each token attends to the tokens of its own block, i // block_size; O(T block_size) time and memory.
 
+    (B, T, N, H), (B, T, K, H) x 2 -> (B, T, N, H)::
+
+        out = diag_attention(query, key, value, block_size=64, is_causal=True)
+
     out_i = sum_j p_ij v_j over the block (up to i where causal). The weights p are softmax(scale q k^T) with "softmax"
     (TransNormer T2, arXiv:2210.10340, section 4.3) or ReLU(scale q k^T) with "relu" (its T1, which is ReLA, Zhang et
     al. 2021, arXiv:2104.07012; the norm that ReLA applies to the merged heads is left to the caller).
@@ -125,6 +129,11 @@ def diag_attention_step(
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N H"], DiagState]:
     """Causal `diag_attention` of the next T tokens after those in the state; T is any number.
+
+    (B, T, N, H), (B, T, K, H) x 2 -> (B, T, N, H) and the new state::
+
+        state = init_diag_state(batch, num_kv_heads, head_dim, block_size=64)
+        out, state = diag_attention_step(query, key, value, state)
 
     Args:
       query, key, value, score, scale, implementation: as for `diag_attention`.

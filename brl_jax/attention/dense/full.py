@@ -74,6 +74,10 @@ def full_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
 
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
+
+        out = full_attention(query, key, value, is_causal=True)
+
     It differs from `jax.nn.dot_product_attention` in special cases: a query that sees no key gives 0 and zero gradients
     instead of the mean of all values, padding may contain NaN, the residual has gradients, and queries may be at an
     offset, as in generation with a cache. `reference.full_attention` is the plain form.

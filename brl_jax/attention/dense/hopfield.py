@@ -31,6 +31,10 @@ def hopfield_attention(
 ) -> Float[Array, "B T N H"]:
     """Retrieval from a modern Hopfield network (Ramsauer et al. 2020, arXiv:2008.02217, eqs. 3 and 10).
 
+    (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
+
+        out = hopfield_attention(query, key, value, steps=3)
+
     xi_0 = query, xi_t = softmax(scale xi_{t-1} K^T) K for t < steps, and the last step reads the values:
     out = softmax(scale xi_{steps-1} K^T) V. One step is softmax attention. O(steps T S) time and O(T + S) memory,
     because only 256 queries at a time are scored against all keys, in the backward pass too.

@@ -28,6 +28,10 @@ def kernelized_attention(
 ) -> Float[Array, "B T N V"]:
     """out_i = sum_j exp(-scale |q_i - k_j|^2 / 2) v_j, in O(T S) time and O(T + S) memory.
 
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
+
+        out = kernelized_attention(query, key, value)
+
     With the queries and keys of the paper, which are multiplied by H^(-1/4), the weight is
     exp(q . k - |q|^2 / 2 - |k|^2 / 2): Skyformer (Chen et al. 2021, arXiv:2111.00035), section 4.1. The weights are
     not normalised, so that outputs grow with the number of keys that are near. The paper defines no causal form.

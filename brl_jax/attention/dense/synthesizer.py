@@ -31,6 +31,10 @@ def synthesizer_attention(
 ) -> Float[Array, "B T N V"]:
     """out_i = sum_j softmax_j(rows_i . columns_j + column_bias_j) v_j, where the columns belong to positions.
 
+    (B, S, K, V), (B, T, N, R), (L, N, R) -> (B, T, N, V)::
+
+        out = synthesizer_attention(value, rows, columns, is_causal=True)
+
     Synthesizer (Tay et al. 2020, arXiv:2005.00743). With rows that belong to positions too it is the factorised random
     form, softmax(R_1 R_2^T) V with k = R (section 3.1); with rows relu(W_1 x_i + b_1), columns W_2 and column_bias b_2
     it is the dense form, softmax(W_2 relu(W_1 x_i + b_1) + b_2) V. O(T S (R + V)) time and O(T + S) memory, because

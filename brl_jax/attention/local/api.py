@@ -88,6 +88,10 @@ def local_attention(
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Softmax attention in which each query sees only the keys of a local pattern; O(n w) time and memory.
 
+    (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
+
+        out = local_attention(query, key, value, local_window_size=(255, 0), is_causal=True)
+
     out_i = sum_j p_ij v_j with p_i = softmax over the visible j of (scale q_i . k_j + bias_ij): BRL-Attention (Liu et
     al., OpenReview Vpyg3fqXbl), eq. 1. A window as wide as the sequence is full attention. A query that sees no key
     gives 0.

@@ -28,6 +28,12 @@ def linformer_attention(
 ) -> Float[Array, "B T N H"]:
     """out = softmax(scale q (E K)^T) F V, with E and F projections along the length; O((T + S) R) time and memory.
 
+    (B, T, N, H), (B, S, K, H) x 2 -> (B, T, N, H)::
+
+        out = linformer_attention(
+            query, key, value, key_projection=key_projection, value_projection=value_projection
+        )
+
     Wang et al. 2020, arXiv:2006.04768, eq. 7. A row of E K mixes keys of the whole sequence; there is no causal form.
     `reference.linformer_attention` is the plain form.
 

@@ -72,6 +72,10 @@ def long_short_attention(
 ) -> Float[Array, "B T N H"]:
     """One softmax over the keys of a window and over R projected keys of the whole sequence.
 
+    (B, T, N, H), (B, T, K, H) x 2, (B, T, K, R) -> (B, T, N, H)::
+
+        out = long_short_attention(query, key, value, projection, window=128, is_causal=True)
+
       P = softmax over the tokens of `projection` (x W_p);  K' = P^T K, V' = P^T V
       out_i = softmax(scale q_i [LN(K'), LN(K_window)]^T) [LN(V'); LN(V_window)]
 
@@ -108,24 +112,10 @@ def long_short_attention(
     Raises:
       ValueError: shapes, dtypes, sizes or an implementation that do not fit, naming the argument.
     """
-    check_qkv(query, key, value)
-    check_dtypes(query, key, value)
+    check_long_short(query, key, value, projection, norms)
     check_implementation(implementation, None, "xla")
     check_sizes(window=window, chunk_size=chunk_size)
     batch, length, _, head_dim = key.shape
-    require(
-        query.shape[1] == length and value.shape[3] == head_dim,
-        f"key and value must have query's length and head_dim {query.shape[1]}, {head_dim}, got {value.shape}",
-    )
-    require(
-        projection.shape[:3] == key.shape[:3] and projection.ndim == 4,
-        f"projection must have shape {(*key.shape[:3], 'R')}, got {projection.shape}",
-    )
-    for name, norm in norms._asdict().items():
-        require(
-            norm is None or norm.shape == key.shape[2:],
-            f"norms.{name} must have shape {key.shape[2:]}, got {None if norm is None else norm.shape}",
-        )
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query, key, value, projection = (zero_padding(x, lengths) for x in (query, key, value, projection))
     scale = check_scale(scale, head_dim)
@@ -158,6 +148,26 @@ def local_tokens(
     """The window's tokens, normalised, the keys rotated to their positions."""
     near = _normalise_tokens(tokens, norms.local, normalize_values)
     return near if positions is None else near._replace(key=rotate(near.key, positions, rope_theta))
+
+
+def check_long_short(query: Array, key: Array, value: Array, projection: Array, norms: Norms) -> None:
+    """Raises ValueError, naming the argument, unless the tokens' arrays and the norms fit each other."""
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    length, head_dim = key.shape[1], key.shape[3]
+    require(
+        query.shape[1] == length and value.shape[3] == head_dim,
+        f"key and value must have query's length and head_dim {query.shape[1]}, {head_dim}, got {value.shape}",
+    )
+    require(
+        projection.shape[:3] == key.shape[:3] and projection.ndim == 4,
+        f"projection must have shape {(*key.shape[:3], 'R')}, got {projection.shape}",
+    )
+    for name, norm in norms._asdict().items():
+        require(
+            norm is None or norm.shape == key.shape[2:],
+            f"norms.{name} must have shape {key.shape[2:]}, got {None if norm is None else norm.shape}",
+        )
 
 
 def project_chunks(

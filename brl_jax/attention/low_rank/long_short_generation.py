@@ -10,6 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -18,6 +19,7 @@ from brl_jax.attention.low_rank.long_short import (
     Norms,
     Tokens,
     attend_to_projected,
+    check_long_short,
     local_tokens,
     project_chunks,
     window_pattern,
@@ -32,12 +34,14 @@ class LongShortState(NamedTuple):
       chunk: keys and values of the last chunk_size tokens as they are.
       logits: (B, C, K, R), of their projection.
       projected: the normalised projections of all completed chunks, with room for later ones.
+      tokens: how many tokens there have been.
     """
 
     window: Tokens
     chunk: Tokens
     logits: Float[Array, "B C K R"]
     projected: Tokens
+    tokens: Int[Array, ""]
 
 
 def init_long_short_state(
@@ -69,8 +73,9 @@ def init_long_short_state(
 
     chunks = both(length // chunk_size * rank)
     return LongShortState(
-        both(min(window, length + 1) - 1), both(chunk_size), empty(chunk_size, rank), chunks
-    )
+        both(min(window, length + 1) - 1), both(chunk_size), empty(chunk_size, rank), chunks,
+        jnp.zeros((), jnp.int32),
+    )  # fmt: skip
 
 
 @attention_function
@@ -81,28 +86,49 @@ def long_short_step(
     projection: Float[Array, "B T K R"],
     state: LongShortState,
     *,
-    start: Int[Array, ""] | int,
     count: Any = None,
     norms: Norms = PLAIN_NORMS,
     positions: Int[Array, "#B T"] | None = None,
     rope_theta: float = 10000.0,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N H"], LongShortState]:
-    """Causal `long_short_attention` of T new tokens after `start` earlier ones, and the state after them.
+    """Causal `long_short_attention` of T new tokens after those in the state, and the state after them.
+
+    (B, T, N, H), (B, T, K, H) x 2, (B, T, K, R) -> (B, T, N, H) and the new state::
+
+        state = init_long_short_state(
+            batch, length, num_kv_heads, head_dim, rank, window=128, chunk_size=16
+        )
+        out, state = long_short_step(query, key, value, projection, state)
 
     Args:
       query, key, value, projection, norms, positions, rope_theta, scale: as there, of the new tokens.
       state: from `init_long_short_state` or an earlier call.
-      start: the number of tokens in the state.
       count: how many of the new tokens exist, the first ones; None for all. The outputs of the others are undefined.
 
     Returns:
-      (B, T, N, H) in the dtype of the query, and the new state.
+      (B, T, N, H) in the dtype of the query, and the new state. Tokens beyond the state's length are lost.
+
+    Raises:
+      ValueError: as `long_short_attention`, and a state of other sizes or of another function.
     """
+    require(
+        isinstance(state, LongShortState),
+        f"state must be a LongShortState, made by init_long_short_state, got {type(state).__name__}",
+    )
+    check_long_short(query, key, value, projection, norms)
+    rank = state.logits.shape[3]
+    for name, old, new in (("chunk.key", state.chunk.key, key), ("logits", state.logits, projection)):
+        expected = (new.shape[0], old.shape[1], *new.shape[2:])
+        require(
+            old.shape == expected and old.dtype == new.dtype,
+            f"state.{name} must be {new.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
+        )
     batch, length = query.shape[:2]
+    start = state.tokens
     count = length if count is None else count
     scale = check_scale(scale, query.shape[3])
-    size, rank = state.logits.shape[1], projection.shape[3]
+    size = state.logits.shape[1]
 
     def slide(recent: Array, new: Array) -> tuple[Array, Array]:
         """[recent | new], and the last of its existing tokens."""
@@ -138,4 +164,10 @@ def long_short_step(
         key_segments=segments,
     )
     out = xla.attend_beside(call, arrays, *far).astype(query.dtype)
-    return out, LongShortState(Tokens(last_key, last_value), Tokens(*recent[:2]), recent[2], projected)
+    return out, LongShortState(
+        Tokens(last_key, last_value),
+        Tokens(*recent[:2]),
+        recent[2],
+        projected,
+        jnp.asarray(start + count, jnp.int32),
+    )

@@ -33,6 +33,10 @@ def nystrom_attention(
 ) -> Float[Array, "B T N V"]:
     """softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V, in O(T R) time and memory for R landmarks.
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
+
+        out = nystrom_attention(query, key, value, num_landmarks=64)
+
     Q~ and K~ are the means of the queries and keys over R segments of the sequence, and pinv is the iteration of
     `iterative_pseudo_inverse`: arXiv:2102.03902, eqs. 13 and 14. Landmarks are means over the whole sequence and every
     query reads all of them: there is no causal form. `reference.nystrom_attention` is the plain form.

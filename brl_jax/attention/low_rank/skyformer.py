@@ -50,6 +50,10 @@ def skyformer_attention(
 ) -> Float[Array, "B T N V"]:
     """`kernelized_attention` approximated by R rows X_S of [Q; K], in O(T R) time and memory.
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
+
+        out = skyformer_attention(query, key, value, rng=jax.random.key(0), num_samples=64)
+
       out = C(Q, X_S) (C(X_S, X_S) + ridge I)^-1 C(X_S, K) V
 
     C is the Gaussian kernel: Skyformer, arXiv:2111.00035, section 4. The matrix A + ridge I between the samples is

@@ -109,6 +109,12 @@ def bsbr_attention(
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], BsbrState]:
     """Chunks of C tokens with softmax attention inside and retrieval between them, in O(T C + (T / C)^2) time.
 
+    (B, T, N, H), (B, T, K, H) x 2, (B, T, N, R), (B, T, K, R) -> (B, T, N, H)::
+
+        out = bsbr_attention(
+            query, key, value, retrieval_query, retrieval_key, strength=1 / 64, is_causal=True
+        )
+
     out_i = softmax(scale q_i K_c^T) V_c + strength scale q_i sum_c' p_cc' F_c', where c is the chunk of i (its keys up
     to i where causal), F_c' = K_c'^T V_c', and p_c = softmax(r_c h_c'^T / sqrt(R)) over the chunks c' < c where causal
     and c' != c where not. r_c is the retrieval query of the chunk's first token and h_c' the retrieval key of the

@@ -65,6 +65,10 @@ def cosformer_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], CosformerState]:
     """Attention with the weights ReLU(q_i) . ReLU(k_j) cos(pi (i - j) / (2 M)), normalised, in O(T) time and memory.
 
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
+
+        out = cosformer_attention(query, key, value, max_length=1024, is_causal=True)
+
     Qin et al. 2022, arXiv:2202.08791, eqs. 10-12: the cosine of a difference is a sum of products of cosines and
     sines, so the features are [ReLU(x_i) cos(pi i / 2M), ReLU(x_i) sin(pi i / 2M)]. Sums of weights below 1e-6 are
     replaced by 1e-6, as in the authors' code. `reference.cosformer_attention` is the plain form.

@@ -68,6 +68,10 @@ def delta_rule(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """S_t = S_(t-1) + beta_t k_t (v_t - S_(t-1)^T k_t)^T and out_t = S_t^T q_t, in O(T) time and memory.
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K) -> (B, T, N, V)::
+
+        out = delta_rule(query, key, value, beta)
+
     DeltaNet (Yang et al. 2024, arXiv:2406.06484, eqs. 4-5); it is always causal. It is computed chunk by chunk in the
     WY form (section 3.2 of the paper): with A the strictly lower part of diag(beta) K K^T, all corrected values of a
     chunk are R = (I + A)^-1 diag(beta) (V - K S), the outputs are Q S + tril(Q K^T) R and the next state is S + K^T R.
@@ -124,6 +128,10 @@ def gated_delta_rule(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """The delta rule on a state that first decays: S_t = D_t + beta_t k_t (v_t - D_t^T k_t)^T, D_t = alpha_t S_(t-1).
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K) x 2 -> (B, T, N, V)::
+
+        out = gated_delta_rule(query, key, value, beta, log_decay)
+
     Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464, eq. 10), with alpha_t = exp(log_decay_t) and out_t = S_t^T q_t.
     It is computed as `delta_rule` is, and each pair of tokens is weighted by the decay between them (section 3.3). The
     logarithms between two tokens are summed for each pair by itself: a difference of sums from the chunk's first
@@ -169,6 +177,10 @@ def kimi_delta_rule(
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """`gated_delta_rule` with a decay of each key feature: D_t = diag(alpha_t) S_(t-1), row by row of the state.
+
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, T, K), (B, T, K, H) -> (B, T, N, V)::
+
+        out = kimi_delta_rule(query, key, value, beta, log_decay)
 
     Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692, eq. 1), with alpha_t = exp(log_decay_t). Within a chunk the
     decays between two tokens enter the products of queries and keys feature by feature, as in `linear_attention`: no

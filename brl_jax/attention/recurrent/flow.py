@@ -92,6 +92,10 @@ def flow_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlowState]:
     """Linear attention with conserved flows between values (sources) and outputs (sinks), in O(T) time and memory.
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
+
+        out = flow_attention(query, key, value, is_causal=True)
+
     Flowformer (Wu et al. 2022, arXiv:2202.06258), section 3, with phi the sigmoid and sums over all tokens:
 
       incoming flow I_i = phi(q_i) . sum_j phi(k_j)          outgoing flow O_j = phi(k_j) . sum_i phi(q_i)

@@ -81,6 +81,10 @@ def gau_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], GauState]:
     """out_i = sum_j ReLU(q_i . k_j / n_i + b_ij)^2 v_j, where n_i is the number of keys that query i sees.
 
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
+
+        out = gau_attention(query, key, value, is_causal=True)
+
     Hua et al. 2022, arXiv:2202.10447, section 3.1, where n is the length of the sequence. Counting only the visible
     keys makes the result independent of later tokens, of padding and of other sequences in the row. O(T S) time and
     O(chunk_size S) memory. `reference.gau_attention` is the plain form.

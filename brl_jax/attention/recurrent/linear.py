@@ -96,6 +96,10 @@ def linear_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """Attention with the weights phi(q_i) . phi(k_j) in place of exp(q_i . k_j), in O(T) time and memory.
 
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
+
+        out = linear_attention(query, key, value, is_causal=True)
+
     out_i = phi(q_i) sum_j phi(k_j) v_j^T / (phi(q_i) . sum_j phi(k_j)), where j <= i in causal attention: Katharopoulos
     et al. 2020, arXiv:2006.16236, eqs. 5 and 9; TransNormer, arXiv:2210.10340, eq. 4. Causal attention is computed
     chunk by chunk, with products that are quadratic inside a chunk only. It can continue from the state of earlier

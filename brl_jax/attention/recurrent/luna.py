@@ -74,6 +74,10 @@ def luna_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LunaState]:
     """Causal attention through M packed tokens, in O(T M) time and memory.
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (M, K, H) -> (B, T, N, V)::
+
+        out = luna_attention(query, key, value, packed)
+
       a_j = omega(scale packed k_j)                           the weights of token j in the packed tokens
       u_t = softmax(scale / t sum_{j <= t} (q_t . k_j) a_j)   the weights of the packed tokens for query t
       out_t = 1 / t sum_{j <= t} (u_t . a_j) v_j

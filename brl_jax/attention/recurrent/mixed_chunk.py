@@ -97,6 +97,12 @@ def mixed_chunk_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], MixedChunkState]:
     """Chunks of C tokens with squared-ReLU attention inside and linear attention between them, in O(T C) time.
 
+    (B, T, N, H), (B, T, K, H), (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
+
+        out = mixed_chunk_attention(
+            query, key, linear_query, linear_key, value, chunk_size=256, is_causal=True
+        )
+
     out_i is the sum of ReLU(q_i . k_j / C + b_ij)^2 v_j over the keys of i's chunk (up to i where causal) and of
     (lq_i . lk_j / C) v_j over the keys of strictly earlier chunks where causal, or over all keys where not: Hua et al.
     2022, arXiv:2202.10447, section 3.2, eqs. 6-8. `reference.mixed_chunk_attention` is the plain form.

@@ -38,6 +38,10 @@ def norm_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """Norm(phi(Q) (phi(K)^T V)) with the norm over all heads together, in O(T) time and memory.
 
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
+
+        out = norm_attention(query, key, value, is_causal=True)
+
     TransNormer (Qin et al. 2022, arXiv:2210.10340), eq. 14. It has no denominator, whose gradients grow without bound
     as the features shrink, and no scale of the scores. `reference.norm_attention` is the plain form.
 

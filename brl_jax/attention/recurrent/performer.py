@@ -108,6 +108,11 @@ def performer_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], PerformerState]:
     """Softmax attention of scale 1 / sqrt(H), estimated with F random features, in O(T F) time and memory.
 
+    (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
+
+        rng = jax.random.key(0)
+        out = performer_attention(query, key, value, rng=rng, num_features=256, is_causal=True)
+
     FAVOR+ (arXiv:2009.14794, lemma 1): phi(x) = exp(W x - |x|^2 / 2) / sqrt(F) with x scaled by H^(-1/4). To keep the
     features from overflowing they are divided by maxima, taken only over the keys that a query sees: in causal
     attention no information about later tokens enters, not even through rounding. A millionth of a query's largest

@@ -65,6 +65,11 @@ def lsh_attention(
 ) -> Float[Array, "B T N V"]:
     """Softmax attention of each token to those in its bucket, in one of R rounds of hashing at least.
 
+    (B, T, N, H), (B, T, K, V) -> (B, T, N, V)::
+
+        rotations = lsh_rotations(jax.random.key(0), head_dim)
+        out = lsh_attention(query, value, rotations, is_causal=True)
+
       k_j = q_j / |q_j|;  h(q) = argmax [q W; -q W] for each of the R matrices W
       out_i = sum_j softmax_j(scale q_i . k_j) v_j over the tokens j that i sees in any round
 

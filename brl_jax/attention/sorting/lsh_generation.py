@@ -71,6 +71,11 @@ def lsh_step(
 ) -> tuple[Float[Array, "B T N V"], LSHState]:
     """Causal `lsh_attention` of T new tokens after `start` earlier ones.
 
+    (B, T, N, H), (B, S, N, H), (B, S, K, V), (R, H, F) -> (B, T, N, V) and the new state::
+
+        state = init_lsh_state(batch, length, num_heads)
+        out, state = lsh_step(query, past_query, past_value, rotations, state, start=0)
+
     Few new tokens take their scores with all S places, O(T S) time; more than R chunk_size of them take the sorted form
     over all S.
 

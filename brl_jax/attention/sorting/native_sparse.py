@@ -108,6 +108,10 @@ def compression_blocks(
 ) -> Float[Array, "B C L K H"]:
     """The tokens of the compressed blocks, from which `native_sparse_attention` wants one key and value each.
 
+    (B, T, K, H) -> (B, C, L, K, H)::
+
+        out = compression_blocks(x)
+
     Args:
       x: keys or values. sizes, segment_ids: as there.
 
@@ -255,6 +259,15 @@ def native_sparse_attention(
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention to compressed blocks, to the blocks of tokens that these choose, and to a window.
+
+    (B, T, N, H), (B, T, K, H) x 2, (B, C, K, H) x 2, (B, T, N, 3) -> (B, T, N, H)::
+
+        compressed_key, compressed_value = (
+            compression_blocks(x).mean(axis=2) for x in (key, value)
+        )
+        out = native_sparse_attention(
+            query, key, value, compressed_key, compressed_value, gates
+        )
 
       out_t = g_1 softmax(scale q_t K_c^T) V_c + g_2 softmax(scale q_t K_s^T) V_s + g_3 softmax(scale q_t K_w^T) V_w
 

@@ -89,6 +89,10 @@ def prob_sparse_attention(
 ) -> Float[Array, "B T N V"]:
     """Softmax attention for a few queries, and the mean of the values for the others, in O(T log T) time.
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
+
+        out = prob_sparse_attention(query, key, value, rng=jax.random.key(0), is_causal=True)
+
     Informer (Zhou et al. 2020, arXiv:2012.07436), section 3.1 and algorithm 1. Each query samples
     u = factor ceil(ln n) of the n keys; its measure is the largest of its scores with them minus their mean, and the
     u queries with the largest measures attend to all keys. (The authors' code divides the sum of the sampled scores by
@@ -175,6 +179,13 @@ def prob_sparse_step(
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B K V"], ProbSparseState]:
     """Causal `prob_sparse_attention` of T new tokens after `start` earlier ones.
+
+    (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, K, V) -> (B, T, N, V) and the new state::
+
+        state = init_prob_sparse_state(batch, length, num_heads)
+        out, value_sum, state = prob_sparse_step(
+            query, key, value, value_sum, state, start=0, rng=jax.random.key(0)
+        )
 
     Args:
       query: of the new tokens.

@@ -52,6 +52,10 @@ def sinkhorn_attention(
 ) -> Float[Array, "B T N V"]:
     """Softmax attention of each block of tokens to its own keys and to those of a block that sorting brings to it.
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V), (B, C, K, C) -> (B, T, N, V)::
+
+        out = sinkhorn_attention(query, key, value, sort_logits, block_size=64, is_causal=True)
+
       S = Sinkhorn(exp((R + noise) / temperature));  K'_i = sum_j S_ij K_j, V'_i = sum_j S_ij V_j for the blocks i
       out = softmax(scale q [K'_i, K_i]^T) [V'_i; V_i] for the queries of block i
 
@@ -138,6 +142,10 @@ def sinkhorn_step(
     scale: float | None = None,
 ) -> Float[Array, "B T N V"]:
     """Causal `sinkhorn_attention` of T new tokens after `start` earlier ones.
+
+    (B, T, N, H), (B, S, K, H), (B, S, K, V), (B, C, K, C) -> (B, T, N, V)::
+
+        out = sinkhorn_step(query, key, value, sort_logits, start=0, block_size=64)
 
     It mixes the blocks before those of the new tokens anew: O(S) time for a few tokens, as full attention.
 

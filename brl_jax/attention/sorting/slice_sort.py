@@ -26,6 +26,10 @@ def slice_sort(
 ) -> Float[Array, "B T N V"]:
     """The values sorted along the sequence, each channel by itself, in O(T log T) time and memory linear in T.
 
+    (B, T, N, V) -> (B, T, N, V)::
+
+        out = slice_sort(value)
+
     Sliceformer (Yuan and Xu 2023, arXiv:2310.17683). There are no queries, keys or softmax: sorting multiplies every
     channel by a permutation matrix of its own, an attention map that is sparse, doubly stochastic and of full rank. The
     gradient goes through that permutation, which is constant almost everywhere. Token i gets the values of rank i,

@@ -43,6 +43,12 @@ def bilinear_mlr_attention(
 ) -> Float[Array, "B T N V"]:
     """Softmax attention whose scores are a multi-level low-rank bilinear form of the tokens (arXiv:2509.07963, eq. 6).
 
+    (B, T, D), (B, T, J, V) -> (B, T, N, V)::
+
+        out = bilinear_mlr_attention(
+            x, value, query_weights=query_weights, key_weights=key_weights, is_causal=True
+        )
+
       score(i, j) = sum over the levels l of  q_i^(l) . k_j^(l) * scale / sqrt(r_l p_l)
 
     q^(l) and k^(l) come from `bilinear_mlr_features`, which cuts x into p_l blocks of channels and multiplies each by a
@@ -138,6 +144,10 @@ def bilinear_btt_attention(
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention whose scores are a block tensor-train form of the tokens (arXiv:2509.07963, eqs. 7 and 40).
+
+    (B, T, D), (B, T, J, V) -> (B, T, N, V)::
+
+        out = bilinear_btt_attention(x, value, right=right, left=left, is_causal=True)
 
       score(i, j) = scale x_i . LN(BTT(x_j))
 

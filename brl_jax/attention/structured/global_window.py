@@ -32,6 +32,12 @@ def global_window_attention(
 ) -> Float[Array, "B T N H"]:
     """The sum of two softmax attentions over the same values, each with its own slice of the head.
 
+    (B, T, N, H), (B, T, K, H) x 2 -> (B, T, N, H)::
+
+        out = global_window_attention(
+            query, key, value, ranks=(16, 48), window=128, is_causal=True
+        )
+
       out = softmax(scale_1 q^(1) k^(1)T) v + softmax_window(scale_2 q^(2) k^(2)T) v
 
     q^(1) is the first ranks[0] features of the head and q^(2) the others. The weights of a query sum to 2. The first

@@ -41,6 +41,12 @@ def mlr_attention(
 ) -> Float[Array, "B T N V"]:
     """Attention whose score matrix is a multi-level low-rank matrix (arXiv:2509.07963, eq. 9).
 
+    (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
+
+        out = mlr_attention(
+            query, key, value, ranks=(32, 16, 16), block_sizes=(None, 128, 32), is_causal=True
+        )
+
     Level l owns a slice of r_l = ranks[l] of the head's features and cuts the sequence into blocks:
 
       score(i, j) = sum over the levels whose block holds both i and j of  scale_l q_i^(l) . k_j^(l)

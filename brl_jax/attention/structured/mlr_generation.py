@@ -83,6 +83,12 @@ def mlr_attention_step(
 ) -> tuple[Float[Array, "B L N V"], MlrState]:
     """Causal `mlr_attention` of L new tokens after those in the state: any number of them, beginning anywhere.
 
+    (B, L, N, H), (B, L, K, H), (B, L, K, V) -> (B, L, N, V) and the new state::
+
+        levels = {"ranks": (32, 16, 16), "block_sizes": (None, 128, 32)}
+        state = init_mlr_state(batch, length, num_kv_heads, head_dim, **levels)
+        out, state = mlr_attention_step(query, key, value, state)
+
     The scores of a single token cost 2 sum_l r_l b_l FLOPs. Several tokens at once are scored against all keys, a block
     of queries at a time.
 

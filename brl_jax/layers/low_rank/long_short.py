@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
@@ -52,31 +51,21 @@ class LongShortConfig(Mechanism):
         return LongShortAttention(self, dimensions, **kwargs)
 
 
-class LongShortCache(NamedTuple):
-    """A decoding cache.
-
-    Attributes:
-      state: see `LongShortState`.
-      num_tokens: () int32, how many tokens there have been.
-    """
-
-    state: LongShortState
-    num_tokens: Int[Array, ""]
-
-
 class LongShortAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `long_short_attention` for the mathematics."""
 
     mechanism: LongShortConfig
     dimensions: Dimensions
 
-    def init_cache(self, batch: int, length: int) -> LongShortCache:
+    def init_cache(self, batch: int, length: int) -> LongShortState:
         d, m = self.dimensions, self.mechanism
-        state = init_long_short_state(
+        return init_long_short_state(
             batch, length, d.num_kv_heads, d.head_dim, m.chunk_rank, window=m.window, chunk_size=m.chunk_size,
             dtype=d.dtype,
         )  # fmt: skip
-        return LongShortCache(state, jnp.zeros((), jnp.int32))
+
+    def num_tokens(self, cache: LongShortState) -> Int[Array, ""]:
+        return cache.tokens
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, m = self.dimensions, self.mechanism
@@ -88,9 +77,9 @@ class LongShortAttention(MechanismLayer):
         options: dict[str, Any] = {"norms": self._norms(), **rotary_options(d, call.positions)}
         if call.cache is not None:
             out, state = long_short_step(
-                query, key, value, projection, call.cache.state, start=call.start, count=call.count, **options
+                query, key, value, projection, call.cache, count=call.count, **options
             )
-            return merge_heads(d, out), LongShortCache(state, call.start + call.num_new(x.shape[1]))
+            return merge_heads(d, out), state
         options |= {
             "window": m.window,
             "chunk_size": m.chunk_size,
