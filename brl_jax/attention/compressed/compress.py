@@ -67,9 +67,9 @@ def compress(
       mask: bool, broadcastable to (B, N, M, S); False hides a key.
       key_value_seq_lengths: (B,), how many of the S keys exist; what lies beyond them never reaches the result.
       axis_name: inside `jax.shard_map` (with its check_vma, the default), the mesh axis over which histories are
-        sharded in equal parts: S counts this device's keys, while query and result are the same on all devices. The softmaxes of
-        the devices are merged (one pmax and two psums). Lengths are those of whole histories, and a `PositionBias` is
-        called with positions in them; an array bias or mask covers this device's keys.
+        sharded in equal parts: S counts this device's keys, while query and result are the same on all devices. The
+        softmaxes of the devices are merged (one pmax and two psums). Lengths are those of whole histories, and a
+        `PositionBias` is called with positions in them; an array bias or mask covers this device's keys.
       implementation: None picks by platform at lowering time, "xla" works everywhere, "pallas" is a TPU kernel and
         "pallas_interpret" interprets it on any platform; "triton" and "triton_interpret" are a GPU kernel.
 
