@@ -16,7 +16,7 @@ from brl_jax.attention.dense.diag import diag_attention
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
-from brl_jax.attention.recurrent.delta import delta_rule
+from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
@@ -25,6 +25,9 @@ from eval.speed.references import BETA, Arrays, Level, delta_reference, linear_r
 
 if TYPE_CHECKING:
     from eval.speed.options import SpeedOptions
+
+
+_LOG_DECAY = -0.1  # of the gated delta rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +106,35 @@ def _delta(options: SpeedOptions) -> Callable:
     return attend
 
 
+def _gated_delta(options: SpeedOptions) -> Callable:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        shape = key.shape[:3]
+        gates = jnp.full(shape, BETA, key.dtype), jnp.full(shape, _LOG_DECAY, jnp.float32)
+        return gated_delta_rule(query, key, value, *gates)
+
+    return attend
+
+
+def _feature_log_decay(options: SpeedOptions) -> np.ndarray:
+    """From a state that keeps a feature to one that forgets it within a few tokens."""
+    return -np.geomspace(1e-3, 1.0, options.head_dim)
+
+
+def _kimi_delta(options: SpeedOptions) -> Callable:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        log_decay = jnp.asarray(_feature_log_decay(options), jnp.float32)[None, None, None]
+        beta = jnp.full(key.shape[:3], BETA, key.dtype)
+        return kimi_delta_rule(query, key, value, beta, jnp.broadcast_to(log_decay, key.shape))
+
+    return attend
+
+
+def _kimi_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    return delta_reference(options, arrays, rows, tail, _feature_log_decay(options))
+
+
 def _delta_scan(options: SpeedOptions) -> Callable:
     """The delta rule token by token, as the recurrence is written; what its chunked form is compared with."""
 
@@ -138,6 +170,10 @@ CASES: dict[str, FunctionCase] = {
     ),
     "linear": FunctionCase(_linear, linear_reference, growth=1),
     "deltanet": FunctionCase(_delta, delta_reference, growth=1),
+    "gated_deltanet": FunctionCase(
+        _gated_delta, functools.partial(delta_reference, log_decay=_LOG_DECAY), growth=1
+    ),
+    "kda": FunctionCase(_kimi_delta, _kimi_reference, growth=1),
     "deltanet_scan": FunctionCase(_delta_scan, delta_reference, growth=1),
 }
 TORCH = "torch full"

@@ -90,9 +90,14 @@ def linear_reference(
 
 
 def delta_reference(
-    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int, log_decay: Any = 0.0
 ) -> tuple[np.ndarray, ...]:
-    """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient."""
+    """The reference of the delta rule, by its recurrence and, over the tail, the recurrence of its gradient.
+
+    Args:
+      log_decay: that of the state before each token: a number, or one for each key feature.
+    """
+    decay = np.broadcast_to(np.exp(log_decay), options.head_dim)[:, None]
     query, key, value, d_out = (x.astype(np.float64) for x in arrays)
     size = np.linalg.norm(key, axis=-1, keepdims=True)
     key = key / size
@@ -101,6 +106,7 @@ def delta_reference(
     out, d_query, before = np.zeros_like(value), np.zeros_like(query), {}
     sampled = set(rows.tolist())
     for t in range(length):
+        state = decay * state
         if t >= tail:
             before[t] = state
         error = value[:, t] - np.einsum("bnfh,bnf->bnh", state, key[:, t])
@@ -119,5 +125,5 @@ def delta_reference(
         d_unit = d_unit - np.einsum("bnfh,bnh->bnf", recalled, d_error)
         d_key[:, t] = (d_unit - k * (k * d_unit).sum(-1, keepdims=True)) / size[:, t]
         d_value[:, t] = d_error
-        d_state = d_state - k[..., None] * d_error[:, :, None]
+        d_state = decay * (d_state - k[..., None] * d_error[:, :, None])
     return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]

@@ -83,6 +83,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "full": {
         "": Case(FullConfig()),
         "sinks": Case(FullConfig(sinks=True, logits_soft_cap=0.5), repeats="full"),
+        "gate": Case(FullConfig(rotary_dim=2, output_gate=True), repeats="full"),
     },
     # tests/attention/local/test_local.py has each pattern. Causal ones go through one loop over blocks; the others add
     # a part that all queries see.

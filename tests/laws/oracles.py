@@ -72,12 +72,16 @@ def project(x, p):
     return y + p["bias"] if "bias" in p else y
 
 
-def softmax_attention(x, p, mask, d, cap=None):
-    """Multi-head attention with grouped heads under a mask (n, n), with p's sinks if there are any."""
+def softmax_attention(x, p, mask, d, cap=None, rotated=None):
+    """Multi-head attention with grouped heads under a mask (n, n), with p's sinks and gate if there are any; the first
+    `rotated` features are rotated."""
     n = x.shape[0]
     positions = np.arange(n)
     q, k, v = (project(x, p[name]) for name in ("query", "key", "value"))
-    q, k = rotary(q, positions), rotary(k, positions)
+    q, k = (
+        np.concatenate([rotary(y[..., :rotated], positions), y[..., rotated or d.head_dim :]], -1)
+        for y in (q, k)
+    )
     group = d.num_heads // d.num_kv_heads
     heads = []
     for a in range(d.num_heads):
@@ -85,7 +89,10 @@ def softmax_attention(x, p, mask, d, cap=None):
         z = z if cap is None else cap * np.tanh(z / cap)
         w = softmax(z, mask, p["sinks"][a] if "sinks" in p else -np.inf)
         heads.append(w @ v[:, a // group])
-    return np.tensordot(np.stack(heads, 1), p["out"]["kernel"], axes=2)
+    attended = np.stack(heads, 1)
+    if "gate" in p:
+        attended = attended / (1 + np.exp(-project(x, p["gate"])))
+    return np.tensordot(attended, p["out"]["kernel"], axes=2)
 
 
 def full_mask(n, d, mechanism):
@@ -144,7 +151,8 @@ def masked_network(make_mask):
         mask = make_mask(n, d, mechanism)
         for p in layers(params):
             u = norm(x, p["mixer_norm"], d.norm)
-            x = x + softmax_attention(u, p["mixer"], mask, d, mechanism.logits_soft_cap)
+            m = mechanism
+            x = x + softmax_attention(u, p["mixer"], mask, d, m.logits_soft_cap, m.rotary_dim)
             x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
         return norm(x, params["final_norm"], d.norm)
 

@@ -13,7 +13,9 @@ from brl_jax import generate
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
-from brl_jax.models.huggingface.architectures import meaning, read_config
+from brl_jax.models.huggingface.architectures import architecture_of
+from brl_jax.models.huggingface.configs import meaning, read_config, write_config
+from brl_jax.models.huggingface.weights import to_parameters, to_tensors
 
 FullConfig, LocalConfig = MECHANISMS["full"], MECHANISMS["local"]
 SMALL = {
@@ -41,6 +43,20 @@ SCALINGS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 8.0},
 }
 LLAMA = {"model_type": "llama", **SMALL}
+# Two linear layers and a full one, twice.
+NEXT = {
+    "model_type": "qwen3_next",
+    **SMALL,
+    "num_hidden_layers": 6,
+    "head_dim": 24,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 5,
+    "num_experts": 0,
+}
 CASES = {
     "llama": LLAMA,
     "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -60,6 +76,17 @@ CASES = {
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 16},
+    "qwen3-next": NEXT,
+    "qwen3-next-order": NEXT
+    | {
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,
+        "partial_rotary_factor": 1 / 3,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 1,
+        "linear_conv_kernel_dim": 3,
+        "tie_word_embeddings": True,
+        "rope_theta": 500.0,
+    },
     "gemma": {"model_type": "gemma", **SMALL, "head_dim": 16},
     "gemma2": {
         "model_type": "gemma2",
@@ -233,7 +260,43 @@ def test_a_folder_is_written_whole_and_read_back(tmp_path):
         huggingface.load(tmp_path / "a")
 
 
+def test_tensors_of_gated_deltanet_hold_several_parameters():
+    """Every tensor of a Qwen3-Next goes into parameters of ours and comes back from them."""
+    config = read_config(NEXT)
+    architecture = architecture_of(NEXT)
+    shapes = jax.eval_shape(DecoderLM(config).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), "int32"))
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), nn.unbox(shapes))
+    tensors = to_tensors(config, architecture, params["params"])
+    first = "model.layers.0.linear_attn"
+    # A key head of 8 with three value heads of 5: query, key, values and gates.
+    assert tensors[f"{first}.in_proj_qkvz.weight"].shape == (2 * (8 + 8 + 15 + 15), 32)
+    mixer = params["params"]["stack"]["layers_0"]["block_0"]["mixer"]
+    projected = tensors[f"{first}.in_proj_qkvz.weight"].reshape(2, 46, 32)
+    np.testing.assert_array_equal(projected[1, 8:16].T, mixer["key"]["kernel"][0, :, 1])
+    np.testing.assert_array_equal(projected[1, 21:26].T, mixer["value"]["kernel"][0, :, 4])
+    np.testing.assert_array_equal(projected[0, 41:46].T, mixer["gate"]["kernel"][0, :, 2])
+    again = to_parameters(config, architecture, tensors, tensors.__getitem__)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), again, params["params"])
+    _, values = write_config(config, 64)
+    assert values["model_type"] == "qwen3_next"
+    assert {k: values[k] for k in NEXT if k in values} == {k: NEXT[k] for k in NEXT if k in values} | {
+        "max_position_embeddings": 64
+    }
+
+
 def test_what_has_no_counterpart_is_named():
+    for change, message in (
+        ({"num_experts": 4}, "num_experts=4 makes 6 of 6 layers mixtures of experts"),
+        ({"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 3}, "makes 1 of 6 layers"),
+        ({"attention_bias": True}, "attention_bias must be false with linear_attention layers"),
+        ({"partial_rotary_factor": 0.05}, "partial_rotary_factor must give an even number of the 24"),
+        ({"layer_types": ["sliding_attention"] * 6}, "layer_types must be 6 of full_attention, linear_att"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config(NEXT | change)
+    dense = {"num_experts": 4, "mlp_only_layers": [0, 2, 4], "decoder_sparse_step": 7}
+    assert meaning(read_config(NEXT | dense)) == meaning(read_config(NEXT))
     for change, message in (
         ({"model_type": "gpt_oss"}, "model_type must be one of llama, mistral, .* got 'gpt_oss'"),
         (

@@ -7,13 +7,14 @@ import math
 from typing import Any
 
 import flax.linen as nn
+import jax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_soft_cap
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.layers.core.caches import KeyValueCache
-from brl_jax.layers.core.modules import merge_heads, parameter, project_qkv, sow_weights
-from brl_jax.layers.core.protocol import LayerCall, Mechanism, MechanismLayer
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, project_qkv, sow_weights
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
 
 
 class AttentionLayer(MechanismLayer):
@@ -42,8 +43,8 @@ class AttentionLayer(MechanismLayer):
         """Options of `attend` that are the mechanism's own. It runs inside a compact call, once."""
         return {}
 
-    def output(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The layer's output."""
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The layer's output for its input x."""
         return merge_heads(self.dimensions, attended)
 
     def key_shape(self) -> tuple[int, int]:
@@ -74,7 +75,7 @@ class AttentionLayer(MechanismLayer):
         query, key, value = self.heads(x, call.positions)
         if call.cache is not None:
             attended, cache = self.step(query, key, value, call)
-            return self.output(attended), cache
+            return self.output(x, attended), cache
         options: dict[str, Any] = {
             "is_causal": d.is_causal,
             "key_value_seq_lengths": None if d.is_causal else call.lengths,
@@ -88,7 +89,7 @@ class AttentionLayer(MechanismLayer):
             return self.attend(query, key, value, **options)
 
         sow_weights(self, attend, value)
-        return self.output(attend(value)), None
+        return self.output(x, attend(value)), None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,11 @@ class SoftmaxConfig(Mechanism):
     """Base of these layers' rotary frequencies; None for the network's. Without rotary positions it has no effect."""
     rope_scaling: RopeScaling = RopeScaling()
     """Changes these layers' rotary frequencies for long sequences."""
+    rotary_dim: int | None = None
+    """Features of a head that are rotated, the first ones, an even number (Qwen3-Next); None for all."""
+    output_gate: bool = False
+    """Whether each feature of the heads' outputs is multiplied by a sigmoid of the layer's input (Qwen3-Next,
+    arXiv:2505.06708)."""
 
     def __post_init__(self):
         check_soft_cap(self.logits_soft_cap)
@@ -116,6 +122,17 @@ class SoftmaxConfig(Mechanism):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, or None, got {value}")
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(
+                f"rotary_dim must be an even number of at least 2, or None, got {self.rotary_dim}"
+            )
+
+    def check(self, dimensions: Dimensions) -> None:
+        super().check(dimensions)
+        if self.rotary_dim is not None and self.rotary_dim > dimensions.head_dim:
+            raise ValueError(
+                f"rotary_dim must be at most head_dim={dimensions.head_dim}, got {self.rotary_dim}"
+            )
 
     @property
     def any_head_dim(self) -> bool:
@@ -139,7 +156,16 @@ class SoftmaxLayer(AttentionLayer):
             qk_norm=mechanism.qk_norm,
             qkv_bias=mechanism.qkv_bias,
             rope_scaling=mechanism.rope_scaling,
+            rotary_dim=mechanism.rotary_dim,
         )
+
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        mechanism: Any = self.mechanism
+        if mechanism.output_gate:
+            d, axes = self.dimensions, ("embed", "heads", "head_dim")
+            gate = dense(d, (d.num_heads, d.head_dim), axes, name="gate")(x)
+            attended = attended * jax.nn.sigmoid(gate)
+        return super().output(x, attended)
 
     def attention_options(self) -> dict[str, Any]:
         mechanism: Any = self.mechanism

@@ -175,6 +175,7 @@ def project_qkv(
     root_scores: bool = True,
     qkv_bias: bool | None = None,
     rope_scaling: RopeScaling | None = None,
+    rotary_dim: int | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions (None: not rotated).
 
@@ -186,6 +187,7 @@ def project_qkv(
         that the queries take.
       qkv_bias: biases in the three projections; None: as the network's other projections.
       rope_scaling: changes the rotary frequencies.
+      rotary_dim: how many features of a head are rotated, the first ones; None for all.
     """
     d = dimensions if qkv_bias is None else dataclasses.replace(dimensions, use_bias=qkv_bias)
     query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
@@ -195,7 +197,13 @@ def project_qkv(
         query = norm(d, name="query_norm", axis="head_dim")(query)
         key = norm(d, name="key_norm", axis="head_dim")(key)
     if d.rope_theta is not None and positions is not None:
-        query, key = (rotate(x, positions, d.rope_theta, rope_scaling) for x in (query, key))
+        theta = d.rope_theta
+
+        def turn(x: Array) -> Array:
+            turned = rotate(x[..., :rotary_dim], positions, theta, rope_scaling)
+            return turned if rotary_dim is None else jnp.concatenate([turned, x[..., rotary_dim:]], axis=-1)
+
+        query, key = turn(query), turn(key)
     if root_scores:
         query = scale_scores(query, d.head_score_factor)
     return query, key, value

@@ -67,7 +67,7 @@ class DiagAttention(AttentionLayer):
         options = {"count": call.count, "implementation": self.dimensions.implementation}
         return diag_attention_step(query, key, value, call.cache, score=self.mechanism.score, **options)
 
-    def output(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         d, m = self.dimensions, self.mechanism
         if m.score == "relu":
             attended = merged_norm(d, m.norm, name="attended_norm")(attended)

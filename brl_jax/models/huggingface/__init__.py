@@ -7,8 +7,8 @@
     generate(DecoderLM(config), {"params": params}, prompts, max_new_tokens=64, temperature=0)
     huggingface.save("path/to/copy", config, params)
 
-Supported are Llama, Mistral, Qwen 2 and 3 (dense), and Gemma 1 to 3 (text). docs/huggingface.md lists their options.
-Needs the extra `hf`.
+Supported are Llama, Mistral, Qwen 2, 3 and 3-Next (dense), and Gemma 1 to 3 (text). docs/huggingface.md lists their
+options. Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import numpy as np
 
 from brl_jax.models.config import ComputationType
 from brl_jax.models.decoder import DecoderConfig
-from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of, read_config, write_config
+from brl_jax.models.huggingface.architectures import ARCHITECTURES, architecture_of
+from brl_jax.models.huggingface.configs import read_config, write_config
 from brl_jax.models.huggingface.files import CONFIG, open_tensors, read_json, write_folder
 from brl_jax.models.huggingface.weights import to_parameters, to_tensors
 

@@ -37,7 +37,34 @@ def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeSca
     else:
         theta = values.get("rope_theta", 1e6 if two_bases else 1e4)
     parameters = {**parameters, **old_scaling}
+    if values["model_type"] == "qwen3_next":
+        parameters.pop("partial_rotary_factor", None)  # see `rotary_dim`
     return float(parameters.pop("rope_theta", theta)), _scaling(parameters)
+
+
+def rotary_dim(values: Mapping[str, Any], head_dim: int) -> int:
+    """How many features of a head are rotated in an architecture that rotates part of them, a quarter by default.
+
+    Raises:
+      ValueError: a part that is no even number of features.
+    """
+    parameters = values.get("rope_parameters") or {}
+    own = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
+    factor = values.get("partial_rotary_factor", own)
+    factor = 0.25 if factor is None else factor
+    size = int(head_dim * factor)
+    if size < 2 or size % 2 or size > head_dim:
+        raise ValueError(
+            f"config.json: partial_rotary_factor must give an even number of the {head_dim} features of a head, got "
+            f"{factor!r}"
+        )
+    return size
+
+
+def rotary_factor(size: int, head_dim: int) -> float:
+    """The partial_rotary_factor of which `rotary_dim` makes this number of features."""
+    factor = size / head_dim
+    return factor if int(head_dim * factor) == size else math.nextafter(factor, 1.0)
 
 
 def _scaling(parameters: dict[str, Any]) -> RopeScaling:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.models.decoder import DecoderConfig
 from brl_jax.models.huggingface.architectures import Architecture
 from brl_jax.models.stack import group_layers
@@ -16,107 +18,195 @@ Path = tuple[str, ...]
 
 
 class _Entry(NamedTuple):
-    """A tensor: its name, the path of our parameter, the repeat of its layer in that parameter (None: it is not
-    stacked), and its value in our layout and in theirs."""
+    """A tensor: its name, the paths of the parameters in it, the repeat of its layer in them (None: they are not
+    stacked), its shape, and the functions from its value to those of the parameters and back."""
 
     name: str
-    path: Path
+    paths: tuple[Path, ...]
     repeat: int | None
     shape: tuple[int, ...]
-    to_ours: Callable[[np.ndarray], np.ndarray]
-    to_theirs: Callable[[np.ndarray], np.ndarray]
+    to_ours: Callable[[np.ndarray], Sequence[np.ndarray]]
+    to_theirs: Callable[..., np.ndarray]
 
 
-def _pairs(head_dim: int) -> Int[np.ndarray, " H"]:
-    """Where our feature is in a head of transformers: it rotates feature i with i + H/2, we rotate neighbours."""
-    return np.arange(head_dim).reshape(2, head_dim // 2).T.ravel()
+class _Layer(NamedTuple):
+    """Where a layer stands: its prefix in their names, the path of its block here, and its repeat in the parameters."""
+
+    prefix: str
+    block: Path
+    repeat: int
+
+
+def _pairs(head_dim: int, rotated: int) -> Int[np.ndarray, " H"]:
+    """Where our feature is in a head of transformers, whose first `rotated` features are rotated: it rotates feature i
+    with i + rotated / 2, we rotate neighbours."""
+    turned = np.arange(rotated).reshape(2, rotated // 2).T.ravel()
+    return np.concatenate([turned, np.arange(rotated, head_dim)])
+
+
+def _plain(name: str, path: Path, repeat: int | None, shape: tuple[int, ...]) -> _Entry:
+    return _Entry(name, (path,), repeat, shape, lambda a: (a,), lambda a: a)
+
+
+def _linear(
+    name: str, path: Path, repeat: int, inputs: int, outputs: int, bias: bool = False
+) -> Iterator[_Entry]:
+    weight = (*path, "kernel")
+    yield _Entry(f"{name}.weight", (weight,), repeat, (outputs, inputs), lambda a: (a.T,), lambda a: a.T)
+    if bias:
+        yield _plain(f"{name}.bias", (*path, "bias"), repeat, (outputs,))
+
+
+def _scale(name: str, path: Path, repeat: int | None, offset: float, places: Int[np.ndarray, " H"]) -> _Entry:
+    """A norm's weights, ours at these places of theirs, which are less by the offset."""
+    back = np.argsort(places)
+    return _Entry(
+        f"{name}.weight",
+        ((*path, "scale"),),
+        repeat,
+        places.shape,
+        lambda a: (a[places] + offset,),
+        lambda a: (a - offset)[back],
+    )
+
+
+def _heads_out(name: str, path: Path, repeat: int, heads: int, head: int, width: int) -> _Entry:
+    """The projection of merged heads."""
+    return _Entry(
+        f"{name}.weight",
+        ((*path, "kernel"),),
+        repeat,
+        (width, heads * head),
+        lambda a: (a.T.reshape(heads, head, width),),
+        lambda a: a.reshape(heads * head, width).T,
+    )
+
+
+def _softmax(
+    config: DecoderConfig, architecture: Architecture, mechanism: Any, at: _Layer
+) -> Iterator[_Entry]:
+    """The tensors of a layer of softmax attention."""
+    d, name, path = config.dimensions, f"{at.prefix}.self_attn", (*at.block, "mixer")
+    head, width = d.head_dim, d.d_model
+    bias = d.use_bias if mechanism.qkv_bias is None else mechanism.qkv_bias
+    plain, rotated = np.arange(head), _pairs(head, mechanism.rotary_dim or head)
+
+    def heads(theirs: str, number: int, **parts: Int[np.ndarray, " H"]) -> Iterator[_Entry]:
+        """The projections named by `parts`, one after the other in each head of theirs; ours at these places."""
+        paths = {part: np.asarray(places) for part, places in parts.items()}
+
+        def split(a: np.ndarray) -> list[np.ndarray]:
+            a = a.reshape(number, len(paths), head, *a.shape[1:])
+            return [a[:, i, places] for i, places in enumerate(paths.values())]
+
+        def join(*ours: np.ndarray) -> np.ndarray:
+            parts = [a[:, np.argsort(places)] for a, places in zip(ours, paths.values())]
+            return np.stack(parts, 1).reshape(number * len(parts) * head, *ours[0].shape[2:])
+
+        rows = number * len(paths) * head
+        yield _Entry(
+            f"{name}.{theirs}.weight",
+            tuple((*path, part, "kernel") for part in paths),
+            at.repeat,
+            (rows, width),
+            lambda a: [part.transpose(2, 0, 1) for part in split(a)],
+            lambda *ours: join(*(a.transpose(1, 2, 0) for a in ours)),
+        )
+        if bias:
+            own = tuple((*path, part, "bias") for part in paths)
+            yield _Entry(f"{name}.{theirs}.bias", own, at.repeat, (rows,), split, join)
+
+    gate = {"gate": plain} if mechanism.output_gate else {}
+    yield from heads("q_proj", d.num_heads, query=rotated, **gate)
+    yield from heads("k_proj", d.num_kv_heads, key=rotated)
+    yield from heads("v_proj", d.num_kv_heads, value=plain)
+    yield _heads_out(f"{name}.o_proj", (*path, "out"), at.repeat, d.num_heads, head, width)
+    if d.use_bias:
+        yield _plain(f"{name}.o_proj.bias", (*path, "out", "bias"), at.repeat, (width,))
+    if architecture.qk_norm:
+        for theirs, ours in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+            yield _scale(f"{name}.{theirs}", (*path, ours), at.repeat, architecture.norm_offset, rotated)
+
+
+def _gated_deltanet(config: DecoderConfig, mechanism: GatedDeltaNetConfig, at: _Layer) -> Iterator[_Entry]:
+    """The tensors of a linear attention layer of Qwen3-Next, in which the projections of a key head and of its value
+    heads stand together, and one convolution has the channels of queries, keys and values."""
+    d, name, path = config.dimensions, f"{at.prefix}.linear_attn", (*at.block, "mixer")
+    keys, values, key_dim, value_dim = mechanism.sizes(d)
+    width, each = d.d_model, values // keys
+
+    def grouped(theirs: str, sizes: dict[str, tuple[int, ...]]) -> _Entry:
+        """Projections, each with its shape (heads of a key head, features) in the rows of a key head."""
+        lengths = [math.prod(size) for size in sizes.values()]
+
+        def split(a: np.ndarray) -> list[np.ndarray]:
+            parts = np.split(a.reshape(keys, -1, width), np.cumsum(lengths)[:-1], axis=1)
+            shapes = [(width, keys * size[0], *size[1:]) for size in sizes.values()]
+            return [part.reshape(-1, width).T.reshape(shape) for part, shape in zip(parts, shapes)]
+
+        def join(*ours: np.ndarray) -> np.ndarray:
+            return np.concatenate([a.reshape(width, keys, -1) for a in ours], 2).reshape(width, -1).T
+
+        paths = tuple((*path, part, "kernel") for part in sizes)
+        shape = (keys * sum(lengths), width)
+        return _Entry(f"{name}.{theirs}.weight", paths, at.repeat, shape, split, join)
+
+    yield grouped(
+        "in_proj_qkvz",
+        {
+            "query": (1, key_dim),
+            "key": (1, key_dim),
+            "value": (each, value_dim),
+            "gate": (each, value_dim),
+        },
+    )
+    yield grouped("in_proj_ba", {"beta": (each,), "step": (each,)})
+    channels = {"query": (keys, key_dim), "key": (keys, key_dim), "value": (values, value_dim)}
+    ends = np.cumsum([math.prod(shape) for shape in channels.values()])
+    size = mechanism.conv_size
+    yield _Entry(
+        f"{name}.conv1d.weight",
+        tuple((*path, f"{part}_conv", "kernel") for part in channels),
+        at.repeat,
+        (int(ends[-1]), 1, size),
+        lambda a: [
+            part.T.reshape(size, *shape)
+            for part, shape in zip(np.split(a[:, 0], ends[:-1]), channels.values())
+        ],
+        lambda *ours: np.concatenate([a.reshape(size, -1) for a in ours], 1).T[:, None],
+    )
+    yield _plain(f"{name}.A_log", (*path, "rate"), at.repeat, (values,))
+    yield _plain(f"{name}.dt_bias", (*path, "step_bias"), at.repeat, (values,))
+    yield _scale(f"{name}.norm", (*path, "head_norm"), at.repeat, 0.0, np.arange(value_dim))
+    yield _heads_out(f"{name}.out_proj", (*path, "out"), at.repeat, values, value_dim, width)
 
 
 def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Entry]:
     d = config.dimensions
-    width, hidden, head = d.d_model, d.d_ff, d.head_dim
-    pairs = _pairs(head)
-    back = np.argsort(pairs)
-    offset = architecture.norm_offset
-
-    def plain(name: str, path: Path, repeat: int | None, shape: tuple[int, ...]) -> _Entry:
-        return _Entry(name, path, repeat, shape, lambda a: a, lambda a: a)
-
-    def linear(name: str, path: Path, repeat: int, inputs: int, outputs: int, bias: bool) -> Iterator[_Entry]:
-        yield _Entry(
-            f"{name}.weight", (*path, "kernel"), repeat, (outputs, inputs), lambda a: a.T, lambda a: a.T
-        )
-        if bias:
-            yield plain(f"{name}.bias", (*path, "bias"), repeat, (outputs,))
-
-    def heads(name: str, path: Path, repeat: int, number: int, rotated: bool, bias: bool) -> Iterator[_Entry]:
-        forth, home = (pairs, back) if rotated else (np.arange(head), np.arange(head))
-        yield _Entry(
-            f"{name}.weight",
-            (*path, "kernel"),
-            repeat,
-            (number * head, width),
-            lambda a: a.reshape(number, head, width)[:, forth].transpose(2, 0, 1),
-            lambda a: a.transpose(1, 2, 0)[:, home].reshape(number * head, width),
-        )
-        if bias:
-            yield _Entry(
-                f"{name}.bias",
-                (*path, "bias"),
-                repeat,
-                (number * head,),
-                lambda a: a.reshape(number, head)[:, forth],
-                lambda a: a[:, home].reshape(number * head),
-            )
-
-    def scale(name: str, path: Path, repeat: int | None, of_head: bool = False) -> _Entry:
-        forth, home = (pairs, back) if of_head else (slice(None), slice(None))
-        return _Entry(
-            f"{name}.weight",
-            (*path, "scale"),
-            repeat,
-            (head if of_head else width,),
-            lambda a: a[forth] + offset,
-            lambda a: (a - offset)[home],
-        )
-
-    yield plain("model.embed_tokens.weight", ("embedding",), None, (config.vocab_size, width))
+    width, hidden, offset = d.d_model, d.d_ff, architecture.norm_offset
+    everywhere = np.arange(width)
+    yield _plain("model.embed_tokens.weight", ("embedding",), None, (config.vocab_size, width))
     if not config.tied_embeddings:
-        yield plain("lm_head.weight", ("unembedding",), None, (config.vocab_size, width))
-    yield scale("model.norm", ("stack", "final_norm"), None)
+        yield _plain("lm_head.weight", ("unembedding",), None, (config.vocab_size, width))
+    yield _scale("model.norm", ("stack", "final_norm"), None, offset, everywhere)
     number = 0
     for group, (period, repeats) in enumerate(group_layers(config.mechanisms)):
         for repeat in range(repeats):
             for i, mechanism in enumerate(period):
-                layer, block = f"model.layers.{number}", ("stack", f"layers_{group}", f"block_{i}")
+                at = _Layer(f"model.layers.{number}", ("stack", f"layers_{group}", f"block_{i}"), repeat)
                 number += 1
-                attention, mixer = f"{layer}.self_attn", (*block, "mixer")
-                has_bias = getattr(mechanism, "qkv_bias", None)
-                bias = d.use_bias if has_bias is None else has_bias
-                yield from heads(f"{attention}.q_proj", (*mixer, "query"), repeat, d.num_heads, True, bias)
-                yield from heads(f"{attention}.k_proj", (*mixer, "key"), repeat, d.num_kv_heads, True, bias)
-                yield from heads(
-                    f"{attention}.v_proj", (*mixer, "value"), repeat, d.num_kv_heads, False, bias
-                )
-                yield _Entry(
-                    f"{attention}.o_proj.weight",
-                    (*mixer, "out", "kernel"),
-                    repeat,
-                    (width, d.num_heads * head),
-                    lambda a: a.T.reshape(d.num_heads, head, width),
-                    lambda a: a.reshape(d.num_heads * head, width).T,
-                )
-                if d.use_bias:
-                    yield plain(f"{attention}.o_proj.bias", (*mixer, "out", "bias"), repeat, (width,))
-                if architecture.qk_norm:
-                    yield scale(f"{attention}.q_norm", (*mixer, "query_norm"), repeat, of_head=True)
-                    yield scale(f"{attention}.k_norm", (*mixer, "key_norm"), repeat, of_head=True)
-                ffn = (*block, "feed_forward")
+                if isinstance(mechanism, GatedDeltaNetConfig):
+                    yield from _gated_deltanet(config, mechanism, at)
+                else:
+                    yield from _softmax(config, architecture, mechanism, at)
+                layer, ffn = at.prefix, (*at.block, "feed_forward")
                 for theirs, ours in (("gate_proj", "gate"), ("up_proj", "up")):
-                    yield from linear(
+                    yield from _linear(
                         f"{layer}.mlp.{theirs}", (*ffn, ours), repeat, width, hidden, d.ffn_bias
                     )
-                yield from linear(f"{layer}.mlp.down_proj", (*ffn, "down"), repeat, hidden, width, d.ffn_bias)
+                yield from _linear(
+                    f"{layer}.mlp.down_proj", (*ffn, "down"), repeat, hidden, width, d.ffn_bias
+                )
                 norms = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "feed_forward_norm"}
                 if d.output_norms:
                     norms = {
@@ -126,7 +216,7 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
                         "post_feedforward_layernorm": "feed_forward_output_norm",
                     }
                 for theirs, ours in norms.items():
-                    yield scale(f"{layer}.{theirs}", (*block, ours), repeat)
+                    yield _scale(f"{layer}.{theirs}", (*at.block, ours), repeat, offset, everywhere)
 
 
 def to_parameters(
@@ -148,11 +238,12 @@ def to_parameters(
         tensor = read(entry.name)
         if tensor.shape != entry.shape:
             raise ValueError(f"{entry.name} must have the shape {entry.shape}, got {tensor.shape}")
-        ours = np.ascontiguousarray(entry.to_ours(tensor.astype(np.float32)))
-        if entry.repeat is None:
-            leaves[entry.path] = ours
-        else:
-            leaves.setdefault(entry.path, []).append(ours)
+        for path, ours in zip(entry.paths, entry.to_ours(tensor.astype(np.float32)), strict=True):
+            own = np.ascontiguousarray(ours)
+            if entry.repeat is None:
+                leaves[path] = own
+            else:
+                leaves.setdefault(path, []).append(own)
     if left:
         raise ValueError(
             f"the weights hold {len(left)} tensors that config.json has no place for, such as {min(left)}"
@@ -176,14 +267,24 @@ def to_tensors(
     """
     tensors = {}
     for entry in _entries(config, architecture):
-        leaf: Any = params
-        for part in entry.path:
-            if not isinstance(leaf, Mapping) or part not in leaf:
-                raise ValueError(f"params lack {'/'.join(entry.path)}, which the configuration asks for")
-            leaf = leaf[part]
-        leaf = np.asarray(leaf, np.float32)
-        theirs = np.ascontiguousarray(entry.to_theirs(leaf if entry.repeat is None else leaf[entry.repeat]))
-        if theirs.shape != entry.shape:
-            raise ValueError(f"params: {'/'.join(entry.path)} has another shape than the configuration's")
+        ours = [_leaf(params, path, entry.repeat) for path in entry.paths]
+        try:
+            theirs = np.ascontiguousarray(entry.to_theirs(*ours))
+        except ValueError:  # shapes that do not go together
+            theirs = None
+        if theirs is None or theirs.shape != entry.shape:
+            names = ", ".join("/".join(path) for path in entry.paths)
+            raise ValueError(f"params: {names} has another shape than the configuration's")
         tensors[entry.name] = theirs
     return tensors
+
+
+def _leaf(params: Mapping[str, Any], path: Path, repeat: int | None) -> np.ndarray:
+    """One parameter of one layer, float32."""
+    leaf: Any = params
+    for part in path:
+        if not isinstance(leaf, Mapping) or part not in leaf:
+            raise ValueError(f"params lack {'/'.join(path)}, which the configuration asks for")
+        leaf = leaf[part]
+    leaf = np.asarray(leaf, np.float32)
+    return leaf if repeat is None else leaf[repeat]

@@ -1,0 +1,341 @@
+"""What the fields of a config.json of transformers mean here, and the config.json of a network of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from brl_jax.layers.core.attention_layer import SoftmaxConfig
+from brl_jax.layers.core.protocol import Mechanism
+from brl_jax.layers.dense.full import FullConfig
+from brl_jax.layers.local.local_attention import LocalConfig
+from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
+from brl_jax.models.config import ComputationType
+from brl_jax.models.decoder import DecoderConfig
+from brl_jax.models.huggingface.architectures import ARCHITECTURES, EXPERTS, Architecture, architecture_of
+from brl_jax.models.huggingface.rope import layer_rotation, rotary_dim, rotary_factor, rotation_fields
+
+LAYER_TYPES: Mapping[type, str] = MappingProxyType(
+    {LocalConfig: "sliding_attention", GatedDeltaNetConfig: "linear_attention"}
+)
+#: Their names of the sizes of Gated DeltaNet, in the order of `GatedDeltaNetConfig.sizes`, and of its convolutions.
+LINEAR_SIZES: Mapping[str, str] = MappingProxyType(
+    {
+        "linear_num_key_heads": "num_key_heads",
+        "linear_num_value_heads": "num_value_heads",
+        "linear_key_head_dim": "key_dim",
+        "linear_value_head_dim": "value_dim",
+        "linear_conv_kernel_dim": "conv_size",
+    }
+)
+ACTIVATIONS = MappingProxyType({"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "relu": "glu_relu"})
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# What concerns training, generation or the storage of the weights and not what the network computes.
+_IGNORED = frozenset([
+    "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "hidden_activation", "hidden_act", "id2label", "initializer_range", "is_decoder",
+    "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_position_embeddings",
+    "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "rope_parameters", "rope_scaling",
+    "rope_theta", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
+])  # fmt: skip
+
+
+def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -> DecoderConfig:
+    """The configuration of the decoder that a config.json of transformers describes.
+
+    Raises:
+      ValueError: an architecture or an option that has no counterpart here, and fields that are missing or wrong.
+    """
+    architecture = architecture_of(values)
+    for name in _REQUIRED:
+        value = values.get(name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"config.json: {name} must be an integer of at least 1, got {value!r}")
+    known = (*_REQUIRED, *architecture.defaults)
+    for name, value in values.items():
+        is_ignored = name in _IGNORED or name.startswith("_")
+        if name not in known and not is_ignored and value not in (None, False):
+            raise ValueError(
+                f"config.json: {name}={value!r} is not supported for {values['model_type']}; supported are "
+                f"{', '.join(known)}, rope_theta, rope_scaling and rope_parameters"
+            )
+    field = {name: values.get(name, default) for name, default in architecture.defaults.items()}
+    heads, width = values["num_attention_heads"], values["hidden_size"]
+    if field.get("use_bidirectional_attention"):
+        raise ValueError("config.json: use_bidirectional_attention must be false, got true")
+    bias = bool(field.get("attention_bias"))
+    if "num_experts" in field:
+        _check_dense(values["num_hidden_layers"], field)
+    kinds = _layer_kinds(values, field)
+    shared: dict[str, Any] = {
+        "qk_norm": architecture.qk_norm,
+        "qkv_bias": True if architecture.qkv_bias else None,
+        "logits_soft_cap": field.get("attn_logit_softcapping"),
+        "output_gate": architecture.output_gate,
+    }
+    if "query_pre_attn_scalar" in field:
+        shared["scale"] = float(field["query_pre_attn_scalar"]) ** -0.5
+    if "partial_rotary_factor" in field:
+        size = rotary_dim(values, field["head_dim"] or width // heads)
+        shared["rotary_dim"] = size
+    rotations = {kind: layer_rotation(values, kind) for kind in ("full", "sliding")}
+    theta = rotations["sliding" if "sliding" in kinds and "full" not in kinds else "full"][0]
+    mechanisms: dict[str, Mechanism] = {}
+    for kind in set(kinds):
+        if kind == "linear":
+            mechanisms[kind] = _gated_deltanet(field)
+            continue
+        own, scaling = rotations[kind]
+        options = shared | {"rope_theta": None if own == theta else own, "rope_scaling": scaling}
+        if kind == "full":
+            mechanisms[kind] = FullConfig(**options)
+        else:
+            mechanisms[kind] = LocalConfig(window=field["sliding_window"], **options)
+    return DecoderConfig(
+        num_layers=values["num_hidden_layers"],
+        d_model=width,
+        num_heads=heads,
+        num_kv_heads=field["num_key_value_heads"] or heads,
+        head_dim=field["head_dim"] or width // heads,
+        d_ff=values["intermediate_size"],
+        ffn=_feed_forward(values, architecture, field[architecture.activation]),
+        rope_theta=theta,
+        norm="rms",
+        norm_epsilon=field["rms_norm_eps"],
+        output_norms=architecture.output_norms,
+        use_bias=bias,
+        ffn_bias=bool(field.get("mlp_bias")),
+        dtype=dtype,
+        vocab_size=values["vocab_size"],
+        tied_embeddings=bool(field["tie_word_embeddings"]),
+        embedding_scale=None if architecture.scales_embedding else 1.0,
+        final_soft_cap=field.get("final_logit_softcapping"),
+        **_schedule(kinds, mechanisms),
+    )
+
+
+def _gated_deltanet(field: Mapping[str, Any]) -> GatedDeltaNetConfig:
+    """The linear attention layers of Qwen3-Next."""
+    if field["attention_bias"]:
+        raise ValueError("config.json: attention_bias must be false with linear_attention layers, got true")
+    return GatedDeltaNetConfig(**{ours: field[theirs] for theirs, ours in LINEAR_SIZES.items()})
+
+
+def _check_dense(layers: int, field: Mapping[str, Any]) -> None:
+    """Raises ValueError if a layer has a mixture of experts in place of one feed-forward network."""
+    dense, step = field["mlp_only_layers"] or (), field["decoder_sparse_step"]
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    if field["num_experts"] and sparse:
+        raise ValueError(
+            f"config.json: num_experts={field['num_experts']} makes {len(sparse)} of {layers} layers mixtures of "
+            "experts, which have no counterpart here; num_experts must be 0, or mlp_only_layers must list all layers"
+        )
+
+
+def _feed_forward(values: Mapping[str, Any], architecture: Architecture, activation: Any) -> Any:
+    if values["model_type"] == "gemma" and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # what transformers takes the old name for
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"config.json: {architecture.activation} must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
+    return ACTIVATIONS[activation]
+
+
+def _layer_kinds(values: Mapping[str, Any], field: Mapping[str, Any]) -> list[str]:
+    """ "full", "sliding" or "linear" for each layer."""
+    layers, kind = values["num_hidden_layers"], values["model_type"]
+    types = field.get("layer_types")
+    if "full_attention_interval" in field:
+        interval = field["full_attention_interval"]
+        kinds = ["linear" if (i + 1) % interval else "full" for i in range(layers)]
+        return kinds if types is None else _named_kinds(types, layers, ("full", "linear"))
+    if "sliding_window" not in field:
+        return ["full"] * layers
+    window = field["sliding_window"]
+    if kind.startswith("qwen") and not field["use_sliding_window"]:
+        window = None
+    if types is not None:
+        kinds = _named_kinds(types, layers, ("full", "sliding"))
+    elif kind == "mistral":
+        kinds = ["full" if window is None else "sliding"] * layers
+    elif kind.startswith("qwen"):
+        kinds = [
+            "sliding" if window is not None and i >= field["max_window_layers"] else "full"
+            for i in range(layers)
+        ]
+    else:
+        period = field.get("sliding_window_pattern", 2)
+        kinds = ["sliding" if (i + 1) % period else "full" for i in range(layers)]
+    if "sliding" in kinds and (not isinstance(window, int) or window < 1):
+        raise ValueError(
+            f"config.json: sliding_window must be a number of tokens for sliding_attention, got {window!r}"
+        )
+    return kinds
+
+
+def _named_kinds(types: Sequence[str], layers: int, known: Sequence[str]) -> list[str]:
+    """The kinds of layers that layer_types names."""
+    names = {f"{kind}_attention": kind for kind in known}
+    wrong = [name for name in types if name not in names]
+    if wrong or len(types) != layers:
+        raise ValueError(
+            f"config.json: layer_types must be {layers} of {', '.join(names)}, got {wrong or len(types)}"
+        )
+    return [names[name] for name in types]
+
+
+def _schedule(kinds: Sequence[str], mechanisms: Mapping[str, Mechanism]) -> dict[str, Any]:
+    """The fields of `StackConfig` that give each layer its mechanism."""
+    layers, first = len(kinds), kinds[0]
+    if len(mechanisms) == 1:
+        return {"mechanism": mechanisms[first]}
+    second = next(kind for kind in kinds if kind != first)
+    run = list(kinds).index(second)
+    fields = {"mechanism": mechanisms[first], "late_mechanism": mechanisms[second], "early_layers": run}
+    if list(kinds) == [first] * run + [second] * (layers - run):
+        return fields | {"schedule": "split"}
+    if list(kinds) == [second if i % (run + 1) == run else first for i in range(layers)]:
+        return fields | {"schedule": "alternate"}
+    raise ValueError(
+        "config.json: layer_types must be one kind and then the other, or repeat a number of layers of one kind and "
+        f"one of the other, got {', '.join(kinds)}"
+    )
+
+
+def write_config(config: DecoderConfig, max_length: int) -> tuple[str, dict[str, Any]]:
+    """The `model_type` and the config.json of the architecture that computes what the decoder computes.
+
+    Raises:
+      ValueError: there is none; the error names what the nearest one lacks.
+    """
+    differing: list[tuple[list[str], str]] = []
+    for kind, architecture in ARCHITECTURES.items():
+        values = _describe(kind, architecture, config, max_length)
+        try:
+            described = meaning(read_config(values))
+        except ValueError as error:
+            differing.append((["mechanism"], f"{kind} ({error})"))
+            continue
+        wanted = meaning(config)
+        names = [name for name in wanted if wanted[name] != described[name]]
+        if not names:
+            return kind, values
+        differing.append((names, kind))
+    names, nearest = min(differing, key=lambda pair: len(pair[0]))
+    raise ValueError(
+        f"no supported architecture of transformers ({', '.join(ARCHITECTURES)}) computes this network; the nearest, "
+        f"{nearest}, differs in {', '.join(names)}"
+    )
+
+
+def meaning(config: DecoderConfig) -> dict[str, Any]:
+    """What the network of a configuration computes, by the names of the fields: equal for configurations that give the
+    same network in different words."""
+    d = config.dimensions
+
+    def resolved(mechanism: Any) -> Any:
+        if isinstance(mechanism, GatedDeltaNetConfig):
+            names = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
+            return dataclasses.replace(mechanism, chunk_size=1, **dict(zip(names, mechanism.sizes(d))))
+        if not isinstance(mechanism, SoftmaxConfig):
+            return mechanism
+        return dataclasses.replace(
+            mechanism,
+            scale=_rounded(d.head_dim**-0.5 if mechanism.scale is None else mechanism.scale),
+            qkv_bias=d.use_bias if mechanism.qkv_bias is None else mechanism.qkv_bias,
+            rope_theta=_rounded(mechanism.rope_theta or d.rope_theta),
+            rotary_dim=mechanism.rotary_dim or d.head_dim,
+        )
+
+    scale = math.sqrt(d.d_model) if config.embedding_scale is None else config.embedding_scale
+    return {
+        "num_layers": config.num_layers,
+        "d_model": d.d_model,
+        "num_heads": d.num_heads,
+        "num_kv_heads": d.num_kv_heads,
+        "head_dim": d.head_dim,
+        "d_ff": d.d_ff,
+        "ffn": d.ffn,
+        "rope_theta": d.rope_theta is None,  # its value is in the mechanisms
+        "norm": d.norm,
+        "norm_epsilon": _rounded(d.norm_epsilon),
+        "output_norms": d.output_norms,
+        "reversible": d.reversible,
+        "use_bias": d.use_bias,
+        "ffn_bias": d.ffn_bias,
+        "mup_base_width": config.mup_base_width,
+        "vocab_size": config.vocab_size,
+        "tied_embeddings": config.tied_embeddings,
+        "embedding_scale": _rounded(scale),
+        "final_soft_cap": config.final_soft_cap,
+        "mechanism": tuple(resolved(mechanism) for mechanism in config.mechanisms),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    """Without the last digits, which a square and its root may change."""
+    return None if value is None else float(f"{value:.9g}")
+
+
+def _describe(
+    kind: str, architecture: Architecture, config: DecoderConfig, max_length: int
+) -> dict[str, Any]:
+    """The config.json of an architecture with a decoder's sizes and options, as far as it has them."""
+    d, mechanisms = config.dimensions, config.mechanisms
+    full = next((m for m in mechanisms if isinstance(m, FullConfig)), None)
+    local = next((m for m in mechanisms if isinstance(m, LocalConfig)), None)
+    linear = next((m for m in mechanisms if isinstance(m, GatedDeltaNetConfig)), GatedDeltaNetConfig())
+    either = full or local or FullConfig()
+    types = [
+        next((name for kind, name in LAYER_TYPES.items() if isinstance(m, kind)), "full_attention")
+        for m in mechanisms
+    ]
+    sizes = dict(zip(LINEAR_SIZES, (*linear.sizes(d), linear.conv_size)))
+    options: dict[str, Any] = {
+        "num_key_value_heads": d.num_kv_heads,
+        "head_dim": d.head_dim,
+        architecture.activation: {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get(d.ffn),
+        "rms_norm_eps": d.norm_epsilon,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": d.use_bias,
+        "mlp_bias": d.ffn_bias,
+        "query_pre_attn_scalar": _rounded((either.scale or d.head_dim**-0.5) ** -2),
+        "attn_logit_softcapping": either.logits_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+        "sliding_window": None if local is None else local.window,
+        "use_sliding_window": local is not None,
+        "max_window_layers": types.count("full_attention"),
+        "layer_types": types,
+        "partial_rotary_factor": rotary_factor(either.rotary_dim or d.head_dim, d.head_dim),
+        **sizes,
+        **EXPERTS,
+        "num_experts": 0,
+    }
+    scalar = options["query_pre_attn_scalar"]
+    if scalar is not None and scalar.is_integer():
+        options["query_pre_attn_scalar"] = int(scalar)  # transformers wants an integer
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": d.d_model,
+        "intermediate_size": d.d_ff,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": d.num_heads,
+        "max_position_embeddings": max_length,
+        **{name: value for name, value in options.items() if name in architecture.defaults},
+        **rotation_fields(kind, d.rope_theta or 1e4, full, local),
+    }
