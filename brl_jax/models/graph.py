@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.checks import check_choice
@@ -74,6 +75,16 @@ def first_present(present: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[A
     at least 1."""
     order = jnp.argsort(~present, axis=1, stable=True)
     return order, jnp.maximum(present.sum(axis=1), 1)
+
+
+def kind_means(
+    x: Float[Array, "B T D"], present: Bool[Array, "B T"], kinds: tuple[int, ...]
+) -> Float[Array, "B K D"]:
+    """The mean of the tokens of each kind that exist; zeros where a kind has none."""
+    member = np.asarray(kinds)[None] == np.arange(max(kinds) + 1)[:, None]
+    there = (present[:, None] & member[None]).astype(x.dtype)
+    total = jnp.einsum("bkt,btd->bkd", there, jnp.where(present[..., None], x, 0.0))
+    return total / jnp.maximum(there.sum(axis=-1, keepdims=True), 1.0)
 
 
 class Projection(nn.Module):
@@ -216,9 +227,7 @@ class NodeClassifier(nn.Module):
             )
             x = over_rows(c, name="layers")(x, edges, relations, deterministic)
         if c.network == "tokens":
-            count = jnp.maximum(present.sum(axis=1), 1).astype(x.dtype)[:, None]
-            mean = jnp.where(present[..., None], x, 0.0).sum(axis=1) / count
-            x = jnp.concatenate([x[:, 0], mean], axis=-1)[:, None]
+            x = kind_means(x, present, c.kinds).reshape(x.shape[0], 1, -1)
         else:
             assert places is not None
             x = jnp.take_along_axis(x, places[..., None], axis=1)

@@ -161,6 +161,24 @@ def test_nodes_have_no_order(network):
     np.testing.assert_allclose(again, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_tokens_of_one_kind_have_no_order():
+    """Nor does an absent token of a list change anything."""
+    config = GraphConfig(**TINY, kinds=(0, 1, 1, 1, 2), num_features=WIDTH, mechanism=FullConfig())
+    x = np.random.default_rng(7).standard_normal((1, 5, WIDTH)).astype(np.float32)
+    present = np.array([[1, 1, 0, 1, 1]], np.int32)
+    model = NodeClassifier(config)
+    params = model.init(jax.random.key(0), x, present)
+    y = np.asarray(model.apply(params, x, present))
+    assert y.shape == (1, 1, 2)
+    order = np.array([0, 2, 3, 1, 4])
+    np.testing.assert_allclose(model.apply(params, x[:, order], present[:, order]), y, rtol=1e-4, atol=1e-5)
+    other = x.copy()
+    other[:, 2] = np.nan
+    np.testing.assert_array_equal(model.apply(params, other, present), y)
+    assert not np.allclose(model.apply(params, x[:, [0, 4, 2, 3, 1]], present), y, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -68,8 +68,10 @@ def apply_to(model: NodeClassifier, params: Any, batch: Batch, key: Array | None
 
 def graph_objective(model: NodeClassifier) -> Objective:
     """Cross-entropy and accuracy of the nodes' classes. Where nodes may have several, the mean over the classes of
-    their binary cross-entropy, and the share of classes that are answered rightly."""
+    their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score chooses
+    the checkpoint: the loss rises again while they still get better."""
     config = model.config
+    score = "node_f1" if config.multi_label else "accuracy"
 
     def init(key: Array) -> Any:
         batch: dict[str, Any] = {
@@ -84,12 +86,14 @@ def graph_objective(model: NodeClassifier) -> Objective:
         logits, targets, weights = apply_to(model, params, batch, key), batch["targets"], batch["weights"]
         if config.multi_label:
             nll = optax.sigmoid_binary_cross_entropy(logits, targets.astype(jnp.float32)).mean(axis=-1)
-            right = ((logits > 0) == (targets > 0)).astype(jnp.float32).mean(axis=-1)
+            answers, true = logits > 0, targets > 0
+            sizes = (answers.astype(jnp.float32) + true.astype(jnp.float32)).sum(axis=-1)
+            right = 2.0 * (answers & true).astype(jnp.float32).sum(axis=-1) / jnp.maximum(sizes, 1.0)
         else:
             nll, right = classification(logits, targets)
-        return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
+        return jnp.sum(nll * weights), jnp.sum(weights), memory, {score: jnp.sum(right * weights)}
 
-    return Objective(init, loss, lambda rows: None, averages=("accuracy",), rates=make_rates(config))
+    return Objective(init, loss, lambda rows: None, averages=(score,), best=score, rates=make_rates(config))
 
 
 class GraphTask(Task[GraphRunConfig, GraphData]):
@@ -113,7 +117,7 @@ class GraphTask(Task[GraphRunConfig, GraphData]):
         model = dataclasses.replace(
             config.model,
             kinds=data.source.kinds,
-            num_features=config.data.features,
+            num_features=graph.features[0].shape[1],
             num_relations=max(len(graph.relations), 1),
             num_classes=graph.num_classes,
             multi_label=graph.is_multi_label,

@@ -53,9 +53,7 @@ _METAPATHS = {"acm": 2, "dblp": 4, "imdb": 4, "aminer": 4, "freebase": 2}
 def _tokens(dataset: str, mechanism: Mechanism) -> GraphRunConfig:
     """A transformer over the token lists of the nodes."""
     return GraphRunConfig(
-        loop=LoopConfig(
-            steps=400, batch=128, eval_every=20, patience=8, checkpoint_every=400, keep_checkpoints=1
-        ),
+        loop=LoopConfig(steps=200, batch=128, eval_every=20, checkpoint_every=200, keep_checkpoints=1),
         data=GraphDataConfig(metapath_length=_METAPATHS[dataset]),
         model=GraphModelConfig(
             network="tokens",
@@ -63,20 +61,18 @@ def _tokens(dataset: str, mechanism: Mechanism) -> GraphRunConfig:
             d_model=64,
             num_heads=4,
             d_ff=128,
-            dropout=0.3,
-            input_dropout=0.3,
+            dropout=0.5,
+            input_dropout=0.5,
             mechanism=mechanism,
         ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.1),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20, weight_decay=0.1),
     )
 
 
 def _graph(network: Network) -> GraphRunConfig:
     """A network over the whole graph, all training nodes in every step."""
     return GraphRunConfig(
-        loop=LoopConfig(
-            steps=200, batch=1, eval_every=10, patience=6, checkpoint_every=200, keep_checkpoints=1
-        ),
+        loop=LoopConfig(steps=150, batch=1, eval_every=10, checkpoint_every=150, keep_checkpoints=1),
         data=GraphDataConfig(),
         model=GraphModelConfig(
             network=network,
@@ -84,7 +80,7 @@ def _graph(network: Network) -> GraphRunConfig:
             d_model=64,
             num_heads=4,
             dropout=0.5,
-            input_dropout=0.3,
+            input_dropout=0.5,
             mechanism=FullConfig(),
         ),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, weight_decay=0.1),

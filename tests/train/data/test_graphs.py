@@ -65,7 +65,7 @@ def test_a_folder_of_the_benchmark(tmp_path):
     np.testing.assert_array_equal(graph.features[1][:, :AUTHORS], graph.features[1][0, 0] * np.eye(AUTHORS))
     for a, b in zip(graph.features, again.features):
         np.testing.assert_array_equal(a, b)
-        assert np.mean(np.sum(a**2, axis=1)) == pytest.approx(16, rel=1e-4)
+        assert np.mean(np.sum(a**2, axis=1)) == pytest.approx(AUTHORS, rel=1e-4)
     (tmp_path / "g/info.dat").write_text('{"node.dat": {"node type": {"0": "paper", "1": "author"}}}')
     assert load(tmp_path / "g").types == ("paper", "author")
 
@@ -189,16 +189,20 @@ def test_token_lists_hold_means_along_metapaths_and_drawn_nodes(tmp_path):
     features, present = source.rows(np.array([0, 7]))
     assert present[0].tolist() == [1, 0, 0] + [0] * 6 + [1, 1]
     own = graph.features[1][authors[7]]
-    np.testing.assert_allclose(features[1, 1], own.mean(axis=0), rtol=1e-5)
-    papers = [[i for i in range(PAPERS) if a in authors[i]] for a in authors[7]]
-    means = np.mean([graph.features[0][near].mean(axis=0) for near in papers], axis=0)
-    np.testing.assert_allclose(features[1, 2], means, rtol=1e-4, atol=1e-5)
+    by_author = [[i for i in range(PAPERS) if a in authors[i]] for a in range(AUTHORS)]
+    ends = np.array([graph.features[1][authors[i]].mean(axis=0) for i in range(1, PAPERS)])
+    two = [graph.features[0][near].mean(axis=0) for near in by_author]
+    twice = np.array([np.mean([two[a] for a in authors[i]], axis=0) for i in range(1, PAPERS)])
+    for place, means in ((1, ends), (2, twice)):
+        means = means - means.mean(axis=0)
+        expected = means[6] / np.sqrt(np.mean(means**2))
+        np.testing.assert_allclose(features[1, place], expected, rtol=1e-3, atol=1e-4)
     drawn = features[1, 3:6][present[1, 3:6] == 1]
     assert 1 <= len(drawn) <= 2
     assert all(any(np.array_equal(row, a) for a in own) for row in drawn)
     assert len(np.unique(drawn, axis=0)) == len(drawn)
     two_away = features[1, 6:9][present[1, 6:9] == 1]
-    near = {i for row in papers for i in row}
+    near = {i for a in authors[7] for i in by_author[a]}
     assert all(any(np.array_equal(row, graph.features[0][i]) for i in near) for row in two_away)
 
 

@@ -132,26 +132,34 @@ def split_nodes(raw: RawGraph, split_seed: int) -> dict[str, tuple[np.ndarray, n
 
 
 def reduced(raw: RawGraph, width: int) -> tuple[np.ndarray, ...]:
-    """For each type an array (nodes, width) float32 that describes its nodes.
+    """For each type an array (nodes, width) float32 that describes its nodes; of a smaller width where no type needs
+    that many numbers.
 
     A type whose features are at most `width` numbers keeps them; of more, the principal `width` directions are kept. A
     type without features is described by its neighbours instead: one number for each of its own nodes where there are
     at most `width` of them, else the principal directions of its rows of the adjacencies. All entries of a type are
     scaled together, to rows of length sqrt(width) in the mean.
     """
+    matrices = [_described(raw, kind, width) for kind in range(len(raw.counts))]
+    width = min(width, max(matrix.shape[1] for matrix in matrices))
     found = []
-    for kind, matrix in enumerate(raw.features):
-        if not matrix.shape[1]:
-            if raw.counts[kind] <= width:
-                matrix = sp.identity(raw.counts[kind], np.float32, format="csr")
-            else:
-                near = [averaging(r.adjacency) for r in raw.relations if r.receiver == kind]
-                matrix = sp.hstack([*near, sp.csr_matrix((raw.counts[kind], 1), dtype=np.float32)]).tocsr()
+    for matrix in matrices:
         rows = _principal(matrix, width) if matrix.shape[1] > width else matrix.toarray()
         length = float(np.sqrt(np.mean(np.sum(np.square(rows), axis=1))))
         rows = rows * (width**0.5 / length if length else 1.0)
         found.append(np.pad(rows, ((0, 0), (0, width - rows.shape[1]))).astype(np.float32))
     return tuple(found)
+
+
+def _described(raw: RawGraph, kind: int, width: int) -> Any:
+    """The features of a type's nodes, or what stands for them: their own numbers, or their neighbours."""
+    if raw.features[kind].shape[1]:
+        return raw.features[kind]
+    count = raw.counts[kind]
+    if count <= width:
+        return sp.identity(count, np.float32, format="csr")
+    near = [averaging(relation.adjacency) for relation in raw.relations if relation.receiver == kind]
+    return sp.hstack([*near, sp.csr_matrix((count, 1), dtype=np.float32)]).tocsr()
 
 
 def _principal(matrix: Any, width: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from train.fields import Free
 from train.storage import beside, user_cache
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class GraphDataConfig:
     data_dir: str = ""
     """A folder of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
     (train.jsonl, test.jsonl), or an .npz file with "features" and "labels"."""
-    features: int = 256
-    """Numbers that describe a node; of longer features, the principal directions."""
+    features: int = 512
+    """Numbers that describe a node, at most; of longer features, the principal directions."""
     split_seed: int = 0
     """Seed of the choice of the validation nodes, and of the test nodes where the files don't name them."""
     metapath_length: int = 2

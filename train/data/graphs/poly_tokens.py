@@ -3,7 +3,7 @@
 A metapath is a sequence of relations that starts at the node. The list has, in this order,
 
     the node itself;
-    for each metapath, the mean of the nodes at its end (a semantic token);
+    for each metapath, the mean of the nodes at its end (a semantic token), standardised over all nodes' tokens;
     for each metapath of one or two links, some nodes drawn by random walks along it (node tokens);
     the centres of clusters of all nodes of the node's type (global tokens).
 
@@ -65,6 +65,8 @@ class PolyTokens:
         for i, path in enumerate(paths, 1):
             self._means[:, i], exists = mean(path, target)
             self._mean_exists[:, i] = exists > 0
+        for i in range(len(paths) + 1):
+            _standardise(self._means[:, i], self._mean_exists[:, i])
         self._drawn = []
         if neighbours:
             rng = np.random.default_rng(7)
@@ -96,6 +98,16 @@ class PolyTokens:
             at += own.shape[1]
         features[:, at:], present[:, at:] = self._centres, 1
         return features, present
+
+
+def _standardise(features: np.ndarray, exists: np.ndarray) -> None:
+    """Takes the mean of the existing rows away, in place, and scales them to entries of size 1 in the mean: along a
+    path that ends in many nodes all means are alike, and what tells nodes apart is small beside it."""
+    if exists.any():
+        features -= features[exists].mean(axis=0)
+        size = float(np.sqrt(np.mean(np.square(features[exists]))))
+        features /= size or 1.0
+    features[~exists] = 0.0
 
 
 def _walk(
