@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,35 @@ from eval.plotting import line_styles, plain_log_axis, shared_legend
 Result = Mapping[str, Any]
 
 _NAME = "model.mechanism.name"
+_LATE = "model.late_mechanism"
+
+
+def _network(settings: Mapping[str, Any]) -> str:
+    """The mechanisms of a network's layers, joined by + in a hybrid."""
+    late = settings.get(f"{_LATE}.name")
+    return settings[_NAME] if late is None else f"{settings[_NAME]} + {late}"
+
+
+def _is_hybrid(result: Result) -> bool:
+    return f"{_LATE}.name" in result["settings"]
 
 
 def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
     """The runs by label; those that differ in their seed only have one label.
 
-    A label is the mechanism's name and the settings in which the runs shown with this mechanism differ.
+    A label is the names of the mechanisms and the settings in which the runs shown with these mechanisms differ.
     """
     labels: dict[str, list[Result]] = {}
-    for result in sorted(results, key=lambda result: result["settings"][_NAME]):
+    for result in sorted(results, key=lambda result: _network(result["settings"])):
         settings = result["settings"]
-        alike = [other["settings"] for other in results if other["settings"][_NAME] == settings[_NAME]]
+        network = _network(settings)
+        alike = [other["settings"] for other in results if _network(other["settings"]) == network]
         differing = [
             f"{name.rsplit('.', 1)[-1]} {_plain(value)}"
             for name, value in settings.items()
             if any(other.get(name) != value for other in alike)
         ]
-        labels.setdefault(", ".join([settings[_NAME], *differing]), []).append(result)
+        labels.setdefault(", ".join([network, *differing]), []).append(result)
     return labels
 
 
@@ -89,7 +101,10 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Accuracy against bytes of state, against records for each compressed token, and against the length."""
+    """Accuracy against bytes of state, against records for each compressed token, and against the length.
+
+    Hybrids have hollow markers. A grey line leads through the best accuracy with so many bytes of state, or fewer.
+    """
     groups = grouped(results)
     figure = Figure(figsize=(17, 5.5), layout="constrained")
     by_bytes, by_records, by_length = figure.subplots(1, 3)
@@ -100,7 +115,7 @@ def draw(results: Sequence[Result]) -> Figure:
         accuracies = [100 * case["accuracy"] for case in trained]
         mean = float(np.mean(accuracies))
         around = [[mean - min(accuracies)], [max(accuracies) - mean]]
-        point = {**style, "linestyle": "none"}
+        point = {**style, "linestyle": "none", "fillstyle": "none" if _is_hybrid(runs[0]) else "full"}
         by_bytes.errorbar([trained[0]["state_bytes"] / 1024], [mean], around, label=label, capsize=3, **point)
         cases = [
             (length, pairs, float(np.mean([100 * c["accuracy"] for c in found])))
@@ -115,6 +130,16 @@ def draw(results: Sequence[Result]) -> Figure:
         most = max(pairs for _, pairs, _ in cases)
         line = [(length, y) for length, pairs, y in cases if pairs == most]
         by_length.plot(*zip(*sorted(line)), **style)
+    curve = frontier(groups.values())
+    by_bytes.step(
+        [x / 1024 for x, _ in curve],
+        [100 * y for _, y in curve],
+        where="post",
+        color="#999999",
+        linewidth=1,
+        label="the best with so many bytes",
+        zorder=0,
+    )
     for name, text, dashes in (
         ("guess_in_row", "guessing among the row's records", "--"),
         ("chance", "chance", ":"),
@@ -134,6 +159,23 @@ def draw(results: Sequence[Result]) -> Figure:
         axes.grid(True, alpha=0.3)
     shared_legend(figure, by_bytes)
     return figure
+
+
+def frontier(groups: Iterable[Sequence[Result]]) -> list[tuple[int, float]]:
+    """The bytes of state at which a group of runs, in the longest rows of training, has a higher mean accuracy than all
+    groups with fewer bytes, and that accuracy."""
+    points = sorted(
+        (
+            _last_trained(runs[0])["state_bytes"],
+            -float(np.mean([_last_trained(run)["accuracy"] for run in runs])),
+        )
+        for runs in groups
+    )
+    best: list[tuple[int, float]] = []
+    for size, negative in points:
+        if not best or -negative > best[-1][1]:
+            best.append((size, -negative))
+    return best
 
 
 def _is_trained(runs: Sequence[Result], pairs: int, length: int) -> bool:

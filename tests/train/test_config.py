@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, mechanism_name
+from tests.marks import slow_unless
 from train.config import LoopConfig, parse, parse_options
 from train.config_file import differences, flatten, from_json, to_json, write_json
 from train.errors import UserError
@@ -298,7 +299,25 @@ def test_the_table_has_every_preset_of_the_paper():
     characters = {f"owt-chars-mlr{width}" for width in ("", "-256", "-1024")}
     windows = {name for name in PRESETS if name.startswith("wikitext103-tlinformer")}
     assert windows == {f"wikitext103-tlinformer-{name}" for name in WINDOWS}
-    assert set(TABLE) == set(PRESETS) - {"small", "pod-1b", "pod-8b"} - characters - windows
+    assert set(TABLE) == set(PRESETS) - {"small", "pod-1b", "pod-8b"} - characters - windows - HYBRIDS.keys()
+
+
+# Layers of the first mechanism to one of the second.
+HYBRIDS = {
+    "openwebtext-gated-deltanet-full": ("gated_deltanet", 3, "full"),
+    "openwebtext-gated-deltanet-brl": ("gated_deltanet", 3, "brl"),
+    "openwebtext-mamba2-full": ("mamba2", 3, "full"),
+    "openwebtext-local-full": ("local", 5, "full"),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid_presets(name):
+    first, run, second = HYBRIDS[name]
+    config = PRESETS[name]
+    assert [mechanism_name(m) for m in config.model.mechanisms] == ([first] * run + [second]) * 2
+    changed = _parse(f"{name} --num_layers 4 --early_layers 1")
+    assert [mechanism_name(m) for m in changed.model.mechanisms] == [first, second] * 2
 
 
 # Length of training, and of the observed window's two parts (TLinFormer, section 6.2.3): generation and context.
@@ -385,7 +404,18 @@ def test_transnormer_presets_are_the_papers(variant):
 
 
 @pytest.mark.parametrize(
-    "name", ["small", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"]
+    "name",
+    slow_unless(
+        [
+            "small",
+            "wikitext103-transnormer-t1",
+            "wikitext103-local",
+            "openwebtext-brl",
+            "openwebtext-gated-deltanet-brl",
+            "openwebtext-mamba2-full",
+        ],
+        ("small", "wikitext103-transnormer-t1", "wikitext103-local", "openwebtext-brl"),
+    ),
 )
 def test_presets_build(name):
     LM.build(PRESETS[name])

@@ -10,6 +10,7 @@ import pytest
 
 import eval.recall
 import train.recall
+from eval.recall_table import frontier, grouped
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.config import parse
@@ -210,6 +211,39 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
     with pytest.raises(UserError, match=r"is of another configuration: .*gap 4 -> 5"):
         run(tmp_path / "stopped", f"{cases} --gap 5")
+
+
+def test_hybrids_in_the_table():
+    """They have both names, and the curve has the best accuracy for the bytes."""
+
+    def result(late, size, accuracy, seed=0):
+        settings = {"model.mechanism.name": "gla", "optimizer.learning_rate": 0.1}
+        more = {"model.late_mechanism.name": late, "model.schedule": "alternate"}
+        case = {"length": 64, "pairs": 8, "state_bytes": size, "accuracy": accuracy}
+        return {
+            "settings": settings | (more if late else {}),
+            "cases": [case],
+            "trained": [[64, 8]],
+            "seed": seed,
+        }
+
+    runs = [
+        result(None, 10, 0.2),
+        result("full", 30, 0.9),
+        result("full", 30, 0.7, seed=1),
+        result("brl", 20, 0.1),
+        result("local", 40, 0.85),
+    ]
+    groups = grouped(runs)
+    assert {label: len(each) for label, each in groups.items()} == {
+        "gla": 1,
+        "gla + full": 2,
+        "gla + brl": 1,
+        "gla + local": 1,
+    }
+    curve = frontier(groups.values())
+    assert [size for size, _ in curve] == [10, 30, 40]
+    assert [accuracy for _, accuracy in curve] == pytest.approx([0.2, 0.8, 0.85])
 
 
 def test_measuring_and_the_table(runs, capsys):

@@ -8,7 +8,16 @@ import dataclasses
 from typing import Annotated
 
 from brl_jax.attention.core.checks import check_at_least
-from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism, MLRConfig, TLinFormerConfig
+from brl_jax.layers import (
+    BRLConfig,
+    FullConfig,
+    GatedDeltaNetConfig,
+    LocalConfig,
+    Mamba2Config,
+    Mechanism,
+    MLRConfig,
+    TLinFormerConfig,
+)
 from brl_jax.models import DecoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from brl_jax.sharding import MeshConfig
@@ -105,6 +114,15 @@ def _wikitext103(mechanism: Mechanism) -> LmConfig:
 
 def _openwebtext(mechanism: Mechanism) -> LmConfig:
     return _paper(mechanism, "hf:Skylion007/openwebtext", length=1024, batch=80, accumulation=5)
+
+
+def _hybrid(mechanism: Mechanism, run: int, other: Mechanism) -> LmConfig:
+    """`_openwebtext` with a layer of another mechanism after every `run` layers of the first, twice."""
+    config = _openwebtext(mechanism)
+    model = dataclasses.replace(
+        config.model, num_layers=2 * (run + 1), late_mechanism=other, schedule="alternate", early_layers=run
+    )
+    return dataclasses.replace(config, model=model)
 
 
 def _brl(size: int, history: int) -> BRLConfig:
@@ -262,6 +280,12 @@ PRESETS: dict[str, LmConfig] = {
     "openwebtext-full": _openwebtext(FullConfig()),
     "openwebtext-local": _openwebtext(LocalConfig(window=256)),
     "openwebtext-brl": _openwebtext(_brl(256, 1024)),
+    # Three recurrent layers to one as in Qwen3-Next and Kimi Linear (arXiv:2510.26692), five local layers to one as in
+    # Gemma 3 (arXiv:2503.19786).
+    "openwebtext-gated-deltanet-full": _hybrid(GatedDeltaNetConfig(), 3, FullConfig()),
+    "openwebtext-gated-deltanet-brl": _hybrid(GatedDeltaNetConfig(), 3, _brl(256, 1024)),
+    "openwebtext-mamba2-full": _hybrid(Mamba2Config(), 3, FullConfig()),
+    "openwebtext-local-full": _hybrid(LocalConfig(window=256), 5, FullConfig()),
     "owt-chars-mlr": _characters(512),
     "owt-chars-mlr-256": _characters(256),
     "owt-chars-mlr-1024": _characters(1024),

@@ -12,7 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from brl_jax.layers import BRLConfig, DeltaNetConfig, FullConfig, LocalConfig, Mechanism
+from brl_jax.layers import (
+    BRLConfig,
+    DeltaNetConfig,
+    FullConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    KDAConfig,
+    LocalConfig,
+    Mamba2Config,
+    Mechanism,
+    NativeSparseConfig,
+    RetNetConfig,
+)
 from brl_jax.models import DecoderConfig, DecoderLM
 from train.config import LoopConfig, RunConfig
 from train.data.recall import Case, HeldOutRecall, Kind, RecallDataConfig, RecallStream, num_answers
@@ -50,6 +62,15 @@ def _small(mechanism: Mechanism, kind: Kind = "mqar", pairs: int = 8, vocabulary
     )
 
 
+def _hybrid(mechanism: Mechanism, other: Mechanism) -> RecallConfig:
+    """`_small` with a layer of another mechanism after every layer of the first; with `--num_layers 4 --early_layers 3`
+    after every three."""
+    config = _small(mechanism)
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, late_mechanism=other, schedule="alternate")
+    )
+
+
 def _zoology(mechanism: Mechanism) -> RecallConfig:
     """The lengths, pairs and vocabulary of Zoology's section 4 (arXiv:2312.04927); batch and steps are our choice."""
     return RecallConfig(
@@ -63,6 +84,9 @@ def _zoology(mechanism: Mechanism) -> RecallConfig:
 _LOCAL = LocalConfig(window=8)
 _BRL = BRLConfig(window=8, num_compressed=16, block_size=16, history_size=64, memory="layer")
 _BRL_OUTPUT = dataclasses.replace(_BRL, memory="output")
+# As many features of B and C as of a head; with Mamba-2's own 128 its state would be larger than the row's keys.
+_MAMBA2 = Mamba2Config(state_size=16)
+_NATIVE_SPARSE = NativeSparseConfig(window=8, compressed_size=4, stride=2, selected_size=4, num_selected=6)
 
 PRESETS: dict[str, RecallConfig] = {
     "brl": _small(_BRL),
@@ -70,6 +94,17 @@ PRESETS: dict[str, RecallConfig] = {
     "local": _small(_LOCAL),
     "full": _small(FullConfig()),
     "deltanet": _small(DeltaNetConfig()),
+    "gated_deltanet": _small(GatedDeltaNetConfig()),
+    "kda": _small(KDAConfig()),
+    "retnet": _small(RetNetConfig()),
+    "gla": _small(GLAConfig()),
+    "mamba2": _small(_MAMBA2),
+    "native_sparse": _small(_NATIVE_SPARSE),
+    "local-full": _hybrid(_LOCAL, FullConfig()),
+    "gla-full": _hybrid(GLAConfig(), FullConfig()),
+    "mamba2-full": _hybrid(_MAMBA2, FullConfig()),
+    "gated_deltanet-full": _hybrid(GatedDeltaNetConfig(), FullConfig()),
+    "gated_deltanet-brl": _hybrid(GatedDeltaNetConfig(), _BRL),
     "induction": _small(_BRL, kind="induction", pairs=4),
     "copy": _small(_BRL, kind="copy", vocabulary=18),
     "zoology-full": _zoology(FullConfig()),
