@@ -13,7 +13,7 @@ Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
   prompts, and stream yields the tokens as they come. Encoder (with an EncoderConfig) gives an output for each token or
   feature vector; Classifier and PairClassifier classify sequences and pairs; NodeClassifier classifies the nodes of
-  a graph; Regressor maps vectors to vectors.
+  a graph; Regressor maps vectors to vectors. EncoderDecoder (with an EncoderDecoderConfig) writes a target to a source.
   transnormer builds the configuration of a TransNormer; Stack is the layers alone, and a configuration's
   `layer(Dimensions(...))` a single one.
 """
@@ -125,6 +125,8 @@ from brl_jax.models import (
     DecoderLM,
     Encoder,
     EncoderConfig,
+    EncoderDecoder,
+    EncoderDecoderConfig,
     GraphConfig,
     MaskedLM,
     NodeClassifier,
@@ -163,6 +165,8 @@ __all__ = [
     "Dimensions",
     "Encoder",
     "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
     "Fixed",
     "FlashConfig",
     "FlowformerConfig",

@@ -1,4 +1,4 @@
-"""Text generation with any decoder: prefill, then one token at a time from the model's cache."""
+"""Text generation with any decoder or encoder-decoder: prefill, then one token at a time from the model's cache."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop_tokens: Sequence[int] = (),
+    source: Int[Array, "B S"] | np.ndarray | None = None,
+    source_lengths: Int[Array, "B"] | np.ndarray | None = None,
 ) -> Int[Array, "B P+L"]:
     """Continues prompts by sampling from a decoder; `stream` gives the same tokens as they come.
 
@@ -49,16 +51,29 @@ def generate(
       top_k: sample among the k likeliest tokens only.
       top_p: sample among the fewest tokens that together have at least this probability (0 to 1).
       stop_tokens: a row ends with the first of these that it generates; the call ends when all rows have ended.
+      source: (B, S) ints, what an encoder-decoder (`EncoderDecoder`) reads; its encoder runs once.
+      source_lengths: (B,) ints from 1 to S, the sources' lengths; by default S.
 
     Returns:
       (B, P + max_new_tokens) int32: each row's prompt and what follows it, with its stop token, then zeros.
 
     Raises:
       ValueError: an empty prompt, a token outside the vocabulary, settings out of range, variables without parameters,
-        or a model that is no decoder.
+        a model that is no decoder, or an encoder-decoder without a source.
     """
     run = _Run.start(
-        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+        model,
+        variables,
+        prompts,
+        max_new_tokens,
+        lengths,
+        rng,
+        temperature,
+        top_k,
+        top_p,
+        stop_tokens,
+        source,
+        source_lengths,
     )
     return jnp.concatenate([run.prefix, run.advance(run.state, run.steps).tokens], axis=1)
 
@@ -76,6 +91,8 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     stop_tokens: Sequence[int] = (),
+    source: Int[Array, "B S"] | np.ndarray | None = None,
+    source_lengths: Int[Array, "B"] | np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
     """Continues prompts as `generate` does, and yields its columns as they come.
 
@@ -92,7 +109,18 @@ def stream(
     """
     require(_is_int(every) and every >= 1, f"every must be an integer of at least 1, got {every!r}")
     run = _Run.start(
-        model, variables, prompts, max_new_tokens, lengths, rng, temperature, top_k, top_p, stop_tokens
+        model,
+        variables,
+        prompts,
+        max_new_tokens,
+        lengths,
+        rng,
+        temperature,
+        top_k,
+        top_p,
+        stop_tokens,
+        source,
+        source_lengths,
     )
     return run.pieces(every)
 
@@ -146,11 +174,13 @@ class _Run(NamedTuple):
         top_k: Any,
         top_p: Any,
         stop_tokens: Any,
+        source: Any,
+        source_lengths: Any,
     ) -> _Run:
-        """Checks all arguments and reads the prompts."""
+        """Checks all arguments and reads the source and the prompts."""
         _check_model(model, variables)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-        prompts, lengths = _check_prompts(prompts, lengths, vocabulary)
+        prompts, lengths = _check_rows("prompts", prompts, lengths, vocabulary)
         _check_sampling(max_new_tokens, rng, temperature, top_k, top_p)
         stops = _check_stop_tokens(stop_tokens, vocabulary)
         rng = jax.random.key(0) if rng is None else rng
@@ -160,15 +190,18 @@ class _Run(NamedTuple):
         total = width + max_new_tokens
         steps = total - common
         prompts = jnp.asarray(prompts, jnp.int32)
-        cache = model.init_cache(batch, total)
+        encoded = _read_source(model, variables, source, source_lengths, batch)
+        room = {} if encoded is None else {"source_length": encoded.outputs.shape[1]}
+        cache = model.init_cache(batch, total, **room)
         absorbed = model.absorbable(common)
         for start in range(0, absorbed, _PREFILL):
             piece = prompts[:, start : min(start + _PREFILL, absorbed)]
             cache = _absorb(model, variables, piece, cache)
         for start in range(absorbed, common, _PREFILL):
             logits, cache = _prefill(
-                model, variables, prompts[:, start : min(start + _PREFILL, common)], cache
+                model, variables, prompts[:, start : min(start + _PREFILL, common)], cache, encoded
             )
+            encoded = None  # the cache keeps what the decoder reads of it
         state = _State(
             index=jnp.zeros((), jnp.int32),
             cache=cache,
@@ -219,35 +252,54 @@ def _check_model(model: Any, variables: Any) -> None:
     )
 
 
-def _check_prompts(
-    prompts: Any, lengths: Any, vocabulary: int | None
+def _read_source(model: Any, variables: Any, source: Any, lengths: Any, batch: int) -> Any:
+    """What an encoder-decoder reads of its source; None for a decoder.
+
+    Raises:
+      ValueError: a source where there is no encoder, none where there is one, or of another number of rows.
+    """
+    if not hasattr(model, "encode"):
+        require(
+            source is None and lengths is None,
+            f"source and source_lengths must be None with {type(model).__name__}, which has no encoder",
+        )
+        return None
+    require(source is not None, f"source must be given with {type(model).__name__}, got None")
+    source, lengths = _check_rows("source", source, lengths, getattr(model.config, "vocab_size", None))
+    require(len(source) == batch, f"source must have the prompts' {batch} rows, got {len(source)}")
+    return _encode(model, variables, jnp.asarray(source, jnp.int32), jnp.asarray(lengths, jnp.int32))
+
+
+def _check_rows(
+    name: str, rows: Any, lengths: Any, vocabulary: int | None
 ) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
-    """Prompts and lengths as arrays."""
+    """Rows of tokens ("prompts" or "source") and their lengths as arrays."""
+    of = "lengths" if name == "prompts" else f"{name}_lengths"
     try:
-        prompts = np.asarray(prompts)
+        rows = np.asarray(rows)
     except ValueError as error:  # NumPy's for rows of several lengths
         raise ValueError(
-            "prompts must have rows of one length; fill shorter ones up on the right and give lengths"
+            f"{name} must have rows of one length; fill shorter ones up on the right and give {of}"
         ) from error
     require(
-        prompts.ndim == 2 and prompts.size > 0 and np.issubdtype(prompts.dtype, np.integer),
-        f"prompts must be integers of shape (batch, length), not empty, got {prompts.dtype} {prompts.shape}",
+        rows.ndim == 2 and rows.size > 0 and np.issubdtype(rows.dtype, np.integer),
+        f"{name} must be integers of shape (batch, length), not empty, got {rows.dtype} {rows.shape}",
     )
-    batch, width = prompts.shape
+    batch, width = rows.shape
     lengths = np.full((batch,), width) if lengths is None else np.asarray(lengths)
     require(
         lengths.shape == (batch,)
         and np.issubdtype(lengths.dtype, np.integer)
         and bool((lengths >= 1).all() and (lengths <= width).all()),
-        f"lengths must be {batch} integers from 1 to {width}, got {lengths.tolist()}",
+        f"{of} must be {batch} integers from 1 to {width}, got {lengths.tolist()}",
     )
     if vocabulary is not None:
         inside = np.arange(width)[None] < lengths[:, None]
-        wrong = prompts[inside & ((prompts < 0) | (prompts >= vocabulary))]
+        wrong = rows[inside & ((rows < 0) | (rows >= vocabulary))]
         require(
-            wrong.size == 0, f"prompts must hold tokens from 0 to {vocabulary - 1}, got {wrong[:5].tolist()}"
+            wrong.size == 0, f"{name} must hold tokens from 0 to {vocabulary - 1}, got {wrong[:5].tolist()}"
         )
-    return prompts, lengths
+    return rows, lengths
 
 
 def _check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
@@ -287,9 +339,15 @@ def _absorb(model, variables, tokens, cache):
     return model.apply(variables, tokens, cache, method="absorb")
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(model, variables, source, lengths):
+    return model.apply(variables, source, lengths, method="encode")
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _prefill(model, variables, tokens, cache):
-    hidden, cache = model.apply(variables, tokens, cache=cache, method="hidden")
+def _prefill(model, variables, tokens, cache, encoded=None):
+    reads = {} if encoded is None else {"encoded": encoded}
+    hidden, cache = model.apply(variables, tokens, cache=cache, method="hidden", **reads)
     return model.apply(variables, hidden[:, -1:], method="logits")[:, 0], cache
 
 

@@ -47,7 +47,7 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") -> LoadedRun:
-    """Reads a network that `train.lm`, `train.lra`, `train.recall`, `train.regression` or `train.forecast` trained.
+    """Reads a network that train.lm, train.lra, train.recall, train.copy, train.regression or train.forecast trained.
 
     Args:
       workdir: the run's folder, with config.json and checkpoints.
@@ -69,7 +69,7 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
             return checkpointer.restore(folder / str(step), args=ocp.args.Composite(**items))
 
     config = json.loads((epath.Path(workdir) / "config.json").read_text())
-    model, example = _network(config)
+    model, inputs = _network(config)
     folder = epath.Path(workdir) / "checkpoints"
     if "://" not in os.fspath(folder):  # epath would take gs://... for a name in the working directory
         folder = folder.resolve()
@@ -89,7 +89,7 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
         )
     step = min(scores, key=lambda step: scores[step]) if scores else chosen[0]
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), example)["params"])
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     return LoadedRun(
         model, {"params": read(step, params=ocp.args.StandardRestore(like))["params"]}, step, config
@@ -113,8 +113,8 @@ def load_export(path: str | os.PathLike[str]) -> LoadedRun:
     if "model_type" in config:
         decoder, params = huggingface.load(folder)
         return LoadedRun(DecoderLM(decoder), {"params": params}, None, config)
-    model, example = _network(config)
-    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), example)["params"])
+    model, inputs = _network(config)
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
     expected = traverse_util.flatten_dict(shapes, sep=".")
     with files.open_tensors(folder) as (names, read):
         if set(names) != set(expected):
@@ -159,19 +159,22 @@ def save_export(
     files.write_folder(path, tensors, config, metadata=metadata, tokenizer=tokenizer)
 
 
-def _network(config: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
-    """The module of a run's configuration, and the shape of an input."""
+def _network(config: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The module of a run's configuration, and the shapes of its inputs."""
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError("config.json must be an object with a part 'model'")
     values = config["model"]
     match config.get("task"):
         case "lm" | "recall" | "forecast_tokens":
-            return DecoderLM(configuration(DecoderConfig, values, "model")), _TOKENS
+            return DecoderLM(configuration(DecoderConfig, values, "model")), (_TOKENS,)
         case "lra":
             encoder = configuration(EncoderConfig, values, "model")
             is_pair = config["data"]["task"] == "retrieval"
-            return (PairClassifier(encoder), _PAIRS) if is_pair else (Classifier(encoder), _TOKENS)
+            return (PairClassifier(encoder), (_PAIRS,)) if is_pair else (Classifier(encoder), (_TOKENS,))
         case "regression" | "forecast":
             regressor = configuration(RegressorConfig, values, "model")
-            return Regressor(regressor), jax.ShapeDtypeStruct((1, 2, regressor.num_inputs), jnp.float32)
+            return Regressor(regressor), (jax.ShapeDtypeStruct((1, 2, regressor.num_inputs), jnp.float32),)
+        case "copy":
+            pair = configuration(EncoderDecoderConfig, values, "model")
+            return EncoderDecoder(pair), (_TOKENS, _TOKENS)
     raise ValueError(f"config.json is of the task {config.get('task')!r}, which load_run does not know")

@@ -53,6 +53,7 @@ _OPTIONS = {
     "mlm": "--length 64 --tokenizer chars:max=62",
     "glue": "--length 64",
     "graph": "",
+    "copy": "--length 64 --min_length 64",
     "recall": "--length 64",
     "regression": "--pairs 32 --input_dim 4 --mup_base_width 32",
     "forecast": "--lookback 32 --horizon 32 --split 96 96 96",
@@ -146,6 +147,10 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
             is_token = "places" in shapes
             classes = model.vocab_size if is_token else model.num_classes
             batch[name] = rng.integers(classes, size=x.shape).astype(np.int32)
+        elif name == "source":
+            batch[name] = rng.integers(config.model.vocab_size, size=x.shape).astype(np.int32)
+        elif name == "source_lengths":
+            batch[name] = np.full(x.shape, shapes["source"].shape[-1], np.int32)
         elif name == "places":
             batch[name] = rng.integers(shapes["tokens"].shape[-1], size=x.shape).astype(np.int32)
         elif name == "lengths":

@@ -63,10 +63,11 @@ def _last_trained(result: Result) -> Mapping[str, Any]:
     return next((case for case in cases if case is not None), result["cases"][0])
 
 
-def _spread(values: Sequence[float]) -> str:
-    percent = [100 * value for value in values]
-    mean = f"{np.mean(percent):.1f}"
-    return mean if len(percent) == 1 else f"{mean} ({min(percent):.1f} to {max(percent):.1f})"
+def percent(values: Sequence[float]) -> str:
+    """The mean of shares in percent, and where there are several the lowest and the highest."""
+    shares = [100 * value for value in values]
+    mean = f"{np.mean(shares):.1f}"
+    return mean if len(shares) == 1 else f"{mean} ({min(shares):.1f} to {max(shares):.1f})"
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -85,7 +86,7 @@ def markdown(results: Sequence[Result]) -> str:
         cells = []
         for case in cases:
             values = [found["accuracy"] for run in runs if (found := _case(run, *case)) is not None]
-            cells.append(_spread(values) if values else "-")
+            cells.append(percent(values) if values else "-")
         learned = ", ".join("never" if run["learned_at"] is None else str(run["learned_at"]) for run in runs)
         lines.append(
             f"| {label} | {runs[0]['parameters']} | {_last_trained(runs[0])['state_bytes']} "

@@ -35,8 +35,9 @@ T = TypeVar("T")
 R = TypeVar("R", bound="RunConfig")
 M = TypeVar("M", bound=StackConfig)
 
-# Command-line options that take the name of a mechanism; each is also the model's field that it sets.
-_MECHANISM_FIELDS = ("mechanism", "late_mechanism")
+# Command-line options that take the name of a mechanism; each is also the model's field that it sets. The first one is
+# that of models with an encoder and a decoder, and set first: without it the encoder has the decoder's mechanism.
+_MECHANISM_FIELDS = ("encoder_mechanism", "mechanism", "late_mechanism")
 # A list of names longer than this is left to --presets.
 _NAMES_SHOWN = 30
 
@@ -146,7 +147,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
         raise UserError(f"PRESET: {_unknown(name, presets)}")
     config: Any = presets[name]
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
-    for field in _MECHANISM_FIELDS:
+    for field in _mechanism_fields(config):
         config = dataclasses.replace(config, model=_swap_mechanism(config.model, field, rest))
     description = (
         f"{about}\n\nPRESET is one of {', '.join(presets)}; the default is {default_preset}. "
@@ -203,6 +204,15 @@ def _with_option(message: str, options: Sequence[str]) -> str:
     return f"--{message}" if message.split(" ", 1)[0].rstrip(",") in options else message
 
 
+def _mechanism_fields(config: Any) -> tuple[str, ...]:
+    """The options that take the name of a mechanism in this configuration."""
+    return (
+        _MECHANISM_FIELDS
+        if hasattr(getattr(config, "model", None), "encoder_mechanism")
+        else _MECHANISM_FIELDS[1:]
+    )
+
+
 def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     """Takes `--field NAME` out of `rest` and gives the model's field the named mechanism, at its defaults."""
     spellings = (f"--{field}", f"--{field.replace('_', '-')}")
@@ -214,13 +224,15 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
         if at == len(rest) or rest[at].startswith("-"):
             raise UserError(f"--{field}: expected one of {', '.join(MECHANISMS)}")
         name = rest.pop(at)
-    if field == "late_mechanism" and name == "none":
-        return dataclasses.replace(model, late_mechanism=None)
+    if field != "mechanism" and name == "none":
+        return _replace(model, field, None)
     if name not in MECHANISMS:
         raise UserError(f"--{field}: {_unknown(name, MECHANISMS)}")
     if type(getattr(model, field)) is MECHANISMS[name]:
         return model
     mechanism = MECHANISMS[name]()
+    if field == "encoder_mechanism":  # it has layers of its own
+        return _replace(model, field, mechanism)
     # --num_layers is not read yet: the preset's number of layers, rounded up to whole blocks of the mechanism.
     layers = -(-model.num_layers // mechanism.group) * mechanism.group
     return _replace(model, field, mechanism, num_layers=layers)
@@ -254,7 +266,9 @@ def _one_line(complaint: str) -> str:
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
     message = " ".join(lines[: rules[0]] if rules else lines)
     message = re.sub(r"^Error parsing (loop|data|model|optimizer|[A-Z]\w*): ", "", message)
-    message = re.sub(r"^Error parsing (?:model\.)?(mesh|hosts|(?:late_)?mechanism): ", r"\1.", message)
+    message = re.sub(
+        r"^Error parsing (?:model\.)?(mesh|hosts|(?:late_|encoder_)?mechanism): ", r"\1.", message
+    )
     message = message.removeprefix("Error parsing ")
     message = re.sub(r"invalid choice '(.*?)' .*Expected one of \((.*?)\)\.?", _with_nearest, message)
     usage = [lines[i + 1] for i, line in enumerate(lines[:-1]) if line == "Argument helptext:"]
@@ -270,4 +284,4 @@ def option_names(config: Any) -> list[str]:
     """Names of the options that set the fields of a configuration."""
     decided = set(marked(type(config), Mark.DECIDED))
     paths = [path for path in flatten(to_json(config)) if path not in decided]
-    return [*_MECHANISM_FIELDS, *(option_name(path) for path in paths if not path.endswith(".name"))]
+    return [*_mechanism_fields(config), *(option_name(path) for path in paths if not path.endswith(".name"))]

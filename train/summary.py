@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from brl_jax.layers import mechanism_name
-from brl_jax.models import StackConfig
+from brl_jax.models import EncoderDecoderConfig, StackConfig
 from train.config import LoopConfig
 from train.metrics import clock
 
@@ -21,9 +21,12 @@ def num_parameters(params: Any) -> int:
 
 
 def mechanism_names(config: StackConfig) -> str:
-    """The names of a network's mechanisms, for people: "diag+norm"."""
+    """The names of a network's mechanisms, for people: "diag+norm", and "linformer to full" where an encoder has
+    another than its decoder."""
     used = (config.mechanism, config.late_mechanism)
-    return "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))
+    names = "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))
+    encoder = config.encoder_mechanism if isinstance(config, EncoderDecoderConfig) else None
+    return names if encoder is None else f"{mechanism_name(encoder)} to {names}"
 
 
 def beginning(

@@ -3,6 +3,7 @@
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
 from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
+from brl_jax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from brl_jax.models.graph import GraphConfig, NodeClassifier
 from brl_jax.models.masked_lm import MaskedLM
 from brl_jax.models.networks import make_stack
@@ -18,6 +19,8 @@ __all__ = [
     "DecoderLM",
     "Encoder",
     "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
     "GraphConfig",
     "MaskedLM",
     "NodeClassifier",

@@ -7,49 +7,17 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from brl_jax.attention.dense.full import full_attention
-from brl_jax.layers.core.modules import FeedForward, dense, merge_heads, norm, scale_scores
+from brl_jax.layers.core.modules import FeedForward, norm
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.models.cross_attention import CrossAttention, CrossCache, CrossCall, CrossConfig
 from brl_jax.sharding import constrain
 
 
-class Encoded(NamedTuple):
-    """What a decoder reads from an encoder.
+class BlockCache(NamedTuple):
+    """The decoding cache of a block that keeps the keys and values of its cross-attention, beside its mixer's cache."""
 
-    Attributes:
-      outputs: (B, S, D), the encoder's outputs.
-      lengths: (B,) ints, how many of each row exist, the first ones; None for all. The rest changes nothing.
-    """
-
-    outputs: Any
-    lengths: Any = None
-
-
-class CrossAttention(nn.Module):
-    """Softmax attention of x (B, T, D) to an encoder's outputs (B, S, D) (Vaswani et al. 2017, arXiv:1706.03762,
-    section 3.2.3), without positions: the encoder's outputs carry theirs. A row of length 0 gives zeros.
-
-    Keys and values are projected anew in every call, also in generation.
-    """
-
-    dimensions: Dimensions
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], encoded: Encoded) -> Float[Array, "B T D"]:
-        d = self.dimensions
-        heads = (d.num_kv_heads, d.head_dim)
-        query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
-        key = dense(d, heads, ("embed", "kv_heads", "head_dim"), name="key")(encoded.outputs)
-        value = dense(d, heads, ("embed", "kv_heads", "head_dim"), name="value")(encoded.outputs)
-        attended = full_attention(
-            scale_scores(query, d.head_score_factor),
-            key,
-            value,
-            key_value_seq_lengths=encoded.lengths,
-            # There is no Pallas kernel of full attention; a network may ask for those of its mechanism.
-            implementation=d.implementation if d.implementation in ("xla", "cudnn") else None,
-        )
-        return merge_heads(d, attended)
+    mixer: Any
+    cross: CrossCache
 
 
 class Block(nn.Module):
@@ -58,28 +26,28 @@ class Block(nn.Module):
     With `output_norms` of the dimensions, what each of them gives is normalised before it is added, besides its input
     (Gemma 2, arXiv:2408.00118): h = x + norm(mix(norm(x))).
 
-    With `cross_attention` there is a second mixer between them, `CrossAttention` to what `encoded` holds, normalised
-    as the feed-forward network is.
+    With `cross_attention` there is a second mixer between them, `CrossAttention` to what `cross` names, normalised as
+    the feed-forward network is.
     """
 
     mechanism: Mechanism
     dimensions: Dimensions
-    cross_attention: bool = False
+    cross_attention: CrossConfig | None = None
 
     def setup(self):
         d = self.dimensions
         self.mixer = self.mechanism.layer(d)
         if self.mechanism.residual != "ffn":
             self.mixer_norm = norm(d, name="mixer_norm")
-        if self.cross_attention:
-            self.cross_mixer = CrossAttention(d)
+        if self.cross_attention is not None:
+            self.cross_mixer = CrossAttention(self.cross_attention, d)
             self.cross_norm = norm(d, name="cross_norm")
         if self.mechanism.residual != "mixer":
             self.feed_forward = FeedForward(d)
             self.feed_forward_norm = norm(d, name="feed_forward_norm")
         if d.output_norms:
             self.mixer_output_norm = norm(d, name="mixer_output_norm")
-            if self.cross_attention:
+            if self.cross_attention is not None:
                 self.cross_output_norm = norm(d, name="cross_output_norm")
             if self.mechanism.residual != "mixer":
                 self.feed_forward_output_norm = norm(d, name="feed_forward_output_norm")
@@ -92,13 +60,14 @@ class Block(nn.Module):
         cache: Any,
         call: dict[str, Any],
         deterministic: bool,
-        encoded: Encoded | None = None,
+        cross: CrossCall | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The output, the new carry and the new cache; `call` holds the layer's other arguments."""
         mixed, carry, cache = self.mix(x, carry, cache, call, deterministic)
         x = constrain_stream(x + mixed)
-        if encoded is not None:
-            x = constrain_stream(x + self.attend(x, encoded, deterministic))
+        if cross is not None:
+            mixed, cache = self.attend(x, cross, cache, deterministic)
+            x = constrain_stream(x + mixed)
         if self.mechanism.residual != "mixer":
             x = constrain_stream(x + self.transform(x, deterministic))
         return x, carry, cache
@@ -108,10 +77,11 @@ class Block(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """What the mechanism adds to the residual stream, the new carry and the new cache."""
         residual = self.mechanism.residual
-        mixed, carry, cache = self.mixer(
+        kept = isinstance(cache, BlockCache)
+        mixed, carry, mixer_cache = self.mixer(
             self.mixer_norm(x) if residual in ("pre", "mixer") else x,
             carry=carry,
-            cache=cache,
+            cache=cache.mixer if kept else cache,
             deterministic=deterministic,
             **call,
         )
@@ -119,19 +89,22 @@ class Block(nn.Module):
             mixed = self.mixer_norm(mixed)
         if self.dimensions.output_norms:
             mixed = self.mixer_output_norm(mixed)
+        cache = BlockCache(mixer_cache, cache.cross) if kept else mixer_cache
         return self.dropout(mixed, deterministic=deterministic), carry, cache
 
     def attend(
-        self, x: Float[Array, "B T D"], encoded: Encoded, deterministic: bool
-    ) -> Float[Array, "B T D"]:
-        """What attention to the encoder's outputs adds to the residual stream."""
+        self, x: Float[Array, "B T D"], cross: CrossCall, cache: Any, deterministic: bool
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """What attention to the encoder's outputs adds to the residual stream, and the block's new cache."""
+        kept = isinstance(cache, BlockCache)
+        read = x if self.mechanism.residual == "post" else self.cross_norm(x)
+        mixed, cross_cache = self.cross_mixer(read, cross, cache.cross if kept else None)
         if self.mechanism.residual == "post":
-            mixed = self.cross_norm(self.cross_mixer(x, encoded))
-        else:
-            mixed = self.cross_mixer(self.cross_norm(x), encoded)
+            mixed = self.cross_norm(mixed)
         if self.dimensions.output_norms:
             mixed = self.cross_output_norm(mixed)
-        return self.dropout(mixed, deterministic=deterministic)
+        cache = cache._replace(cross=cross_cache) if kept else cache
+        return self.dropout(mixed, deterministic=deterministic), cache
 
     def transform(self, x: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
         """What the feed-forward network adds to the residual stream."""

@@ -107,7 +107,7 @@ class StackConfig:
         if self.implementation is not None:
             check_choice("implementation", self.implementation, get_args(Implementation))
         for name in ("mechanism", "late_mechanism"):
-            _check_mechanism(name, getattr(self, name))
+            check_mechanism(name, getattr(self, name))
         if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
             raise ValueError(f"rope_theta must be a finite number above 0, or None, got {self.rope_theta}")
         if not 0 <= self.norm_epsilon < math.inf:
@@ -244,7 +244,7 @@ def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
             )
 
 
-def _check_mechanism(name: str, value: object) -> None:
+def check_mechanism(name: str, value: object) -> None:
     """Raises ValueError unless a value is the configuration of a mechanism, or None for the late one."""
     if isinstance(value, Mechanism) or (name == "late_mechanism" and value is None):
         return

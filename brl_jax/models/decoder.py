@@ -14,11 +14,12 @@ from brl_jax.attention.core.checks import check_at_least, require
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
-from brl_jax.models.inputs import Inputs
+from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
+from brl_jax.models.inputs import Inputs, Positions
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
 from brl_jax.models.stack import Stack
-from brl_jax.models.stack_call import Recall
+from brl_jax.models.stack_call import Recall, StackCache
 from brl_jax.sharding import constrain
 
 
@@ -54,6 +55,16 @@ class DecoderConfig(StackConfig):
         """The dimensions that each layer is built with."""
         return self.make_dimensions(is_causal=True)
 
+    @property
+    def added_positions(self) -> Positions:
+        """What the inputs are given for their positions; "rope" for nothing, which leaves them to the layers."""
+        return "rope"
+
+    @property
+    def cross_attention(self) -> CrossConfig | None:
+        """The layers' cross-attention to an encoder; None without an encoder."""
+        return None
+
 
 class DecoderLM(nn.Module):
     """Token embedding, a stack of blocks, and logits, by default through the same embedding.
@@ -63,7 +74,8 @@ class DecoderLM(nn.Module):
       nll, weight, memory = model.loss(tokens, targets, weights, memory=memory)
       logits, cache = model(tokens, cache=cache)         generation, any number of tokens at a time
     `memory` (from `init_memory`, or None to begin without a past) is what the mechanism carries from batch to batch
-    of a stream, without gradient; `cache` comes from `init_cache`.
+    of a stream, without gradient; `cache` comes from `init_cache`. As the decoder of an `EncoderDecoder`, whose
+    configuration has `cross_attention`, it also takes `encoded`.
     """
 
     config: DecoderConfig
@@ -75,6 +87,7 @@ class DecoderLM(nn.Module):
             c.vocab_size,
             embedding_width=c.embedding_width,
             embedding_scale=c.embedding_scale,
+            added=c.added_positions,
         )
         nn.share_scope(self, self.inputs)
         if not c.tied_embeddings:
@@ -82,21 +95,25 @@ class DecoderLM(nn.Module):
             self.unembedding: Any = self.param(
                 "unembedding", init, (c.vocab_size, c.d_model), c.dimensions.param_dtype
             )
-        self.stack = make_stack(c.mechanisms, c.dimensions, c.remat)
+        self.stack = make_stack(c.mechanisms, c.dimensions, c.remat, c.cross_attention)
         self.dropout = nn.Dropout(c.dropout)
 
     def _unbound_stack(self) -> Stack:
-        return make_stack(self.config.mechanisms, self.config.dimensions, self.config.remat, parent=None)
+        c = self.config
+        return make_stack(c.mechanisms, c.dimensions, c.remat, c.cross_attention, parent=None)
 
-    def init_cache(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int, source: CrossSizes | None = None) -> Any:
         """A decoding cache for `batch` sequences of up to `length` tokens.
+
+        Args:
+          source: the sizes of an encoder's outputs, whose keys and values the cache then keeps.
 
         Raises:
           ValueError: a batch or a length below 1.
         """
         if batch < 1 or length < 1:
             raise ValueError(f"batch and length of a cache must be at least 1, got {batch} and {length}")
-        return self._unbound_stack().init_cache(batch, length, recalls=True)
+        return self._unbound_stack().init_cache(batch, length, recalls=True, source=source)
 
     def init_memory(self, batch: int) -> Any:
         """The memory at the start of `batch` streams; None if the mechanisms carry nothing."""
@@ -120,6 +137,7 @@ class DecoderLM(nn.Module):
         cache: Any = None,
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        encoded: Encoded | None = None,
         deterministic: bool = True,
     ):
         """The last hidden states (B, T, D), normalised, and the new memory or cache.
@@ -133,6 +151,7 @@ class DecoderLM(nn.Module):
             from 0.
           segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row; for mechanisms
             that pack.
+          encoded: an encoder's outputs, with cross-attention only; see `Stack`.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
@@ -146,12 +165,14 @@ class DecoderLM(nn.Module):
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
-        x = self.dropout(self.inputs.embed(tokens), deterministic=deterministic)
+        start = cache.num_tokens if isinstance(cache, StackCache) else 0
+        x = self.dropout(self.inputs.place(tokens, start), deterministic=deterministic)
         return self.stack(
             x,
             cache=memory if cache is None else cache,
             positions=positions,
             segment_ids=segment_ids,
+            encoded=encoded,
             recall=None if cache is None else Recall(tokens, self.inputs.embed),
             deterministic=deterministic,
         )

@@ -20,14 +20,16 @@ InputKind = Literal["embed", "scale", "features"]
 Positions = Literal["rope", "learned", "sinusoidal", "none"]
 
 
-def sinusoidal_positions(length: int, width: int) -> Float[Array, "T D"]:
-    """Sines in the even features, cosines in the odd ones, of t / 10000^(i / width) for feature i (float32).
+def sinusoidal_positions(length: int, width: int, start: Any = 0) -> Float[Array, "T D"]:
+    """Sines in the even features, cosines in the odd ones, of t / 10000^(i / width) for feature i (float32), for the
+    places t from `start` on.
 
     Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
     """
     feature = jnp.arange(width, dtype=jnp.int32)
     even = (feature - feature % 2).astype(jnp.float32)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * jnp.exp(even * (-math.log(1e4) / width))[None]
+    place = (jnp.arange(length, dtype=jnp.int32) + start).astype(jnp.float32)
+    angle = place[:, None] * jnp.exp(even * (-math.log(1e4) / width))[None]
     return jnp.where(feature[None] % 2 == 0, jnp.sin(angle), jnp.cos(angle))
 
 
@@ -146,6 +148,21 @@ class Inputs(nn.Module):
         """The rows without what is added for their positions; the inputs are not checked."""
         return self._finish(self._map(inputs))
 
+    def place(self, inputs: Array, start: Any = 0) -> Float[Array, "B T D"]:
+        """The rows with what is added for their positions, which count from `start`; the inputs are not checked.
+
+        Learned positions count from 0 alone.
+        """
+        x = self._map(inputs)
+        if self.added == "learned":
+            x = x + self.position_table[: inputs.shape[1]].astype(x.dtype)[None]
+        elif self.added == "sinusoidal":
+            x = (
+                x
+                + sinusoidal_positions(inputs.shape[1], self.dimensions.d_model, start).astype(x.dtype)[None]
+            )
+        return self._finish(x)
+
     def _map(self, inputs: Array) -> Float[Array, "B T D"]:
         if self.kind == "embed":
             table = constrain(self.embedding, ("vocab", None))
@@ -161,9 +178,4 @@ class Inputs(nn.Module):
 
     def __call__(self, inputs: Array, lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
         self.check(inputs, lengths)
-        x = self._map(inputs)
-        if self.added == "learned":
-            x = x + self.position_table[: inputs.shape[1]].astype(x.dtype)[None]
-        elif self.added == "sinusoidal":
-            x = x + sinusoidal_positions(inputs.shape[1], self.dimensions.d_model).astype(x.dtype)[None]
-        return self._finish(x)
+        return self.place(inputs)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.layers.core.modules import norm
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.models.block import Block, Encoded, constrain_stream
+from brl_jax.models.block import Block, BlockCache, constrain_stream
+from brl_jax.models.cross_attention import CrossCache, CrossCall, CrossConfig, CrossSizes, Encoded
 from brl_jax.models.reversible import Branches, Operands, reversible_layers
 from brl_jax.models.stack_call import Recall, StackCache, StackCall, StackMemory, check_room
 from brl_jax.sharding import constrain
@@ -44,10 +45,10 @@ class Period(nn.Module):
     mechanisms: tuple[Mechanism, ...]
     carriers: tuple[str, ...]
     dimensions: Dimensions
-    cross_attention: bool = False
+    cross_attention: CrossConfig | None = None
 
     @nn.compact
-    def __call__(self, state, caches, call, deterministic, encoded):
+    def __call__(self, state, caches, call, deterministic, cross):
         x, carries = state
         caches = list(caches)
         for i, (mechanism, key) in enumerate(zip(self.mechanisms, self.carriers)):
@@ -58,7 +59,7 @@ class Period(nn.Module):
                 x1 = constrain_stream(x1 + mixed)
                 x = (x1, constrain_stream(x2 + block.transform(x1, deterministic)))
                 continue
-            x, carry, caches[i] = block(x, carries.get(key), caches[i], call, deterministic, encoded)
+            x, carry, caches[i] = block(x, carries.get(key), caches[i], call, deterministic, cross)
             if key in carries:
                 carries = {**carries, key: carry}
         return (x, carries), tuple(caches)
@@ -76,13 +77,14 @@ class Stack(nn.Module):
 
     `y, cache = stack(x, cache=cache)`: the cache is None, or made by `init_cache` (generation) or `init_memory`
     (training on streams; None where no layer has a memory). x and y are (B, T, D). With `cross_attention` every block
-    also attends to an encoder's outputs, given as `encoded`.
+    also attends to an encoder's outputs, given as `encoded`; a decoding cache with room for them keeps their keys and
+    values, so that only the first call needs them. `encode` gives an encoder's outputs as a decoder takes them.
     """
 
     mechanisms: tuple[Mechanism, ...]
     dimensions: Dimensions
     remat: Remat = "none"
-    cross_attention: bool = False
+    cross_attention: CrossConfig | None = None
 
     def setup(self):
         keys = _carrier_keys(self.mechanisms)
@@ -124,20 +126,31 @@ class Stack(nn.Module):
             check_constancy_invariants=False,  # the check traces the layers once more
         )
 
-    def init_cache(self, batch: int, length: int, *, recalls: bool = False) -> Any:
+    def init_cache(
+        self, batch: int, length: int, *, recalls: bool = False, source: CrossSizes | None = None
+    ) -> Any:
         """A decoding cache for sequences of up to `length` tokens.
 
         Args:
           recalls: every call will come with a `Recall`, so that the cache may keep tokens instead of their embeddings.
             The ordinary stack has no use for either.
+          source: with cross-attention, the sizes of the encoder's outputs, whose keys and values the cache then keeps.
+            Without it every call needs `encoded`.
         """
         parts = self._parts()
+
+        def one(module: Any) -> Any:
+            cache = module.init_cache(batch, length)
+            if source is None:
+                return cache
+            return BlockCache(cache, CrossCache.empty(batch, source, self.dimensions))
+
         return StackCache(
             num_tokens=jnp.zeros((), jnp.int32),
             room=jnp.asarray(length, jnp.int32),
             carriers={key: module.init_cache(batch, length) for key, module in parts.carriers.items()},
             layers=tuple(
-                tuple(_repeat(module.init_cache(batch, length), repeats) for module in modules)
+                tuple(_repeat(one(module), repeats) for module in modules)
                 for modules, repeats in parts.layers
             ),
         )
@@ -222,7 +235,8 @@ class Stack(nn.Module):
           positions: (1, T) or (B, T) ints; by default they count on from the cache's tokens, or from 0.
           lengths: (B,) ints, how many tokens of each row exist, the first ones; for encoders.
           segment_ids: (B, T) ints, equal for the tokens of one sequence, none of which sees another.
-          encoded: an encoder's outputs; with `cross_attention` only, and then in every call.
+          encoded: an encoder's outputs; with `cross_attention` only, and then in every call, but for those with a
+            decoding cache that keeps their keys and values.
           recall: the tokens of x and their embedding, for a cache made with `recalls=True`.
           deterministic: False applies dropout, with the random stream "dropout".
 
@@ -231,10 +245,10 @@ class Stack(nn.Module):
             place; more tokens than the cache has room for, where their number is known (traced, they are lost or
             overwrite others).
         """
-        if (encoded is not None) != self.cross_attention:
+        reads = self.cross_attention is not None
+        if (encoded is not None) != reads and not (reads and _keeps_cross(cache)):
             raise ValueError(
-                f"encoded must {'' if self.cross_attention else 'not '}be given with "
-                f"cross_attention={self.cross_attention}"
+                f"encoded must {'' if reads else 'not '}be given with cross_attention={self.cross_attention}"
             )
         if isinstance(cache, StackCache):
             check_room(x.shape[1], cache.num_tokens, cache.room)
@@ -252,29 +266,45 @@ class Stack(nn.Module):
         y, new = self._aligned_segments(x, cache, call, deterministic)
         return y, None if cache is None else self._memory_from_cache(new)
 
-    def _run(self, x, cache, call: StackCall, deterministic):
-        """All layers over tokens of one segment."""
+    def encode(
+        self, x: Float[Array, "B T D"], *, lengths: Int[Array, "B"] | None = None, deterministic: bool = True
+    ) -> Encoded:
+        """The outputs of an encoder as a decoder's cross-attention takes them, with the tokens that its mechanism has
+        compressed the sequence into, where there are any; arguments as for the call."""
+        y, carries, _ = self._through_layers(x, None, StackCall(lengths=lengths), deterministic)
+        summaries = [carrier.summary(carries[key]) for key, carrier in self.carriers.items()]
+        return Encoded(y, lengths, next((each for each in summaries if each is not None), None))
+
+    def _through_layers(self, x, cache, call: StackCall, deterministic):
+        """The outputs, the carries after the last layer and the layers' caches, for tokens of one segment."""
         caches = {} if cache is None else cache.carriers
         carries = {key: carrier(x, caches.get(key)) for key, carrier in self.carriers.items()}
         reversible = self.dimensions.reversible
         saves = reversible and cache is None and not self._is_observed()
         state: Any = ((x, x) if reversible else x, carries)
+        start = cache.num_tokens if isinstance(cache, StackCache) else None
+        cross = None if self.cross_attention is None else CrossCall(call.encoded, start)
         layers = []
         for i, group in enumerate(self.layers):
             if saves:
                 state = (self._reversed(group, state[0], call, deterministic), carries)
                 continue
             group_cache = (None,) * len(group.mechanisms) if cache is None else cache.layers[i]
-            state, group_cache = group(state, group_cache, call.of_layers, deterministic, call.encoded)
+            state, group_cache = group(state, group_cache, call.of_layers, deterministic, cross)
             layers.append(group_cache)
         outputs = (state[0][0] + state[0][1]) / 2 if reversible else state[0]
-        y = self.final_norm(outputs)
+        return self.final_norm(outputs), state[1], tuple(layers)
+
+    def _run(self, x, cache, call: StackCall, deterministic):
+        """All layers over tokens of one segment."""
+        caches = {} if cache is None else cache.carriers
+        y, _, layers = self._through_layers(x, cache, call, deterministic)
         if cache is None:
             return y, None
         carriers = {
             key: carrier.close(y, caches.get(key), call.count) for key, carrier in self.carriers.items()
         }
-        new = cache._replace(carriers=carriers, layers=tuple(layers))
+        new = cache._replace(carriers=carriers, layers=layers)
         if isinstance(new, StackCache):
             count = x.shape[1] if call.count is None else call.count
             new = new._replace(num_tokens=new.num_tokens + count)
@@ -362,6 +392,11 @@ class Stack(nn.Module):
         start = (cache, jnp.zeros_like(x), jnp.zeros((), jnp.int32))
         (cache, y, _), _ = scan(self, start, None)
         return y[:, :length], cache
+
+
+def _keeps_cross(cache: Any) -> bool:
+    """Whether a decoding cache keeps the keys and values of an encoder's outputs."""
+    return isinstance(cache, StackCache) and isinstance(cache.layers[0][0], BlockCache)
 
 
 def _branches(block: Block, deterministic: bool) -> Branches:

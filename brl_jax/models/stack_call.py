@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array
 
 from brl_jax.attention.core.checks import concrete_values
-from brl_jax.models.block import Encoded
+from brl_jax.models.cross_attention import Encoded
 
 
 class Recall(NamedTuple):

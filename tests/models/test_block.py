@@ -11,7 +11,8 @@ import pytest
 from flax import traverse_util
 
 from brl_jax import BRLConfig, DecoderConfig, DecoderLM, FullConfig, LocalConfig, Stack, TLinFormerConfig
-from brl_jax.models.block import Block, CrossAttention, Encoded
+from brl_jax.models.block import Block
+from brl_jax.models.cross_attention import CrossAttention, CrossCall, CrossConfig, Encoded
 from brl_jax.models.networks import make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import as_float64, relative_error
@@ -45,22 +46,28 @@ def dense_cross_attention(params, x, encoded, lengths):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_cross_attention_is_dense_attention_to_what_exists(kv_heads):
-    layer = CrossAttention(dataclasses.replace(D, num_heads=4, head_dim=4, num_kv_heads=kv_heads))
+    layer = CrossAttention(
+        CrossConfig(), dataclasses.replace(D, num_heads=4, head_dim=4, num_kv_heads=kv_heads)
+    )
+
+    def run(encoded):
+        return layer.apply(variables, x, CrossCall(encoded))[0]
+
     x, outputs, lengths = draw(2, 5, 16), draw(2, 9, 16, seed=1), jnp.array([4, 9])
-    variables = nn.unbox(layer.init(jax.random.key(0), x, Encoded(outputs)))
-    got = layer.apply(variables, x, Encoded(outputs, lengths))
+    variables = nn.unbox(layer.init(jax.random.key(0), x, CrossCall(Encoded(outputs))))
+    got = run(Encoded(outputs, lengths))
     expected = dense_cross_attention(variables["params"], x, outputs, lengths)
     assert relative_error(got, expected) < 1e-5
     # Padding changes nothing, not even NaN, and all exist by default.
     poisoned = outputs.at[0, 4:].set(jnp.nan)
-    np.testing.assert_array_equal(layer.apply(variables, x, Encoded(poisoned, lengths)), got)
+    np.testing.assert_array_equal(run(Encoded(poisoned, lengths)), got)
     whole = dense_cross_attention(variables["params"], x, outputs, [9, 9])
-    assert relative_error(layer.apply(variables, x, Encoded(outputs)), whole) < 1e-5
+    assert relative_error(run(Encoded(outputs)), whole) < 1e-5
 
 
 @pytest.mark.parametrize("remat", slow_unless(["none", "full"], ("none",)))
 def test_a_stack_reads_an_encoder_in_every_layer(remat):
-    stack = Stack((LocalConfig(window=2),) * 2, D, remat, cross_attention=True)
+    stack = Stack((LocalConfig(window=2),) * 2, D, remat, cross_attention=CrossConfig())
     x, encoded = draw(2, 7, 16), Encoded(draw(2, 5, 16, seed=1), jnp.array([3, 5]))
     variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), x, encoded=encoded))
     plain = jax.eval_shape(Stack((LocalConfig(window=2),) * 2, D).init, jax.random.key(0), x)
@@ -87,7 +94,7 @@ def test_a_stack_reads_an_encoder_in_every_layer(remat):
 @pytest.mark.slow
 def test_a_stack_in_segments_reads_an_encoder():
     mechanism = BRLConfig(window=3, num_compressed=2, block_size=4, memory="output")
-    stack = Stack((mechanism,) * 2, D, cross_attention=True)
+    stack = Stack((mechanism,) * 2, D, cross_attention=CrossConfig())
     x, encoded = draw(1, 10, 16), Encoded(draw(1, 5, 16, seed=1))
     variables = nn.unbox(stack.init(jax.random.key(0), x[:, :1], encoded=encoded))
     run = jax.jit(lambda outputs: stack.apply(variables, x, encoded=Encoded(outputs))[0])
@@ -97,20 +104,22 @@ def test_a_stack_in_segments_reads_an_encoder():
 
 def test_what_cross_attention_refuses():
     x, encoded = draw(1, 3, 16), Encoded(draw(1, 5, 16))
-    with pytest.raises(ValueError, match="encoded must not be given with cross_attention=False"):
+    with pytest.raises(ValueError, match="encoded must not be given with cross_attention=None"):
         Stack((FullConfig(),), D).init(jax.random.key(0), x, encoded=encoded)
-    with pytest.raises(ValueError, match="encoded must be given with cross_attention=True"):
-        Stack((FullConfig(),), D, cross_attention=True).init(jax.random.key(0), x)
-    with pytest.raises(ValueError, match="cross_attention must be False with TLinFormerConfig, got True"):
-        make_stack((TLinFormerConfig(hidden=0),) * 2, D, cross_attention=True)
+    with pytest.raises(ValueError, match=r"encoded must be given with cross_attention=CrossConfig\("):
+        Stack((FullConfig(),), D, cross_attention=CrossConfig()).init(jax.random.key(0), x)
+    with pytest.raises(
+        ValueError, match=r"cross_attention must be None with TLinFormerConfig, got CrossConfig\("
+    ):
+        make_stack((TLinFormerConfig(hidden=0),) * 2, D, cross_attention=CrossConfig())
 
 
 @pytest.mark.parametrize("sublayer", slow_unless(["mixer", "cross_mixer", "feed_forward"], ("cross_mixer",)))
 def test_dropout_reaches_each_sublayer(sublayer):
     """What one sublayer adds, with the others silent: half of it is 0, the other half doubled."""
-    block = Block(FullConfig(), dataclasses.replace(D, dropout=0.5), cross_attention=True)
+    block = Block(FullConfig(), dataclasses.replace(D, dropout=0.5), cross_attention=CrossConfig())
     x, encoded = draw(2, 40, 16), Encoded(draw(2, 5, 16, seed=1))
-    params = nn.unbox(block.init(jax.random.key(0), x, None, None, CALL, True, encoded))["params"]
+    params = nn.unbox(block.init(jax.random.key(0), x, None, None, CALL, True, CrossCall(encoded)))["params"]
     last = {"mixer": "out", "cross_mixer": "out", "feed_forward": "down"}
     for other, layer in last.items():
         if other != sublayer:
@@ -120,7 +129,12 @@ def test_dropout_reaches_each_sublayer(sublayer):
     @functools.partial(jax.jit, static_argnums=0)
     def run(deterministic, key):
         rngs = {"dropout": key}
-        return block.apply({"params": params}, x, None, None, CALL, deterministic, encoded, rngs=rngs)[0] - x
+        return (
+            block.apply(
+                {"params": params}, x, None, None, CALL, deterministic, CrossCall(encoded), rngs=rngs
+            )[0]
+            - x
+        )
 
     def added(deterministic, seed=0):
         return np.asarray(run(deterministic, jax.random.key(seed)))
@@ -157,3 +171,42 @@ def test_output_norms_own_logits_and_their_bound():
     np.testing.assert_allclose(got, 2 * want, rtol=1e-5)
     capped = logits(dataclasses.replace(config, final_soft_cap=0.25), {})
     np.testing.assert_allclose(capped, 0.25 * np.tanh(want / 0.25), rtol=1e-5, atol=1e-7)
+
+
+def test_cross_attention_reads_a_window_and_compressed_tokens():
+    """Both are added before the output projection; queries and keys are rotated by their places (float64 oracle)."""
+    d = dataclasses.replace(D, num_heads=2, num_kv_heads=2, head_dim=4)
+    layer = CrossAttention(CrossConfig(window=4, rope=True), d)
+    x, outputs, compressed = draw(2, 7, 16), draw(2, 5, 16, seed=1), draw(2, 3, 6, seed=2)
+    lengths = [4, 5]
+    call = CrossCall(Encoded(outputs, jnp.array(lengths), compressed))
+    variables = nn.unbox(layer.init(jax.random.key(0), x, call))
+    got = layer.apply(variables, x, call)[0]
+    p = as_float64(variables["params"])
+    x, outputs, compressed = (as_float64(a) for a in (x, outputs, compressed))
+
+    def turned(rows):
+        angles = np.arange(len(rows))[:, None] * d.rope_theta ** (-np.arange(2) / 2)
+        a, b = rows[:, 0::2], rows[:, 1::2]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.stack([a * cos - b * sin, b * cos + a * sin], axis=2).reshape(rows.shape)
+
+    def softmax(scores, seen=True):
+        weights = np.where(seen, np.exp(scores), 0.0)
+        return weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
+
+    distance = np.arange(5)[None] - np.arange(7)[:, None]
+    expected = np.zeros(x.shape)
+    for b, length in enumerate(lengths):
+        for head in range(2):
+            query, key = (
+                turned(rows @ p[name]["kernel"][:, head])
+                for name, rows in (("query", x[b]), ("key", outputs[b]))
+            )
+            seen = (np.abs(distance) <= 2) & (np.arange(5)[None] < length)
+            read = softmax(query @ key.T / 2, seen) @ outputs[b] @ p["value"]["kernel"][:, head]
+            query = x[b] @ p["compressed_query"]["kernel"][:, head]
+            scores = query @ (compressed[b] @ p["compressed_key"]["kernel"][:, head]).T / 2
+            propagated = softmax(scores) @ compressed[b] @ p["compressed_value"]["kernel"][:, head]
+            expected[b] += (read + p["lambda"][head] * propagated) @ p["out"]["kernel"][head]
+    assert relative_error(got, expected) < 1e-5

@@ -961,8 +961,8 @@ MUTANTS = (
     Mutant(
         "models/embedding dropout is never applied",
         "brl_jax/models/decoder.py",
-        "x = self.dropout(self.inputs.embed(tokens), deterministic=deterministic)",
-        "x = self.dropout(self.inputs.embed(tokens), deterministic=True)",
+        "x = self.dropout(self.inputs.place(tokens, start), deterministic=deterministic)",
+        "x = self.dropout(self.inputs.place(tokens, start), deterministic=True)",
         ("tests/models/test_dropout.py",),
     ),
     Mutant(
@@ -1258,9 +1258,9 @@ MUTANTS = (
     ),
     Mutant(
         "data/held-out rows of recall are drawn as training rows are",
-        "train/data/recall.py",
-        "draw_rows(self._config, case, (self._seed, 0, 0), self._count)",
-        "draw_rows(self._config, case, (_TRAIN, 0, 0), self._count)",
+        "train/data/drawn.py",
+        "self._draw(case, (self._seed, 0, 0), self._count)",
+        "self._draw(case, (_TRAIN, 0, 0), self._count)",
         ("tests/train/test_recall.py", "-k", "splits"),
     ),
     Mutant(

@@ -19,22 +19,19 @@ before reaches L (w - 1) tokens back, so that with a gap of at least that much n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
-from train.data.repeated import RepeatedBatches
-from train.data.streams import check_rows
-from train.errors import UserError
+from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.fields import Free
 
 Kind = Literal["mqar", "induction", "copy"]
 
-# First numbers of the seeds, which keep the streams of random numbers apart.
-_TRAIN, _VALID, _TEST = range(3)
 # Zoology draws the places of the questions from a power law: the s-th possible place has weight s^(a - 1), a = 0.01.
 _POWER = 0.01
 # Tokens of "copy" that are not symbols.
@@ -198,72 +195,33 @@ def draw_rows(
     }
 
 
-class RecallStream(RepeatedBatches):
-    """Endless training batches of fresh rows; batch s is drawn from the seed and s alone.
-
-    A batch is what `draw_rows` returns, and "reset": True. The cases take turns. One of several processes yields some
-    of the rows. The state is the number of batches so far.
+class RecallStream(DrawnBatches):
+    """Endless training batches of fresh rows, of the configuration's cases in turn; see `DrawnBatches`.
 
     Args:
-      config: the rows. batch: rows of all processes together. seed: of all of them. rows: the indices of this
-        process's rows; all by default.
+      config: the rows. The others are those of `DrawnBatches`.
+    """
 
-    Raises:
-      UserError: batch or seed out of range.
+    def __init__(self, config: RecallDataConfig, **options: Any):
+        super().__init__(functools.partial(draw_rows, config), config.cases, **options)
+
+
+class HeldOutRecall(HeldOutDrawn):
+    """valid_rows or test_rows rows of each case; see `HeldOutDrawn`.
+
+    Args:
+      config: the rows. split: "valid" or "test". cases: by default those of training. The others are those of
+        `HeldOutDrawn`.
     """
 
     def __init__(
         self,
         config: RecallDataConfig,
         *,
-        batch: int,
-        seed: int = 0,
-        rows: Sequence[int] | np.ndarray | None = None,
-    ):
-        if seed < 0:
-            raise UserError(f"--seed: expected 0 or more, got {seed}")
-        chosen, cases = check_rows(batch, rows), config.cases
-
-        def make(index: int, _: int) -> dict[str, Any]:
-            drawn = draw_rows(config, cases[index % len(cases)], (_TRAIN, seed, index), batch)
-            return {**{name: array[chosen] for name, array in drawn.items()}, "reset": np.bool_(True)}
-
-        super().__init__(make, 1, {"batch": batch, "seed": seed})
-
-
-class HeldOutRecall:
-    """The same rows in every pass, none of them drawn for training; one case after the other.
-
-    Args:
-      config: the rows. batch: rows of all processes together; the last batch of a case is padded with rows of weight 0.
-      split: "valid" (valid_rows rows of each case) or "test" (test_rows). rows: the indices of this process's rows; all
-        by default. cases: by default those of training.
-    """
-
-    num_bytes = None
-
-    def __init__(
-        self,
-        config: RecallDataConfig,
-        *,
-        batch: int,
         split: str = "valid",
-        rows: Sequence[int] | np.ndarray | None = None,
         cases: Sequence[Case] | None = None,
+        **options: Any,
     ):
-        self.batch = batch
-        self._config, self._rows = config, check_rows(batch, rows)
-        self._cases = tuple(dict.fromkeys(config.cases if cases is None else cases))
-        self._count, self._seed = (
-            (config.valid_rows, _VALID) if split == "valid" else (config.test_rows, _TEST)
-        )
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for case in self._cases:
-            drawn = draw_rows(self._config, case, (self._seed, 0, 0), self._count)
-            for first in range(0, self._count, self.batch):
-                numbers = first + self._rows
-                exists = numbers < self._count
-                batch = {name: array[np.where(exists, numbers, 0)] for name, array in drawn.items()}
-                batch["weights"] = batch["weights"] * exists[:, None].astype(np.float32)
-                yield {**batch, "reset": np.bool_(True)}
+        count = config.valid_rows if split == "valid" else config.test_rows
+        chosen = config.cases if cases is None else cases
+        super().__init__(functools.partial(draw_rows, config), chosen, count=count, split=split, **options)

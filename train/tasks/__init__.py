@@ -3,6 +3,7 @@
 from typing import Any
 
 from train.task import Task
+from train.tasks.copy import COPY
 from train.tasks.forecast import FORECAST_TASKS
 from train.tasks.glue import GLUE
 from train.tasks.graph import GRAPH
@@ -12,7 +13,7 @@ from train.tasks.mlm import MLM
 from train.tasks.recall import RECALL
 from train.tasks.regression import REGRESSION
 
-_TASKS: tuple[Task[Any, Any], ...] = (LM, LRA, MLM, GLUE, GRAPH, RECALL, REGRESSION, *FORECAST_TASKS)
+_TASKS: tuple[Task[Any, Any], ...] = (LM, LRA, MLM, GLUE, GRAPH, COPY, RECALL, REGRESSION, *FORECAST_TASKS)
 TASKS = {task.name: task for task in _TASKS}
 
 __all__ = ["TASKS"]

@@ -133,6 +133,10 @@ class BRLConfig(Mechanism):
         return self.block if self.memory == "output" and self.num_compressed else None
 
     @property
+    def num_summary(self) -> int:
+        return self.num_compressed
+
+    @property
     def packs(self) -> bool:
         # With the memory of outputs, blocks start at multiples of their size in a row, not where its sequences do: a
         # packed sequence would have other blocks than alone, and with them other compressed tokens.

@@ -76,6 +76,9 @@ class BRLCarrier(CacheOwner):
     def resume(self, cache: BRLCarrierCache, memory: BRLMemory | None) -> BRLCarrierCache:
         return _resume(cache, memory)
 
+    def summary(self, carry: BRLCarry) -> Float[Array, "B M E"]:
+        return carry.tokens[:, 0]
+
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], cache: BRLCarrierCache | BRLMemory | None) -> BRLCarry:
         mechanism, d = self.mechanism, self.dimensions

@@ -227,6 +227,12 @@ class Mechanism:
         """Number of layers that belong together: the layers of a network must be a multiple of it."""
         return 1
 
+    @property
+    def num_summary(self) -> int:
+        """How many tokens an encoder compresses a sequence into, which a decoder may read beside its outputs (BRL); see
+        `CacheOwner.summary`."""
+        return 0
+
     def check_stretches(self, length: int, devices: int) -> None:
         """Raises ValueError if `devices` cannot share rows of `length` tokens, a multiple of their number."""
 
@@ -289,6 +295,11 @@ class CacheOwner(nn.Module):
 
     def memory_from_cache(self, cache: Any) -> Any:
         """The training memory after the tokens in a decoding cache."""
+        return None
+
+    def summary(self, carry: Any) -> Any:
+        """Of a carrier, with the carry after the last layer of an encoder: the tokens (B, M, E) that the sequence is
+        compressed into, M the mechanism's `num_summary`; None where there are none."""
         return None
 
     def resume(self, cache: Any, memory: Any) -> Any:

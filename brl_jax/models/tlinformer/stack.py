@@ -29,6 +29,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
+from brl_jax.models.cross_attention import CrossSizes
 from brl_jax.models.stack import Stack
 from brl_jax.models.stack_call import Recall, StackCall, check_room
 from brl_jax.models.tlinformer.layers import Layers, train_window
@@ -72,8 +73,10 @@ class TLinFormerStack(Stack):
     """
 
     def __post_init__(self):
-        if self.cross_attention:
-            raise ValueError("cross_attention must be False with TLinFormerConfig, got True")
+        if self.cross_attention is not None:
+            raise ValueError(
+                f"cross_attention must be None with TLinFormerConfig, got {self.cross_attention}"
+            )
         super().__post_init__()
 
     @property
@@ -82,12 +85,15 @@ class TLinFormerStack(Stack):
         assert isinstance(mechanism, TLinFormerConfig)
         return mechanism
 
-    def init_cache(self, batch: int, length: int, *, recalls: bool = False) -> TLinFormerCache:
+    def init_cache(
+        self, batch: int, length: int, *, recalls: bool = False, source: CrossSizes | None = None
+    ) -> TLinFormerCache:
         """A decoding cache for sequences of up to `length` tokens.
 
         Args:
           recalls: every call comes with a `Recall`, and the cache keeps tokens; otherwise it keeps their embeddings,
             for half as much memory again (and less with more blocks).
+          source: None; there is no cross-attention.
         """
         d, m = self.dimensions, self._mechanism
         blocks = len(self.mechanisms) // m.group

@@ -1,0 +1,204 @@
+"""Cross-attention of a decoder to an encoder's outputs: to all, or to a window of them and to compressed tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from brl_jax.attention.compressed.propagate import propagate
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores
+from brl_jax.layers.core.protocol import Dimensions, token_positions
+from brl_jax.sharding import shard_call
+
+# The initial strength of what is read from compressed tokens, as that of BRL's propagation.
+_STRENGTH = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossConfig:
+    """What a decoder's tokens see of an encoder's outputs."""
+
+    window: int | None = None
+    """Token t of the decoder sees the encoder's tokens t - window // 2 to t + window // 2; None: all of them."""
+    rope: bool = False
+    """Rotate queries and keys by their positions, which count from the start of both sequences. Without it the
+    encoder's outputs must carry their positions themselves."""
+
+    def __post_init__(self):
+        if self.window is not None:
+            check_at_least(self, "window")
+
+
+class Encoded(NamedTuple):
+    """What a decoder reads from an encoder.
+
+    Attributes:
+      outputs: (B, S, D), the encoder's outputs.
+      lengths: (B,) ints, how many of each row exist, the first ones; None for all. The rest changes nothing.
+      compressed: (B, M, E), the encoder's compressed tokens (BRL) for a decoder that reads these too, or None.
+    """
+
+    outputs: Any
+    lengths: Any = None
+    compressed: Any = None
+
+
+class CrossSizes(NamedTuple):
+    """Sizes of what a decoder reads: the encoder's outputs in a row, and its compressed tokens (0 without)."""
+
+    length: int
+    compressed: int = 0
+
+
+class CrossCache(NamedTuple):
+    """The keys and values of one layer's cross-attention, which generation computes once.
+
+    Attributes:
+      key, value: (B, S, K, H). lengths: (B,) int32, how many of them exist.
+      compressed_key, compressed_value: (B, M, N, H), those of the compressed tokens, or None.
+    """
+
+    key: Any
+    value: Any
+    lengths: Any
+    compressed_key: Any = None
+    compressed_value: Any = None
+
+    @classmethod
+    def empty(cls, batch: int, sizes: CrossSizes, dimensions: Dimensions) -> CrossCache:
+        """Zeros, which the first call replaces."""
+        d = dimensions
+        tokens = jnp.zeros((batch, sizes.length, d.num_kv_heads, d.head_dim), d.dtype)
+        compressed = jnp.zeros((batch, sizes.compressed, d.num_heads, d.head_dim), d.dtype)
+        pair = (compressed, compressed) if sizes.compressed else (None, None)
+        return cls(tokens, tokens, jnp.zeros((batch,), jnp.int32), *pair)
+
+
+class CrossCall(NamedTuple):
+    """What each block of a decoder gets for its cross-attention.
+
+    Attributes:
+      encoded: what to read; None for what the cache of an earlier call keeps.
+      start: () int32, how many of the decoder's tokens came before those of this call; None: none.
+    """
+
+    encoded: Encoded | None
+    start: Any = None
+
+
+class CrossAttention(nn.Module):
+    """Softmax attention of x (B, T, D) to an encoder's outputs (B, S, D) (Vaswani et al. 2017, arXiv:1706.03762,
+    section 3.2.3), to all of them or to an aligned window. A token that sees none of them reads zeros.
+
+    Where the encoder also gives compressed tokens, they are read beside the outputs by the propagation of BRL-Attention
+    (Liu et al., OpenReview Vpyg3fqXbl, equations 8 and 9), with a learned strength for each head, and both are added
+    before the output projection: F_BRL = F_gen + F_prop, with the encoder's tokens in place of the decoder's own. With
+    a window, time and memory are then linear in T + S, and what lies outside the window is read through the compressed
+    tokens.
+    """
+
+    config: CrossConfig
+    dimensions: Dimensions
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], call: CrossCall, cache: CrossCache | None = None
+    ) -> tuple[Float[Array, "B T D"], CrossCache | None]:
+        """The output and the cache, in which a call with `call.encoded` puts its keys and values."""
+        d = self.dimensions
+        query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
+        if self.config.rope and d.rope_theta is not None:
+            query = rotate(
+                query, token_positions(x.shape[1], 0 if call.start is None else call.start), d.rope_theta
+            )
+        read: Any = cache
+        if call.encoded is not None:
+            read = self._keys_and_values(call.encoded)
+            if cache is not None:
+                batch, length = read.key.shape[:2]
+                full = jnp.full((batch,), length, jnp.int32)
+                cache = read._replace(
+                    lengths=full if read.lengths is None else read.lengths.astype(jnp.int32)
+                )
+        query = scale_scores(query, d.head_score_factor)
+        attended = self._attend(query, read, call.start)
+        if read.compressed_key is not None:
+            attended = attended + self._propagate(x, read.compressed_key, read.compressed_value)
+        return merge_heads(d, attended), cache
+
+    def _keys_and_values(self, encoded: Encoded) -> CrossCache:
+        d, outputs = self.dimensions, encoded.outputs
+        heads, axes = (d.num_kv_heads, d.head_dim), ("embed", "kv_heads", "head_dim")
+        key = dense(d, heads, axes, name="key")(outputs)
+        value = dense(d, heads, axes, name="value")(outputs)
+        if self.config.rope and d.rope_theta is not None:
+            key = rotate(key, token_positions(outputs.shape[1]), d.rope_theta)
+        if encoded.compressed is None:
+            return CrossCache(key, value, encoded.lengths)
+        heads, axes = (d.num_heads, d.head_dim), ("compressed_embed", "heads", "head_dim")
+        offered = (
+            dense(d, heads, axes, name=f"compressed_{name}")(encoded.compressed) for name in ("key", "value")
+        )
+        return CrossCache(key, value, encoded.lengths, *offered)
+
+    def _attend(
+        self, query: Float[Array, "B T N H"], read: CrossCache, start: Any
+    ) -> Float[Array, "B T N H"]:
+        d, window = self.dimensions, self.config.window
+        # There is no Pallas kernel of full attention; a network may ask for those of its mechanism.
+        dense_one = d.implementation if d.implementation in ("xla", "cudnn") else None
+        if window is None:
+            return full_attention(
+                query, read.key, read.value, key_value_seq_lengths=read.lengths, implementation=dense_one
+            )
+        side = window // 2
+        if start is None:
+            function = functools.partial(
+                local_attention, pattern=SlidingWindow(side, side), implementation=d.implementation
+            )
+            keys = ("batch", None, "kv_heads", None)
+            return shard_call(
+                lambda query, key, value, lengths: function(query, key, value, key_value_seq_lengths=lengths),
+                (query, read.key, read.value, read.lengths),
+                [("batch", None, "heads", None), keys, keys, ("batch",)],
+                ("batch", None, "heads", None),
+            )
+        # From any place, in generation: the stretch of keys that these tokens can see.
+        length, available = query.shape[1], read.key.shape[1]
+        size = min(available, length + 2 * side)
+        first = jnp.clip(start - side, 0, available - size)
+        key, value = (jax.lax.dynamic_slice_in_dim(a, first, size, axis=1) for a in (read.key, read.value))
+        place = first + jnp.arange(size, dtype=jnp.int32)
+        distance = place[None] - token_positions(length, start)[0][:, None]
+        exists = True if read.lengths is None else (place[None] < read.lengths[:, None])[:, None, None]
+        mask = (jnp.abs(distance) <= side)[None, None] & exists
+        return full_attention(query, key, value, mask=mask, implementation=dense_one)
+
+    def _propagate(
+        self, x: Float[Array, "B T D"], key: Float[Array, "B M N H"], value: Float[Array, "B M N H"]
+    ) -> Float[Array, "B T N H"]:
+        d = self.dimensions
+        heads = (d.num_heads, d.head_dim)
+        query = dense(d, heads, ("embed", "heads", "head_dim"), name="compressed_query")(x)
+        init = nn.initializers.constant(_STRENGTH)
+        strength = parameter(self, "lambda", init, (d.num_heads,), ("heads",))
+        names = ("batch", None, "heads", None)
+        return shard_call(
+            lambda query, key, value, strength: propagate(
+                query, key, value, strength=strength, implementation=d.implementation
+            ),
+            (scale_scores(query, d.head_score_factor), key, value, strength),
+            [names, names, names, ("heads",)],
+            names,
+        )

@@ -1,0 +1,201 @@
+"""The encoder-decoder: an encoder reads a source, and a decoder writes a target, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.models.config import StackConfig, check_mechanism
+from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
+from brl_jax.models.decoder import DecoderConfig, DecoderLM
+from brl_jax.models.inputs import Positions, existing, without_rotation
+from brl_jax.models.networks import make_stack
+
+SequencePositions = Literal["rope", "sinusoidal", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderConfig(DecoderConfig):
+    """Size and parts of an encoder-decoder. The layers, mechanism and schedule are the decoder's; both have the same
+    width, heads, feed-forward networks and norms."""
+
+    encoder_layers: int = 4
+    """Layers of the encoder."""
+    encoder_mechanism: Mechanism | None = None
+    """The mechanism of the encoder's layers; None: the decoder's, in its bidirectional form."""
+    cross_window: int | None = None
+    """Token t of the decoder sees the encoder's tokens t - cross_window // 2 to t + cross_window // 2; None: all of
+    them. The window suits targets that follow their source place by place."""
+    cross_compressed: bool = True
+    """Where the encoder compresses the sequence into a few tokens (BRL), the decoder reads these too."""
+    positions: SequencePositions = "rope"
+    """Rotary positions (of base rope_theta) in the layers and between decoder and encoder, sines and cosines added to
+    the inputs of both, or none."""
+
+    def __post_init__(self):
+        check_at_least(self, "encoder_layers")
+        if self.cross_window is not None:
+            check_at_least(self, "cross_window")
+        check_choice("positions", self.positions, get_args(SequencePositions))
+        if self.encoder_mechanism is not None:
+            check_mechanism("encoder_mechanism", self.encoder_mechanism)
+        super().__post_init__()
+        if self.reversible:
+            raise ValueError(
+                "reversible must be False in an encoder-decoder, whose layers also read the encoder"
+            )
+        if self.mechanisms[0].network is not None:
+            raise ValueError(
+                f"mechanism {type(self.mechanism).__name__} arranges its layers itself and has no cross-attention"
+            )
+        _ = self.encoder_dimensions  # refuses mechanisms that cannot serve
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """The dimensions that each layer of the decoder is built with."""
+        return without_rotation(super().dimensions, self.positions)
+
+    @property
+    def encoder(self) -> StackConfig:
+        """Size and parts of the encoder."""
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(StackConfig)}
+        own = {
+            "num_layers": self.encoder_layers,
+            "mechanism": self.mechanism if self.encoder_mechanism is None else self.encoder_mechanism,
+            "late_mechanism": None,
+            "schedule": "split",
+            "early_layers": None,
+            "swap_mechanisms": False,
+        }
+        return StackConfig(**(shared | own))
+
+    @property
+    def encoder_dimensions(self) -> Dimensions:
+        """The dimensions that each layer of the encoder is built with."""
+        return without_rotation(self.encoder.make_dimensions(is_causal=False), self.positions)
+
+    @property
+    def num_summary(self) -> int:
+        """How many compressed tokens of the encoder the decoder reads."""
+        return self.encoder.mechanism.num_summary if self.cross_compressed else 0
+
+    @property
+    def added_positions(self) -> Positions:
+        return self.positions
+
+    @property
+    def cross_attention(self) -> CrossConfig:
+        return CrossConfig(self.cross_window, rope=self.positions == "rope")
+
+
+class EncoderDecoder(nn.Module):
+    """An encoder whose outputs every layer of a decoder reads (Vaswani et al. 2017, arXiv:1706.03762), with any listed
+    mechanism in both: its bidirectional form in the encoder, its causal form in the decoder. Source and target share
+    one embedding, through which the logits are computed too.
+
+    Four calls, all through `apply`:
+      logits, _ = model(tokens, source, source_lengths=lengths)                          teacher forcing
+      encoded = model.encode(source, lengths)                                            generation: once,
+      logits, cache = model(tokens, cache=cache, encoded=encoded)                        with the first tokens,
+      logits, cache = model(tokens, cache=cache)                                         with all others
+    The cache, from `init_cache`, keeps the keys and values of the encoder's outputs. `brl_jax.generate` makes these
+    calls. What stands in the source beyond its length changes nothing.
+    """
+
+    config: EncoderDecoderConfig
+
+    def setup(self):
+        c = self.config
+        self.decoder = DecoderLM(c)
+        self.encoder = make_stack(c.encoder.mechanisms, c.encoder_dimensions, c.remat)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def encode(
+        self,
+        source: Int[Array, "B S"],
+        lengths: Int[Array, "B"] | None = None,
+        *,
+        deterministic: bool = True,
+    ) -> Encoded:
+        """What the decoder reads: the encoder's outputs (B, S, D), and its compressed tokens if it reads these too.
+
+        Args:
+          source: (B, S) ints in 0..vocab_size-1.
+          lengths: (B,) ints in 1..S, how many tokens of each row exist, the first ones; None: all.
+          deterministic: False applies dropout, with the random stream "dropout".
+
+        Raises:
+          ValueError: a source or lengths of another shape, type or range, as far as the values are known; a traced
+            token outside the vocabulary gives NaN.
+        """
+        inputs = self.decoder.inputs
+        inputs.check(source, lengths)
+        x = inputs.place(source)
+        if lengths is not None:
+            # A token outside the vocabulary is NaN, even where it is padding.
+            x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))
+        x = self.dropout(x, deterministic=deterministic)
+        encoded = self.encoder.encode(x, lengths=lengths, deterministic=deterministic)
+        return encoded if self.config.num_summary else encoded._replace(compressed=None)
+
+    def init_cache(self, batch: int, length: int, source_length: int) -> Any:
+        """A decoding cache for `batch` targets of up to `length` tokens, with room for the keys and values of sources
+        of `source_length` tokens.
+
+        Raises:
+          ValueError: a batch or a length below 1.
+        """
+        if source_length < 1:
+            raise ValueError(f"source_length of a cache must be at least 1, got {source_length}")
+        sizes = CrossSizes(source_length, self.config.num_summary)
+        return DecoderLM(self.config, parent=None).init_cache(batch, length, sizes)
+
+    def absorbable(self, length: int) -> int:
+        """0: no mechanism that serves here takes tokens in without their outputs."""
+        return 0
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        source: Int[Array, "B S"] | None = None,
+        *,
+        source_lengths: Int[Array, "B"] | None = None,
+        encoded: Encoded | None = None,
+        cache: Any = None,
+        deterministic: bool = True,
+    ):
+        """The decoder's last hidden states (B, T, D), normalised, and the new cache.
+
+        Args:
+          tokens: (B, T) ints in 0..vocab_size-1, the target's tokens so far, without those in the cache.
+          source, source_lengths: as for `encode`; or
+          encoded: what `encode` gave. With a cache that has seen it, neither.
+          cache: of the tokens so far, or None.
+          deterministic: False applies dropout, with the random stream "dropout".
+
+        Raises:
+          ValueError: source and encoded both; neither, without a cache; otherwise as `encode`.
+        """
+        if (source is None) == (encoded is None) and (cache is None or source is not None):
+            raise ValueError(
+                "exactly one of source and encoded must be given, or neither with a cache that has read them, got "
+                f"{'neither' if source is None else 'both'}"
+            )
+        if source is not None:
+            encoded = self.encode(source, source_lengths, deterministic=deterministic)
+        return self.decoder.hidden(tokens, cache=cache, encoded=encoded, deterministic=deterministic)
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits in float32."""
+        return self.decoder.logits(hidden)
+
+    def __call__(self, tokens: Int[Array, "B T"], source: Int[Array, "B S"] | None = None, **kwargs: Any):
+        """Logits (B, T, V) in float32 and the new cache; arguments as for `hidden`."""
+        hidden, cache = self.hidden(tokens, source, **kwargs)
+        return self.logits(hidden), cache

@@ -1,0 +1,278 @@
+"""Copying: pairs against a plain reading of their definition, files of texts, the commands as a user runs them."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import eval.copy
+import train.copy
+from tests.train.logs import metrics_lines
+from tests.train.resume import stop_and_go_on
+from train.config import parse
+from train.data.copying import (
+    CopyDataConfig,
+    HeldOutPairs,
+    HeldOutSymbols,
+    PairStream,
+    SymbolStream,
+    draw_pairs,
+    load_pairs,
+)
+from train.errors import UserError
+from train.tasks.copy import COPY
+from train.tasks.copy_config import PRESETS
+
+TINY = (
+    "--length 12 --min_length 3 --vocabulary 6 --valid_rows 10 --test_rows 6 --num_layers 1 --encoder_layers 1 "
+    "--d_model 16 --num_heads 2 --d_ff 16 --batch 8 --warmup_steps 2 --tensorboard False"
+)
+PAIRS = [("one two", "eno owt"), ("a", "a"), ("three", "eerht"), ("four", "ruof"), ("x y", "y x")]
+
+
+@pytest.mark.parametrize("order", ["copy", "reverse", "sort"])
+def test_pairs_follow_their_definition(order):
+    config = CopyDataConfig(order=order, vocabulary=5, length=(9,), min_length=2)
+    batch = draw_pairs(config, 9, (0, 1), 60)
+    begin, end = 5, 6
+    lengths = batch["source_lengths"].tolist()
+    assert set(lengths) == set(range(2, 10))
+    for row, length in enumerate(lengths):
+        source = batch["source"][row].tolist()
+        target = {"copy": list, "reverse": lambda x: x[::-1], "sort": sorted}[order](source[:length])
+        padding = [0] * (9 - length)
+        assert source[length:] == padding
+        assert batch["tokens"][row].tolist() == [begin, *target, *padding]
+        assert batch["targets"][row].tolist() == [*target, end, *padding]
+        assert batch["weights"][row].tolist() == [1.0] * (length + 1) + [0.0] * (9 - length)
+    assert set(batch["source"].reshape(-1).tolist()) == set(range(5))
+
+
+def test_lengths_take_turns_and_are_exact_where_asked_for():
+    config = CopyDataConfig(length=(4, 8), min_length=6, valid_rows=5)
+    shapes = [b["source"].shape for b, _ in zip(SymbolStream(config, batch=3, seed=0), range(3))]
+    assert shapes == [(3, 4), (3, 8), (3, 4)]
+    held_out = list(HeldOutSymbols(config, batch=3, lengths=(10, 3)))
+    assert [b["source_lengths"].tolist() for b in held_out] == [[10] * 3] * 2 + [[3] * 3] * 2
+    assert [b["weights"].any(axis=1).sum() for b in held_out] == [3, 2, 3, 2]
+    valid, test = (
+        {tuple(row) for b in HeldOutSymbols(config, batch=4, split=split) for row in b["source"].tolist()}
+        for split in ("valid", "test")
+    )
+    assert not valid & test
+
+
+def write(folder, split, lines, packed=False):
+    folder.mkdir(parents=True, exist_ok=True)
+    data = "".join(f"{line}\n" for line in lines).encode()
+    path = folder / f"{split}.jsonl{'.gz' if packed else ''}"
+    path.write_bytes(gzip.compress(data) if packed else data)
+
+
+def write_pairs(folder, count=20):
+    lines = [json.dumps({"source": s, "target": t, "id": 1}) for s, t in PAIRS * (count // len(PAIRS))]
+    write(folder, "train", lines, packed=True)
+    write(folder, "valid", lines[:5])
+    write(folder, "test", ["", *lines[:7]])
+
+
+def test_texts_become_pairs(tmp_path):
+    """Every pair of a pass stands in one row as it is in its file, and a text that is too long loses its end."""
+    write_pairs(tmp_path / "data")
+    config = CopyDataConfig(data_dir=str(tmp_path / "data"), length=(3, 6))
+    assert config.buckets == (5, 8)
+    data = load_pairs(config, str(tmp_path / "run"), ("train", "valid", "test"))
+    assert {split: len(examples) for split, examples in data.examples.items()} == {
+        "train": 20, "valid": 5, "test": 7
+    }  # fmt: skip
+    begin, end = 256, 257
+    found = []
+    for batch in HeldOutPairs(data.examples["test"], batch=4, buckets=config.buckets):
+        width = batch["source"].shape[1]
+        assert batch["targets"].shape == batch["tokens"].shape == (4, width - 1)
+        for row in range(4):
+            counted = int(batch["weights"][row].sum())
+            if not counted:
+                continue
+            source = bytes(batch["source"][row, : batch["source_lengths"][row]].astype(np.uint8)).decode()
+            target = batch["targets"][row, :counted].tolist()
+            assert batch["tokens"][row, :counted].tolist() == [begin, *target[:-1]]
+            found.append((source, target))
+    texts = [(s[:6], [*t.encode(), end][: 6 if len(t) > 6 else 7]) for s, t in (PAIRS * 2)[:7]]
+    assert sorted(found) == sorted(texts)
+    batch = next(PairStream(data.examples["train"], batch=4, buckets=config.buckets, seed=1))
+    shapes = COPY.batch_shapes(
+        parse(PRESETS, "copy-full", ["--data_dir", "x", "--length", "6"], prog="", about=""), 4
+    )
+    assert {name: x.shape[0] for name, x in batch.items() if name != "reset"} == {
+        name: x.shape[0] for name, x in shapes.items()
+    }
+    # The run's tokenizer is read again, and must be the one that is asked for.
+    again = load_pairs(config, str(tmp_path / "run"), ("test",))
+    assert again.examples["test"].digest == data.examples["test"].digest
+    other = CopyDataConfig(data_dir=config.data_dir, tokenizer="chars")
+    with pytest.raises(UserError, match=r"--tokenizer: the run in .* was started with 'bytes', got 'chars'"):
+        load_pairs(other, str(tmp_path / "run"), ("test",))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"source": "a", "target": " "}', r'expected a text "target", got an empty one'),
+        ('{"source": "", "target": "b"}', r'expected a text "source", got an empty one'),
+        ('{"source": "a"}', r'expected a text "target", got'),
+        ('{"source": 3, "target": "b"}', r'expected a text "source", got'),
+        ('["a", "b"]', "expected a JSON object, got"),
+        ("a\tb", "expected a JSON object, got 'a.tb'"),
+        ('{"source": "\\ud800", "target": "b"}', 'expected Unicode in "source"'),
+    ],
+)
+def test_bad_lines_are_named(line, message, tmp_path):
+    write_pairs(tmp_path / "data")
+    write(tmp_path / "data", "valid", ['{"source": "a", "target": "b"}', "", line])
+    with pytest.raises(UserError, match=rf"^--data_dir: .*valid\.jsonl, line 3: {message}"):
+        run(tmp_path / "run", f"--data_dir {tmp_path / 'data'}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_and_empty_files(tmp_path):
+    config = CopyDataConfig(data_dir=str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"--data_dir: expected .*train\.jsonl or train\.jsonl\.gz; there is neither"
+    ):
+        load_pairs(config, str(tmp_path / "run"), ("train",))
+    write(tmp_path, "train", [])
+    with pytest.raises(UserError, match=r"--data_dir: expected pairs in .*train\.jsonl, got none"):
+        load_pairs(config, str(tmp_path / "run"), ("train",))
+
+
+def run(workdir, more=""):
+    train.copy.main(
+        f"copy-full --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
+    )
+
+
+MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["symbols", "texts"])
+def test_a_stopped_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
+    write_pairs(tmp_path / "data")
+    options, stream = ("--length 6 12", SymbolStream)
+    if kind == "texts":
+        options, stream = (f"--data_dir {tmp_path / 'data'} --tokenizer bpe:260", PairStream)
+    run(tmp_path / "whole", options)
+    stop_and_go_on(monkeypatch, stream, lambda: run(tmp_path / "stopped", options))
+    assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
+    with pytest.raises(UserError, match=r"is of another configuration: .*cross_window None -> 4"):
+        run(tmp_path / "stopped", f"{options} --cross_window 4")
+
+
+@pytest.mark.slow
+def test_measuring_and_the_table(tmp_path, capsys):
+    run(tmp_path / "runs/a")
+    run(tmp_path / "runs/b", "--cross_window 4 --seed 1")
+    capsys.readouterr()
+    eval.copy.main(["--workdir", str(tmp_path / "runs/a"), "--length", "5"])
+    (case,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
+    assert (case["length"], case["rows"]) == (5, 6)
+    assert 0 <= case["sequence_accuracy"] <= case["token_accuracy"] < 0.9
+    assert not (tmp_path / "runs/a/copy_test.json").exists()
+    picture = tmp_path / "copy.png"
+    eval.copy.main(["--table", str(tmp_path / "runs"), "--picture", str(picture)])
+    text = capsys.readouterr().out
+    assert "| 12 | 24 | 48 |" in text
+    assert "| full, cross_window 4 |" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "runs/a/copy_test.json").read_text())["trained"] == 12
+    with pytest.raises(UserError, match="--source: expected a run on pairs of texts"):
+        eval.copy.main(["--workdir", str(tmp_path / "runs/a"), "--source", "1 2"])
+
+
+@pytest.mark.slow
+def test_texts_as_a_user_runs_them(tmp_path, capsys):
+    """Trained until it knows its pairs by heart; then it writes them, and measures say so."""
+    write_pairs(tmp_path / "data")
+    workdir = tmp_path / "run"
+    line = (
+        f"copy-full --workdir {workdir} {TINY} --data_dir {tmp_path / 'data'} --steps 300 --eval_every 300 "
+        "--d_model 32 --learning_rate 1e-2"
+    )
+    train.copy.main(line.split())
+    capsys.readouterr()
+    eval.copy.main(["--workdir", str(workdir)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert sum(case["rows"] for case in result["cases"]) == 7
+    assert all(case["sequence_accuracy"] == case["token_accuracy"] == 1.0 for case in result["cases"])
+    eval.copy.main(["--workdir", str(workdir), "--source", "three", "x y"])
+    written = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert written["target"] == ["eerht", "y x"]
+    for options, message in (
+        (["--length", "3"], "--length: expected a run on symbols"),
+        (["--source", ""], "--source"),
+    ):
+        with pytest.raises(UserError, match=message):
+            eval.copy.main(["--workdir", str(workdir), *options])
+
+
+def test_only_what_is_right_at_its_place_counts(monkeypatch):
+    """A target that goes on beyond its end is wrong as a whole; rows that do not exist count for nothing."""
+    targets = np.array([[1, 2, 7, 0], [3, 3, 3, 7], [4, 7, 0, 0], [1, 1, 1, 7]])
+    weights = np.array([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+    written = np.array([[1, 2, 7, 0], [3, 0, 3, 7], [4, 4, 7, 0], [1, 1, 1, 7]])
+    monkeypatch.setattr(eval.copy, "write_targets", lambda *_: written)
+    batch = {"targets": targets, "weights": weights, "source": None, "source_lengths": None}
+    (case,) = eval.copy.measure_batches(None, [batch])
+    assert case == {"length": 3, "token_accuracy": 7 / 9, "sequence_accuracy": 1 / 3, "rows": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_fit(preset):
+    COPY.build(COPY.sized(parse(PRESETS, preset, [], prog="", about="")))
+
+
+def test_paper_presets_are_figure_5():
+    for name in ("full", "performer", "linformer-64", "linformer-256", "local-50", "brl-100-10"):
+        config = PRESETS[f"figure5-{name}"]
+        model = config.model
+        assert (model.encoder_layers, model.num_layers, model.num_heads, model.d_model) == (1, 8, 8, 512)
+        assert config.loop.batch == 16
+    brl = PRESETS["figure5-brl-100-10"].model
+    assert (brl.mechanism.window, brl.mechanism.num_compressed, brl.num_summary, brl.cross_window) == (
+        100,
+        10,
+        10,
+        100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--order shuffle", "--order"),
+        ("--length 0", "--length must be one or more numbers of at least 1"),
+        ("--vocabulary 1", "--vocabulary must be at least 2, got 1"),
+        ("--min_length 0", "--min_length must be at least 1, got 0"),
+        ("--encoder_mechanism deltanet", "encoder_mechanism: .*no bidirectional form"),
+        ("--encoder_mechanism loca", "--encoder_mechanism: got 'loca'; did you mean local"),
+        ("--encoder_mechanism local --encoder_mechanism.window 0", "--encoder_mechanism.window must be"),
+        ("--mechanism linformer", "mechanism: .*no causal form"),
+        ("--data_dir /nowhere", r"--data_dir: expected /nowhere/train\.jsonl or"),
+        ("--data_dir /nowhere --tokenizer bpe:1", "--tokenizer: bpe:SIZE needs"),
+    ],
+)
+def test_bad_options(options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "run", options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_of_another_mechanism():
+    line = "--mechanism deltanet --encoder_mechanism local --encoder_mechanism.window 6"
+    with pytest.raises(UserError, match="no bidirectional form"):  # before the encoder's is named
+        parse(PRESETS, "copy-full", ["--mechanism", "deltanet"], prog="", about="")
+    model = parse(PRESETS, "copy-full", line.split(), prog="", about="").model
+    assert (type(model.mechanism).__name__, model.encoder.mechanism.window) == ("DeltaNetConfig", 6)
