@@ -73,8 +73,10 @@ class JacobianOptions:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
 
-def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple[Array, Array]:
-    """The input rows and the output of a network's stack of layers while its objective is computed: (B, T, D) each.
+def _moved(
+    objective: Objective, params: Any, batch: Any, moved: Any
+) -> tuple[dict[str, Array], Array, Array]:
+    """The objective's sums over a batch, and the input rows and the output of its network's stack of layers.
 
     Args:
       batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
@@ -94,12 +96,39 @@ def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple
 
     rows = jax.tree.leaves(batch)[0].shape[0]
     with nn.intercept_methods(intercept):
-        objective.sums(params, objective.init_memory(rows), batch, None)
+        sums, _ = objective.sums(params, objective.init_memory(rows), batch, None)
     if len(seen) != 1:
         raise UserError(
             f"--workdir: expected a network that calls one stack of layers once, got {len(seen)} calls"
         )
-    return seen[0]
+    return sums, *seen[0]
+
+
+def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple[Array, Array]:
+    """The input rows and the output of a network's stack of layers while its objective is computed: (B, T, D) each.
+
+    Args:
+      batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
+
+    Raises:
+      UserError: the network has no single stack.
+    """
+    _, x, y = _moved(objective, params, batch, moved)
+    return x, y
+
+
+def loss_gradients(objective: Objective, params: Any, batch: Any) -> Float[Array, "B T"]:
+    """How strongly each input row of a network's stack of layers moves the loss: the norm of its gradient by the row.
+
+    Args:
+      batch: of the objective.
+
+    Raises:
+      UserError: the network has no single stack.
+    """
+    shape = jax.eval_shape(lambda: stack_io(objective, params, batch, None)[0])
+    gradient = jax.grad(lambda moved: _moved(objective, params, batch, moved)[0]["loss"])
+    return jnp.linalg.norm(gradient(jnp.zeros(shape.shape, shape.dtype)), axis=-1)
 
 
 def sensitivities(

@@ -127,11 +127,14 @@ class _RecallEvaluation(Evaluation[RecallEvalOptions]):
         return draw([each.result for each in measured])
 
 
+EVALUATION = _RecallEvaluation(
+    [RECALL], RecallEvalOptions(), name="eval.recall", about="Measures recall at any length."
+)
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints the measures or the table; see the module's text and --help."""
-    _RecallEvaluation(
-        [RECALL], RecallEvalOptions(), name="eval.recall", about="Measures recall at any length."
-    ).main(argv)
+    EVALUATION.main(argv)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from train.config_file import write_json
 from train.errors import RunError, Stopped, UserError, one_line
 from train.hosts import ending_together, is_lead, preempted
 from train.mesh import place_batch, training_programs
-from train.metrics import MetricsLog, Reporter, log
+from train.metrics import MetricsLog, Reporter, RunReport, log
 from train.optimizer import OptimizerConfig
 from train.profiling import Profiler
 from train.step import (
@@ -171,6 +171,7 @@ def train(
     full_held_out: HeldOut | None = None,
     mesh: Mesh | None = None,
     introduction: Sequence[str] = (),
+    report: RunReport | None = None,
 ) -> Trained:
     """Trains until `loop.steps`, from the newest whole checkpoint in the run's folder.
 
@@ -184,6 +185,7 @@ def train(
       mesh: what the arrays are sharded over; by default all devices in the default shape. The streams give the rows of
         this process (`train.mesh.host_rows`).
       introduction: lines that are logged before the first step, once the run's folder is known to serve.
+      report: what shows the progress; by default a bar on a terminal, otherwise a line now and then.
 
     Returns:
       The last state and the last measures.
@@ -206,6 +208,7 @@ def train(
             full_held_out=held_out if full_held_out is None else full_held_out,
             mesh=mesh,
             introduction=introduction,
+            report=report,
         )
 
 
@@ -221,6 +224,7 @@ def _train(
     full_held_out: HeldOut,
     mesh: Mesh,
     introduction: Sequence[str],
+    report: RunReport | None,
 ) -> Trained:
     eval_step = jax.jit(make_eval_step(objective))
     checkpoints = Checkpoints(epath.Path(loop.workdir) / "checkpoints", keep=loop.keep_checkpoints, log=log)
@@ -265,7 +269,7 @@ def _train(
         Signals() as signals,
     ):
         # Innermost, because a process that leaves the other contexts waits for the other processes.
-        with Reporter(loop.steps, step) as reporter, ending_together(loop.workdir):
+        with report or Reporter(loop.steps, step) as reporter, ending_together(loop.workdir):
 
             def interrupted() -> bool:
                 WATCHDOG.alive()

@@ -13,7 +13,7 @@ from train.config import parse
 from train.hosts import check_shared, join, lead_first
 from train.loop import train
 from train.mesh import open_mesh
-from train.metrics import log
+from train.metrics import RunReport, log
 from train.step import num_tokens
 from train.storage import check_client, user_cache
 from train.summary import beginning, ending, num_parameters
@@ -37,8 +37,13 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
     run_task(next(task for task in tasks if task.config_class is type(config)), config)
 
 
-def run_task(task: Task[Any, Any], config: Any) -> None:
+def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None) -> None:
     """Trains what a configuration asks for, from the newest checkpoint in its folder, and logs what comes of it.
+
+    Args:
+      task: the task of the configuration.
+      config: the configuration; its folder is `config.loop.workdir`.
+      report: what shows the progress, see `train.loop.train`.
 
     Raises:
       UserError, RunError, Stopped: see `train.loop.train`.
@@ -78,6 +83,7 @@ def run_task(task: Task[Any, Any], config: Any) -> None:
         full_held_out=streams.full_held_out,
         mesh=mesh,
         introduction=introduction,
+        report=report,
     )
     seconds = time.monotonic() - began
     if rates:

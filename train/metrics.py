@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from etils import epath
 from rich.console import Console
@@ -40,6 +40,16 @@ def log(message: str) -> None:
     """Prints a line on stderr, above the progress bar if there is one; of several processes only the first prints."""
     if is_lead():
         _CONSOLE.print(message, markup=False)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """A context in which nothing is logged."""
+    before, _CONSOLE.quiet = _CONSOLE.quiet, True
+    try:
+        yield
+    finally:
+        _CONSOLE.quiet = before
 
 
 def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T]:
@@ -149,6 +159,19 @@ def _whole_lines(path: epath.Path) -> Iterator[tuple[str, int]]:
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
             yield line, int(json.loads(line)["step"])
+
+
+class RunReport(Protocol):
+    """A context manager that shows a run's progress."""
+
+    def __enter__(self) -> RunReport: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Shows a step that is done; `line` is its line in metrics.jsonl."""
+
+    def busy(self, note: str) -> None:
+        """Shows what the run does between steps."""
 
 
 class Reporter:
