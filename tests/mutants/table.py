@@ -726,6 +726,13 @@ MUTANTS = (
         ("tests/attention/recurrent/test_on_a_mesh.py", "-m", "", "-k", "delta"),
     ),
     Mutant(
+        "train/A classifier's answer is the class of the least logit",
+        "train/step.py",
+        "argmax",
+        "argmin",
+        ("tests/train/test_lra.py", "-k", "answers"),
+    ),
+    Mutant(
         "sorting/Reformer cuts a causal sequence into chunks as a whole",
         "brl_jax/attention/sorting/lsh.py",
         "if not is_causal:\n        numbers",

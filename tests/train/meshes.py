@@ -43,7 +43,7 @@ REFUSED = (
 )
 TOKENS = ("batch", "length", "embed")
 BRL = BRLConfig(window=8, num_compressed=4, block_size=16, history_size=16, memory="output")
-# Each of eight devices has 2 of the 16 tokens: one block, whose history lies on three other devices.
+# Each of eight devices has 2 of the 16 tokens: one block, whose history lies on three other devices, and one chunk.
 LAYER = BRLConfig(window=4, num_compressed=4, block_size=2, history_size=5)
 
 
@@ -52,7 +52,7 @@ class FourMechanisms(DecoderConfig):
 
     @property
     def mechanisms(self):
-        state = MECHANISMS["deltanet"](chunk_size=8)
+        state = MECHANISMS["deltanet"](chunk_size=2)
         return (BRL, MECHANISMS["full"](), state, LAYER) * 2
 
 

@@ -24,7 +24,7 @@ from train.config_file import to_json
 from train.data.lra import TrainBatches
 from train.errors import Stopped, UserError
 from train.loop import train as train_loop
-from train.step import Objective
+from train.step import Objective, classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 
@@ -134,6 +134,13 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     eval.lra.main(["--table", str(tmp_path)])
     assert again == []
     assert "| local, w = 4 |" in capsys.readouterr().out
+
+
+def test_answers_are_the_likeliest_classes():
+    logits = np.log(np.array([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.2, 0.5, 0.3]], np.float32))
+    nll, right = classification(jax.numpy.asarray(logits), jax.numpy.array([0, 2, 2]))
+    np.testing.assert_allclose(nll, -np.log([0.7, 0.6, 0.3]), rtol=1e-6)
+    assert right.tolist() == [1, 1, 0]
 
 
 def test_seeds_are_averaged():

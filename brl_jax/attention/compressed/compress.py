@@ -26,7 +26,7 @@ from brl_jax.attention.core.scores import (
     hide_infinite_bias,
 )
 
-# Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time.
+# Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time, but on GPUs.
 _WHOLE = 4096
 
 
@@ -54,7 +54,8 @@ def compress(
 
     Per head: out = (sigma(c Q K1^T + b) - gamma sigma(c Q K2^T + b)) V, with Q from the compressed tokens and K1
     (`key`), K2 (`contrast_key`) and V from the history. Time is O(S M) and memory O(S + M): histories beyond 4096
-    keys are read in pieces whose softmaxes are merged, up to the longest of `key_value_seq_lengths`.
+    keys are read in pieces whose softmaxes are merged, up to the longest of `key_value_seq_lengths`. On GPUs that the
+    kernel does not serve they are read at once, with M S logits a head.
 
     Args:
       query: (B, M, N, H), float32 or bfloat16 (float64 with jax_enable_x64).
@@ -163,8 +164,11 @@ def _compress(read, query, key, contrast_key, value, gamma, bias, mask, lengths,
     if length > _WHOLE or axis_name is not None:
         keys = (key,) if contrast_key is None else (key, contrast_key)
         operands = xla.Operands(query, keys, value, bias, mask, lengths)
-        size = xla.piece_size(query.shape[1], length)
-        outs = read(operands, piece=size, scale=scale, score=score, axis_name=axis_name)
+        options = {"scale": scale, "score": score, "axis_name": axis_name}
+        by_piece = functools.partial(read, piece=xla.piece_size(query.shape[1], length), **options)
+        # A GPU would wait for the launch of each piece's kernels. The (M, S) logits are still linear in S.
+        at_once = functools.partial(read, piece=length, **options)
+        outs = jax.lax.platform_dependent(operands, cuda=at_once, rocm=at_once, default=by_piece)
         out = outs[0] if gamma is None else outs[0] - gamma[None, None, :, None] * outs[1]
         return out.astype(query.dtype)
     if lengths is not None:

@@ -91,6 +91,29 @@ def test_compress_oracle(monkeypatch, score, length, piece):
     assert relative_error(rough, oracle(*operands)) < 2e-2
 
 
+def test_gpus_read_long_histories_at_once(monkeypatch):
+    """Where the kernel does not serve them; on other platforms the logits of a piece exist at a time."""
+    read_in_pieces(monkeypatch, 8)
+    operands = arrays(0, (2, 5, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (2, 37, 3, 4), (3,))
+
+    def function(q, k1, k2, v, gamma):
+        return xla_compress(q, k1, k2, v, gamma=gamma, scale=0.7)
+
+    def slope(*operands):
+        return jax.grad(lambda *xs: function(*xs).sum(), argnums=range(5))(*operands)
+
+    traced = jax.jit(slope).trace(*(jnp.asarray(x, jnp.float32) for x in operands))
+    on = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu")}
+    pieces = [(name, keys) for name in on for keys in (37, 8) if f"tensor<2x3x5x{keys}xf32>" in on[name]]
+    assert pieces == [("cuda", 37), ("cpu", 8)]
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *operands, cuda, default, **others: cuda(*operands)
+    )
+    compress_module._choose.clear_cache()
+    check(function, lambda *xs: oracle_compress(*xs, 0.7, "softmax"), operands)
+    compress_module._choose.clear_cache()
+
+
 @pytest.mark.parametrize("piece", [4096, 8])
 @pytest.mark.parametrize("score", SCORES)
 def test_compress_masks_and_poison(monkeypatch, score, piece):
