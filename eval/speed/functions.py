@@ -21,13 +21,21 @@ from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
 from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
-from eval.speed.references import BETA, Arrays, Level, delta_reference, linear_reference, softmax_reference
+from eval.speed.references import (
+    BETA,
+    Arrays,
+    Level,
+    decayed_reference,
+    delta_reference,
+    linear_reference,
+    softmax_reference,
+)
 
 if TYPE_CHECKING:
     from eval.speed.options import SpeedOptions
 
 
-_LOG_DECAY = -0.1  # of the gated delta rule
+_LOG_DECAY = -0.1  # of the gated delta rule and of Mamba-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +137,64 @@ def _kimi_delta(options: SpeedOptions) -> Callable:
     return attend
 
 
+def _decayed(log_decay: Callable[[SpeedOptions], np.ndarray], *, tokens: bool = True) -> FunctionCase:
+    """Linear attention whose state decays by (heads, 1) or (heads, features), given for each token or once."""
+
+    def function(options: SpeedOptions) -> Callable:
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+            log = jnp.asarray(log_decay(options), jnp.float32)
+            log = log[:, 0] if log.shape[1] == 1 else log
+            log = jnp.broadcast_to(log[None, None], (*key.shape[:2], *log.shape)) if tokens else log
+            return linear_attention(
+                query, key, value, log_decay=log, is_causal=True, normalize=False, feature_map="identity"
+            )
+
+        return attend
+
+    return FunctionCase(function, _decayed_reference(log_decay), growth=1)
+
+
+def _decayed_reference(log_decay: Callable[[SpeedOptions], np.ndarray]) -> Callable:
+    def reference(
+        options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+    ) -> tuple[np.ndarray, ...]:
+        return decayed_reference(options, arrays, rows, tail, log_decay(options))
+
+    return reference
+
+
+def _decayed_scan(options: SpeedOptions) -> Callable:
+    """GLA's recurrence token by token, which the chunked forms of all decays are compared with."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        tokens = tuple(x.astype(jnp.float32).swapaxes(0, 1) for x in (query, key, value))
+        decay = jnp.exp(jnp.asarray(_feature_decays(options), jnp.float32))[None, ..., None]
+
+        def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+            q, k, v = token
+            state = decay * state + k[..., None] * v[..., None, :]
+            return state, jnp.einsum("bnfh,bnf->bnh", state, q)
+
+        _, batch, heads, size = tokens[1].shape
+        start = jnp.zeros((batch, heads, size, value.shape[-1]))
+        return jax.lax.scan(step, start, tokens)[1].swapaxes(0, 1).astype(options.dtype)
+
+    return attend
+
+
+def _slopes(options: SpeedOptions) -> np.ndarray:
+    """RetNet's."""
+    return np.log1p(-(2.0 ** (-5.0 - np.arange(options.heads))))[:, None]
+
+
+def _constant_decay(options: SpeedOptions) -> np.ndarray:
+    return np.full((options.heads, 1), _LOG_DECAY)
+
+
+def _feature_decays(options: SpeedOptions) -> np.ndarray:
+    return np.broadcast_to(_feature_log_decay(options), (options.heads, options.head_dim))
+
+
 def _kimi_reference(
     options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
 ) -> tuple[np.ndarray, ...]:
@@ -169,6 +235,10 @@ CASES: dict[str, FunctionCase] = {
         _diag, softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)), growth=1
     ),
     "linear": FunctionCase(_linear, linear_reference, growth=1),
+    "retnet": _decayed(_slopes, tokens=False),
+    "mamba2": _decayed(_constant_decay),
+    "gla": _decayed(_feature_decays),
+    "gla_scan": FunctionCase(_decayed_scan, _decayed_reference(_feature_decays), growth=1),
     "deltanet": FunctionCase(_delta, delta_reference, growth=1),
     "gated_deltanet": FunctionCase(
         _gated_delta, functools.partial(delta_reference, log_decay=_LOG_DECAY), growth=1

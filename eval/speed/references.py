@@ -127,3 +127,30 @@ def delta_reference(
         d_value[:, t] = d_error
         d_state = decay * (d_state - k[..., None] * d_error[:, :, None])
     return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]
+
+
+def decayed_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int, log_decay: Any
+) -> tuple[np.ndarray, ...]:
+    """The reference of linear attention whose state decays, by its recurrence and, over the tail, its gradient's.
+
+    Args:
+      log_decay: that of the state before each token: (heads, 1) or (heads, features).
+    """
+    decay = np.exp(np.asarray(log_decay, np.float64))[..., None]
+    query, key, value, d_out = (x.astype(np.float64) for x in arrays)
+    length, sampled = key.shape[1], set(rows.tolist())
+    state = np.zeros((*key.shape[::2], key.shape[3], value.shape[3]))
+    out, d_query = np.zeros_like(value), np.zeros_like(query)
+    for t in range(length):
+        state = decay * state + key[:, t, :, :, None] * value[:, t, :, None]
+        if t in sampled:
+            out[:, t] = np.einsum("bnfh,bnf->bnh", state, query[:, t])
+            d_query[:, t] = np.einsum("bnfh,bnh->bnf", state, d_out[:, t])
+    d_state, d_key, d_value = np.zeros_like(state), np.zeros_like(key), np.zeros_like(value)
+    for t in reversed(range(tail, length)):
+        d_state = d_state + query[:, t, :, :, None] * d_out[:, t, :, None]
+        d_key[:, t] = np.einsum("bnfh,bnh->bnf", d_state, value[:, t])
+        d_value[:, t] = np.einsum("bnfh,bnf->bnh", d_state, key[:, t])
+        d_state = decay * d_state
+    return out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:]
