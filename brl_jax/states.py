@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -41,21 +41,7 @@ from brl_jax.attention.recurrent.performer import PerformerState, init_performer
 from brl_jax.attention.structured.mlr import BlockSizes
 from brl_jax.attention.structured.mlr_generation import MlrState, init_mlr_state, mlr_attention_step
 
-State = (
-    BsbrState
-    | CosformerState
-    | DeltaState
-    | DiagState
-    | FlowState
-    | GauState
-    | LinearState
-    | LocalState
-    | LongShortState
-    | LunaState
-    | MixedChunkState
-    | MlrState
-    | PerformerState
-)
+State = TypeVar("State")
 Name = Literal[
     "local",
     "diag",
@@ -77,11 +63,11 @@ Name = Literal[
 
 
 @dataclasses.dataclass(frozen=True)
-class StateFunctions:
-    """The functions of one mechanism, pure and without parameters; see `state_functions`."""
+class StateFunctions(Generic[State]):
+    """The functions of one mechanism, pure and without parameters; see `state_functions`. State is its NamedTuple."""
 
     _init: Callable[[int, int, int, Any], State]
-    _extend: Callable[..., Any]
+    _extend: Callable[..., tuple[Array, State]]
 
     def init(self, batch: int, num_kv_heads: int, head_dim: int, dtype: Any = jnp.float32) -> State:
         """The state before the first token, a NamedTuple of arrays.
@@ -127,7 +113,35 @@ class StateFunctions:
         return self.extend(query, key, value, state, **arrays)
 
 
-def state_functions(name: Name, **settings: Any) -> StateFunctions:
+@overload
+def state_functions(name: Literal["local"], **settings: Any) -> StateFunctions[LocalState]: ...
+@overload
+def state_functions(name: Literal["diag"], **settings: Any) -> StateFunctions[DiagState]: ...
+@overload
+def state_functions(name: Literal["linear", "norm"], **settings: Any) -> StateFunctions[LinearState]: ...
+@overload
+def state_functions(name: Literal["cosformer"], **settings: Any) -> StateFunctions[CosformerState]: ...
+@overload
+def state_functions(name: Literal["performer"], **settings: Any) -> StateFunctions[PerformerState]: ...
+@overload
+def state_functions(
+    name: Literal["deltanet", "gated_deltanet", "kda"], **settings: Any
+) -> StateFunctions[DeltaState]: ...
+@overload
+def state_functions(name: Literal["flowformer"], **settings: Any) -> StateFunctions[FlowState]: ...
+@overload
+def state_functions(name: Literal["luna"], **settings: Any) -> StateFunctions[LunaState]: ...
+@overload
+def state_functions(name: Literal["gau"], **settings: Any) -> StateFunctions[GauState]: ...
+@overload
+def state_functions(name: Literal["flash"], **settings: Any) -> StateFunctions[MixedChunkState]: ...
+@overload
+def state_functions(name: Literal["bsbr"], **settings: Any) -> StateFunctions[BsbrState]: ...
+@overload
+def state_functions(name: Literal["mlr"], **settings: Any) -> StateFunctions[MlrState]: ...
+@overload
+def state_functions(name: Literal["long_short"], **settings: Any) -> StateFunctions[LongShortState]: ...
+def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
     """`init`, `extend` and `step` of causal attention by a mechanism, for decoding in any code base.
 
     (B, T, N, H), (B, T, K, H) x 2, a state -> (B, T, N, H), the state after these tokens::
@@ -154,14 +168,14 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions:
     return _MAKERS[name](**settings)
 
 
-def _local(*, window: int, **settings: Any) -> StateFunctions:
+def _local(*, window: int, **settings: Any) -> StateFunctions[LocalState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_local_state(batch, heads, dim, window=window, dtype=dtype),
         functools.partial(local_attention_step, **settings),
     )
 
 
-def _diag(*, block_size: int = 64, **settings: Any) -> StateFunctions:
+def _diag(*, block_size: int = 64, **settings: Any) -> StateFunctions[DiagState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_diag_state(
             batch, heads, dim, block_size=block_size, dtype=dtype
@@ -170,7 +184,7 @@ def _diag(*, block_size: int = 64, **settings: Any) -> StateFunctions:
     )
 
 
-def _performer(*, projection: Float[Array, "F H"], **settings: Any) -> StateFunctions:
+def _performer(*, projection: Float[Array, "F H"], **settings: Any) -> StateFunctions[PerformerState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_performer_state(batch, heads, projection.shape[0], dim),
         functools.partial(
@@ -179,7 +193,7 @@ def _performer(*, projection: Float[Array, "F H"], **settings: Any) -> StateFunc
     )
 
 
-def _linear(*, normalize: bool = True, **settings: Any) -> StateFunctions:
+def _linear(*, normalize: bool = True, **settings: Any) -> StateFunctions[LinearState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_linear_state(batch, heads, dim, dim, normalize=normalize),
         functools.partial(
@@ -188,14 +202,14 @@ def _linear(*, normalize: bool = True, **settings: Any) -> StateFunctions:
     )
 
 
-def _luna(*, packed: Float[Array, "M K H"], **settings: Any) -> StateFunctions:
+def _luna(*, packed: Float[Array, "M K H"], **settings: Any) -> StateFunctions[LunaState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_luna_state(batch, heads, dim, packed.shape[0], dim),
         functools.partial(luna_attention, packed=packed, return_state=True, **settings),
     )
 
 
-def _gau(*, length: int, value_dim: int | None = None, **settings: Any) -> StateFunctions:
+def _gau(*, length: int, value_dim: int | None = None, **settings: Any) -> StateFunctions[GauState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_gau_state(
             batch, length, heads, dim, dim if value_dim is None else value_dim, dtype=dtype
@@ -204,7 +218,9 @@ def _gau(*, length: int, value_dim: int | None = None, **settings: Any) -> State
     )
 
 
-def _flash(*, chunk_size: int = 256, value_dim: int | None = None, **settings: Any) -> StateFunctions:
+def _flash(
+    *, chunk_size: int = 256, value_dim: int | None = None, **settings: Any
+) -> StateFunctions[MixedChunkState]:
     def extend(query: Array, key: Array, value: Array, *, linear_query: Array, linear_key: Array, state: Any):
         return mixed_chunk_attention(
             query, key, linear_query, linear_key, value, is_causal=True, chunk_size=chunk_size, state=state,
@@ -227,7 +243,7 @@ def _bsbr(
     chunk_size: int = 64,
     compression: Compression | None = None,
     **settings: Any,
-) -> StateFunctions:
+) -> StateFunctions[BsbrState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_bsbr_state(
             batch, length, heads if num_heads is None else num_heads, heads, dim, retrieval_dim=retrieval_dim,
@@ -240,7 +256,9 @@ def _bsbr(
     )  # fmt: skip
 
 
-def _mlr(*, length: int, ranks: Sequence[int], block_sizes: BlockSizes, **settings: Any) -> StateFunctions:
+def _mlr(
+    *, length: int, ranks: Sequence[int], block_sizes: BlockSizes, **settings: Any
+) -> StateFunctions[MlrState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_mlr_state(
             batch, length, heads, dim, ranks=ranks, block_sizes=block_sizes, dtype=dtype
@@ -251,7 +269,7 @@ def _mlr(*, length: int, ranks: Sequence[int], block_sizes: BlockSizes, **settin
 
 def _long_short(
     *, length: int, rank: int = 1, window: int = 128, chunk_size: int = 16, **settings: Any
-) -> StateFunctions:
+) -> StateFunctions[LongShortState]:
     return StateFunctions(
         lambda batch, heads, dim, dtype: init_long_short_state(
             batch, length, heads, dim, rank, window=window, chunk_size=chunk_size, dtype=dtype
@@ -261,11 +279,11 @@ def _long_short(
 
 
 def _sums(
-    function: Callable[..., Any], init: Callable[..., Any], **always: Any
-) -> Callable[..., StateFunctions]:
+    function: Callable[..., Any], init: Callable[..., State], **always: Any
+) -> Callable[..., StateFunctions[State]]:
     """The functions of a mechanism whose state has no options."""
 
-    def make(**settings: Any) -> StateFunctions:
+    def make(**settings: Any) -> StateFunctions[State]:
         return StateFunctions(
             lambda batch, heads, dim, dtype: init(batch, heads, dim, dim),
             functools.partial(function, return_state=True, **always, **settings),
@@ -274,7 +292,7 @@ def _sums(
     return make
 
 
-_MAKERS: dict[str, Callable[..., StateFunctions]] = {
+_MAKERS: dict[str, Callable[..., StateFunctions[Any]]] = {
     "local": _local,
     "diag": _diag,
     "linear": _linear,

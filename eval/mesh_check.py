@@ -43,6 +43,10 @@ _MESHES = {
     "sequence 8": MeshConfig(sequence=8),
 }
 _TWO = "fsdp 8 in two processes"
+# XLA's CPU client runs what is ready of all devices in one pool, by default of as many threads as there are cores, and
+# a collective holds its thread until all devices have come to it. On fewer cores than devices, waiting collectives can
+# hold all threads while what they wait for has none: after 40 seconds XLA then ends the process.
+_THREADS = "32"
 # Programs as small as these take longer to optimise than to run.
 _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -211,7 +215,12 @@ def work(request: str) -> None:
 def _run(request: dict[str, Any], devices: int) -> Iterator[dict[str, Any]]:
     """The answers of a process with this many CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": flags}
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PJRT_NPROC": _THREADS,
+        "XLA_FLAGS": flags,
+    }
     line = [
         sys.executable,
         "-c",

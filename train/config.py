@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -163,10 +164,12 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     Raises:
       UserError: an unknown option (with the nearest one) or an invalid value, in one line.
     """
-    complaint = io.StringIO()
+    complaint, screen = io.StringIO(), io.StringIO()
     options = option_names(default)
+    # tyro colours what it prints on a terminal, whatever NO_COLOR says; a buffer is no terminal.
+    plain = contextlib.redirect_stdout(screen) if os.environ.get("NO_COLOR") else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(complaint), plain:
             config, unknown = tyro.cli(
                 type(default),
                 prog=prog,
@@ -179,6 +182,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
             )
     except SystemExit as stop:
         if not stop.code:
+            print(screen.getvalue(), end="")
             raise
         raise UserError(_with_option(_one_line(complaint.getvalue()), options)) from None
     except ValueError as error:  # raised by a part whose fields have no prefix

@@ -13,7 +13,7 @@ from train.config import parse
 from train.hosts import check_shared, join, lead_first
 from train.loop import train
 from train.mesh import open_mesh
-from train.metrics import RunReport, log
+from train.metrics import RunReport, announce, log
 from train.step import num_tokens
 from train.storage import check_client, user_cache
 from train.summary import beginning, ending, num_parameters
@@ -49,6 +49,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
       UserError, RunError, Stopped: see `train.loop.train`.
     """
     check_client("--workdir", config.loop.workdir)
+    announce(f"{task.name}: starting in {config.loop.workdir}")
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)
     check_shared(config.loop.workdir, task.to_json(config))

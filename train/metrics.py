@@ -20,7 +20,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from tensorboardX import SummaryWriter
 
 from train.hosts import is_lead
 from train.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
@@ -34,6 +33,13 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 # soft_wrap: the terminal breaks long lines.
 _CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def announce(message: str) -> None:
+    """Prints a line on stderr where that is a terminal, whose user waits while the data and the network are made. It
+    prints nothing elsewhere, where a command that ends with an error prints that line alone."""
+    if _CONSOLE.is_terminal:
+        _CONSOLE.print(message, markup=False)
 
 
 def log(message: str) -> None:
@@ -72,6 +78,13 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
                 last_line = now
                 log(f"{title}: {done:,} of {total:,}  {clock((now - began) / done * (total - done))} left")
             yield piece
+
+
+def _event_writer(folder: str, last_step: int) -> Any:
+    """TensorBoard's events. Its package takes a while to load, so that commands that write none don't."""
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(folder, purge_step=last_step + 1)
 
 
 class MetricsLog:
@@ -119,7 +132,7 @@ class MetricsLog:
         write_whole(epath.Path(path), "".join(f"{line}\n" for line in max(kept, key=len)))
         # Unbuffered and in append mode, each line is one write; one that a crash cut off is dropped at the next start.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._events = SummaryWriter(str(folder), purge_step=last_step + 1) if tensorboard else None
+        self._events = _event_writer(str(folder), last_step) if tensorboard else None
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds a line; it must have "step", and finite numbers otherwise."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import threading
 import uuid
@@ -41,17 +42,23 @@ def check_address(name: str, path: str) -> None:
 
 
 def check_client(option: str, path: str | os.PathLike[str]) -> None:
-    """Makes sure that object storage can be reached at all; called before a path is used.
+    """Makes sure that object storage can be reached at all; called before a run's folder is used.
 
     Raises:
-      UserError: the path is remote, and the package that reads it is not installed.
+      UserError: the path is remote, and is of another store or the package that reads it is not installed.
     """
     if not is_remote(path):
         return
+    try:
+        check_address(option, os.fspath(path))
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(f"{option}: {os.fspath(path)} needs gcsfs: pip install 'brl-jax[gcs]'")
     import fsspec
 
+    # What the client reports, with tracebacks, is reported again in one line when it gives up.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     # A listing that was remembered would hide what other processes write.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
 

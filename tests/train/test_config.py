@@ -452,6 +452,21 @@ def test_a_mechanism_whose_layers_come_in_blocks_gets_whole_ones():
         _parse("--mechanism tlinformer --num_layers 6")
 
 
+def test_help_has_no_colour_where_none_is_wanted(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screens = []
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            parse_options(LoopConfig(), ["--help"], prog="p", about="About.")
+        screens.append(capsys.readouterr().out)
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" in screens[0]
+    assert "\x1b[" not in screens[1]
+    assert re.sub(r"\x1b\[[0-9;]*m", "", screens[0]) == screens[1]
+
+
 @pytest.mark.parametrize(
     "name", ["train.lm", "train.lra", "train.regression", "train.forecast", "eval.pod_plan"]
 )
@@ -481,6 +496,8 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
     monkeypatch.undo()
     with pytest.raises(SystemExit):
         main(["--presets"])
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "preset"
+    names = [line.split()[0] for line in lines]
     assert set(names) >= {re.search(r"PRESET is (\S+)", out)[1]}
     assert len(names) == int(re.search(r"lists the (\d+) presets", out)[1])

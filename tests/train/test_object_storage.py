@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+from eval.runs import open_run
 from tests.train.object_store import BUCKET, ObjectStore
 from train.data.sources import open_source
 from train.errors import UserError
@@ -212,5 +213,9 @@ def test_text_from_any_address_is_the_text_of_its_files(tmp_path):
 def test_a_bucket_without_its_client_is_a_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_client("--workdir", "/a/local/folder")
+    with pytest.raises(
+        UserError, match=r"^--workdir must be a local folder or gs://BUCKET/FOLDER, got 's3://b/r'$"
+    ):
+        open_run([], "s3://b/r", "best")
     with pytest.raises(UserError, match=r"--workdir: gs://b/r needs gcsfs: pip install 'brl-jax\[gcs\]'"):
         check_client("--workdir", "gs://b/r")

@@ -29,6 +29,7 @@ from train.metrics import log
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
 from train.step import Batch, Objective, classification, means, random_streams
+from train.storage import check_client
 from train.task import Task, read_config
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 
@@ -149,6 +150,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         Raises:
           UserError: the folder has none.
         """
+        check_client("--pretrained", config.pretrained)
         try:
             return read_config([MLM], epath.Path(config.pretrained) / "config.json")[1]
         except UserError as error:

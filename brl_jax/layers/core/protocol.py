@@ -70,6 +70,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
@@ -123,7 +124,7 @@ class Dimensions:
     residual_scale: float = 1.0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    implementation: Any = None
+    implementation: Implementation | None = None
     base_width: int | None = None
     base_head_dim: int | None = None
 
