@@ -67,7 +67,7 @@ class StateFunctions(Generic[State]):
     """The functions of one mechanism, pure and without parameters; see `state_functions`. State is its NamedTuple."""
 
     _init: Callable[[int, int, int, Any], State]
-    _extend: Callable[..., tuple[Array, State]]
+    _extend: Callable[..., Any]  # -> (Array, State); functions that also go without a state have a union
 
     def init(self, batch: int, num_kv_heads: int, head_dim: int, dtype: Any = jnp.float32) -> State:
         """The state before the first token, a NamedTuple of arrays.

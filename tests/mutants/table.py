@@ -495,8 +495,8 @@ MUTANTS = (
     Mutant(
         "recurrent/BSBR's chunks see themselves",
         "brl_jax/attention/recurrent/bsbr.py",
-        "earlier, other = number[None] < number[:, None]",
-        "earlier, other = number[None] <= number[:, None]",
+        "earlier, other = all_numbers[None] < number[:, None]",
+        "earlier, other = all_numbers[None] <= number[:, None]",
         (LAWS, "-k", "(law_1 or law_3) and bsbr"),
     ),
     Mutant(
