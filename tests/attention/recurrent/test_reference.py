@@ -95,6 +95,22 @@ def test_equals_its_plain_form(name, kind, options, length):
     close(got, expected, 1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["token_decay", "feature_decay"])
+def test_gradients_are_finite_where_a_state_is_emptied(kind):
+    """-inf beside decays of hardly anything; -inf itself has no gradient, as nothing is left of the state."""
+    arrays = arguments((kind,), 67)
+
+    def loss(query, key, value, log_decay):
+        out = brl_jax.linear_attention(query, key, value, log_decay=log_decay, chunk_size=24, **DECAYED)
+        return jnp.sum(jnp.sin(out))
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arrays)
+    assert all(bool(jnp.isfinite(gradient).all()) for gradient in gradients)
+    assert not np.asarray(gradients[3])[np.isinf(arrays[3])].any()
+    assert np.asarray(gradients[3])[np.asarray(arrays[3]) > -1].any()
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     ("name", "options"),
