@@ -1070,6 +1070,27 @@ MUTANTS = (
         "self.mixer_output_norm(mixed)",
         ("tests/models/test_block.py", "-k", "output_norms"),
     ),
+    Mutant(
+        "models/cross-attention of a step sees a token less on either side",
+        "brl_jax/models/cross_attention.py",
+        "mask = (jnp.abs(distance) <= side)",
+        "mask = (jnp.abs(distance) < side)",
+        ("tests/models/test_encoder_decoder.py", "-k", "window"),
+    ),
+    Mutant(
+        "models/cross-attention forgets the lengths of its source in generation",
+        "brl_jax/models/cross_attention.py",
+        "lengths=full if read.lengths is None else read.lengths.astype(jnp.int32)",
+        "lengths=full",
+        ("tests/models/test_encoder_decoder.py", "-k", "window"),
+    ),
+    Mutant(
+        "models/what the compressed tokens of an encoder give has no strength",
+        "brl_jax/models/cross_attention.py",
+        "query, key, value, strength=strength, implementation",
+        "query, key, value, strength=1.0, implementation",
+        ("tests/models/test_block.py", "-k", "window"),
+    ),
     # Decoding.
     Mutant(
         "decoding/top_p drops the token that reaches p",
@@ -1262,6 +1283,13 @@ MUTANTS = (
         "np.where(noise < half - pairs, unused, noise + pairs)",
         "noise",
         ("tests/train/test_recall.py", "-k", "definition"),
+    ),
+    Mutant(
+        "data/reversed targets begin with the padding's place",
+        "train/data/copying.py",
+        "lengths[:, None] - 1 - place, 0)",
+        "lengths[:, None] - place, 0)",
+        ("tests/train/test_copy.py", "-k", "definition"),
     ),
     Mutant(
         "data/held-out rows of recall are drawn as training rows are",
