@@ -188,6 +188,8 @@ TARGETS = (
     Target(4096, "deltanet", "linear", "forward_backward", 1 / 3),
     Target(4096, "gated_deltanet", "deltanet", "forward", 1 / 1.3),
     Target(4096, "gated_deltanet", "deltanet", "forward_backward", 1 / 1.3),
+    Target(4096, "kda", "deltanet", "forward", 1 / 2),
+    Target(4096, "kda", "deltanet", "forward_backward", 1 / 2),
     Target(4096, "deltanet", "deltanet_scan", "forward", 10.0),
     Target(4096, "deltanet", "deltanet_scan", "forward_backward", 10.0),
     *(

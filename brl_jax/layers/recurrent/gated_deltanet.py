@@ -122,6 +122,6 @@ class GatedDeltaNet(ConvolvedLayer):
 
 
 def unit(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
-    """x divided by its l2 norm over the last axis, in float32; about 0 stays 0."""
+    """x divided by its l2 norm over the last axis, in float32; a vector of zeros stays zero."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -18,7 +18,7 @@ class StateAttention(NamedTuple):
     """An attention function whose queries and keys are given.
 
     Attributes:
-      function: function(value, **options) is the attention, where the options are those that `StateLayer.mix` gives.
+      function: function(value, **options) is the attention, where the options are those that `StateLayer.attend` gives.
       value: (B, T, K, V).
       linear_part: a function like it that is linear in the values, from which the attention matrix is computed; None
         if `function` itself is.
