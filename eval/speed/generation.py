@@ -77,7 +77,7 @@ class GenerationOptions:
     json: str | None = None
     """File to write the rows and lines to, as one JSON object."""
     pictures: str | None = None
-    """Folder to draw six pictures in one file in."""
+    """Folder to draw the pictures in, as panels of one file."""
 
     def __post_init__(self):
         check_at_least(self, "heads", "head_dim", "layers", "window", "context", "vocabulary", "repeats")

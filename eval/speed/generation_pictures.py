@@ -1,4 +1,4 @@
-"""The six pictures of generation with a cache, after TLinFormer's figure 9, as panels of one file."""
+"""Pictures of generation with a cache, after the six of TLinFormer's figure 9, as panels of one file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ _TLIN, _PLAIN, _DARK = "#0072B2", "#D55E00", "#333333"
 
 def draw(rows: Sequence[dict], folder: Path) -> Path:
     """Draws the rows of `eval.speed.generation` and returns the file."""
+    return save(picture(rows), folder / "generation.png")
+
+
+def picture(rows: Sequence[dict]) -> Figure:
+    """The rows of `eval.speed.generation` as panels, without those that would have one point only."""
     by_name: dict[str, dict[int, dict]] = {}
     for row in rows:
         if not row["note"]:
@@ -33,65 +38,80 @@ def draw(rows: Sequence[dict], folder: Path) -> Path:
     first, step = curve(prompt, "first_token_s"), curve(plain, "hit_s")
     whole, miss, hit = (curve(tlin, f"{name}_s") for name in ("first_token", "miss", "hit"))
     size, plain_size = curve(tlin, "cache_bytes", 2**-20), curve(plain, "cache_bytes", 2**-20)
-    figure = Figure(figsize=(16, 9.5), layout="constrained")
-    panels = figure.subplots(2, 3).ravel()
-    _panel(
-        panels[0],
-        "(a) plain decoder",
-        "milliseconds",
-        {"first token": (first, _DARK), "next token": (step, _PLAIN)},
-    )
-    _panel(
-        panels[1],
-        "(b) TLinFormer",
-        "milliseconds",
-        {"first token": (whole, _DARK), "miss": (miss, "#009E73"), "hit": (hit, _TLIN)},
-    )
-    _panel(
-        panels[2],
-        "(c) plain decoder: first token over next",
-        "times",
-        {"ratio": (ratio(first, step), _PLAIN)},
-    )
-    _panel(panels[3], "(d) TLinFormer: miss over hit", "times", {"ratio": (ratio(miss, hit), _TLIN)})
-    _panel(
-        panels[4],
-        "(e) cache",
-        "MiB",
-        {"plain decoder": (plain_size, _PLAIN), "TLinFormer": (size, _TLIN)},
-    )
-    _panel(
-        panels[5],
-        "(f) plain decoder's time over TLinFormer's",
-        "times",
-        {
-            "first token": (ratio(first, whole), _DARK),
-            "next token, on a hit": (ratio(step, hit), _TLIN),
-            "next token, on a miss": (ratio(step, miss), "#009E73"),
-        },
-    )
-    return save(figure, folder / "generation.png")
+    panels = [
+        ("(a) plain decoder", "milliseconds", {"first token": (first, _DARK), "next token": (step, _PLAIN)}),
+        (
+            "(b) TLinFormer",
+            "milliseconds",
+            {"first token": (whole, _DARK), "miss": (miss, "#009E73"), "hit": (hit, _TLIN)},
+        ),
+        ("(c) plain decoder: first token over next", "times", {"ratio": (ratio(first, step), _PLAIN)}),
+        ("(d) TLinFormer: miss over hit", "times", {"ratio": (ratio(miss, hit), _TLIN)}),
+        ("(e) cache", "MiB", {"plain decoder": (plain_size, _PLAIN), "TLinFormer": (size, _TLIN)}),
+        (
+            "(f) plain decoder's time over TLinFormer's",
+            "times",
+            {
+                "first token": (ratio(first, whole), _DARK),
+                "next token, on a hit": (ratio(step, hit), _TLIN),
+                "next token, on a miss": (ratio(step, miss), "#009E73"),
+            },
+        ),
+    ]
+    # A curve of one point shows nothing: where there are others, its number stands beside them.
+    shown = [panel for panel in panels if _longest(panel[2]) > 1] or panels
+    columns = min(len(shown), 3)
+    figure = Figure(figsize=(16 * columns / 3, 4.75 * -(-len(shown) // columns)), layout="constrained")
+    places = figure.subplots(-(-len(shown) // columns), columns, squeeze=False).ravel()
+    for axes, panel in zip(places, shown):
+        _panel(axes, *panel)
+    for axes in places[len(shown) :]:
+        axes.set_visible(False)
+    numbers = [
+        f"{panel[0]}: {_number(points[0][1])} at {points[0][0]:,} tokens, the only length measured"
+        for panel in panels
+        if panel not in shown
+        for points, _ in panel[2].values()
+        if points
+    ]
+    if numbers:
+        figure.supxlabel("; ".join(numbers), fontsize=10)
+    return figure
+
+
+def _longest(curves: dict[str, tuple[list, str]]) -> int:
+    """The number of points of the longest curve."""
+    return max(len(points) for points, _ in curves.values())
+
+
+def _number(value: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _panel(axes: Axes, title: str, label: str, curves: dict[str, tuple[list, str]]) -> None:
-    """Draws curves over the length. A panel without two points of any curve states its numbers instead."""
+    """Draws curves over the length, with the numbers of those that have one point; where no curve has two, the numbers
+    alone."""
     axes.set(title=title, xlabel="tokens so far", ylabel=label)
     known = {name: curve for name, curve in curves.items() if curve[0]}
-    if not any(len(points) > 1 for points, _ in known.values()):
-        lines = [
-            f"{name}: {points[0][1]:.3g} at {points[0][0]} tokens" for name, (points, _) in known.items()
-        ]
-        text = "\n".join([*lines, "measured at one length only"]) if lines else "not measured"
+    alone = [
+        f"{name}, at {points[0][0]:,} tokens only: {_number(points[0][1])}"
+        for name, (points, _) in known.items()
+        if len(points) == 1
+    ]
+    if len(alone) == len(known):
+        text = "\n".join(alone) if alone else "not measured"
         axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
         axes.set(xticks=[], yticks=[], xlabel="", ylabel="")
         return
     for name, (points, colour) in known.items():
-        note = "" if len(points) > 1 else f" ({points[0][0]} tokens only)"
-        style = "o" if len(points) > 1 else "D"
-        axes.plot(*zip(*points), label=name + note, color=colour, marker=style, linewidth=1.8)
+        if len(points) > 1:
+            axes.plot(*zip(*points), label=name, color=colour, marker="o", linewidth=1.8)
     axes.set(xscale="log", yscale="log")
     plain_log_axis(axes.yaxis)
     axes.set_xscale("log", base=2)
     axes.grid(True, which="major", alpha=0.3)
-    if len(axes.lines) > 1:
+    if alone:
+        axes.set_title("\n".join([title, *alone]), fontsize="medium")
+    if len(known) > 1:
         axes.legend(frameon=False)

@@ -6,6 +6,7 @@ import pytest
 
 from eval.speed.__main__ import main
 from eval.speed.generation import lines
+from eval.speed.generation_pictures import picture
 from train.errors import UserError
 
 SMALL = [
@@ -36,6 +37,20 @@ def test_times_both_networks_and_draws(tmp_path, capsys):
     assert rows["plain decoder"]["cache_bytes"] > 4 * 24 * 2 * 16 * 4
     assert (tmp_path / "new" / "generation.png").stat().st_size > 10_000
     assert "plain" in capsys.readouterr().out
+
+
+def test_pictures_draw_no_curve_of_one_point():
+    rows = [
+        {"name": name, "length": n, "miss_s": 0.02, "hit_s": 0.002, "note": ""}
+        for name in ("tlinformer", "plain decoder")
+        for n in (1024, 8192)
+    ]
+    rows.append({"name": "plain decoder, prompt", "length": 1024, "first_token_s": 0.4, "note": ""})
+    shown = [axes for axes in picture(rows).axes if axes.get_visible()]
+    assert [axes.get_title()[:3] for axes in shown] == ["(a)", "(b)", "(d)", "(f)"]
+    assert shown[0].get_title().endswith("first token, at 1,024 tokens only: 400")
+    assert all(len(line.get_xdata()) == 2 for axes in shown for line in axes.lines)
+    assert "(c) plain decoder: first token over next: 200 at 1,024" in picture(rows).get_supxlabel()
 
 
 def test_lines_through_misses_and_hits():
