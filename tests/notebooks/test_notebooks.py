@@ -50,7 +50,7 @@ def test_opens_on_colab():
         assert not any("git clone" in cell.source for cell in rest), path.name
         setups.add(setup.source)
     (setup,) = setups
-    assert f"git clone -q https://{address}\n" in setup
+    assert f"git clone -q https://{address} /content/brl-jax\n" in setup
     # Outside Colab only the import runs.
     assert re.sub(r'if "google.colab" in sys.modules:\n(    .*\n?)+', "", setup).splitlines()[1:] == [
         "import sys",
