@@ -20,17 +20,16 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from matplotlib.figure import Figure
 
 from brl_jax.decoding import generate
 from eval.copy_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
-from eval.runs import Run
+from eval.runs import Run, run_facts
 from train.config_file import flatten, to_json
 from train.data.copying import BEGIN, END, SPECIAL
 from train.data.tokenizers import load_tokenizer
 from train.errors import UserError, command, one_line
-from train.summary import mechanism_names, num_parameters
+from train.summary import mechanism_names
 from train.tasks.copy import COPY
 
 
@@ -121,18 +120,9 @@ class _CopyEvaluation(Evaluation[CopyEvalOptions]):
                 "settings": flatten(settings) | names,
                 "trained": longest,
                 "cases": cases,
-                "parameters": num_parameters(run.params),
-                "step": run.step,
-                "seed": config.loop.seed,
-                "workdir": config.loop.workdir,
+                **run_facts(run),
             }
         )
-
-    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
-        return markdown(results)
-
-    def draw(self, measured: Sequence[Measured]) -> Figure:
-        return draw([each.result for each in measured])
 
 
 def _write_texts(run: Run, texts: Sequence[str]) -> dict[str, Any]:
@@ -164,6 +154,8 @@ def main(argv: Sequence[str]) -> None:
         CopyEvalOptions(),
         name="eval.copy",
         about="Measures what an encoder-decoder writes by itself.",
+        markdown=markdown,
+        draw=draw,
     ).main(argv)
 
 

@@ -27,12 +27,12 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
 from eval.forecast_table import Example, draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
-from eval.runs import Run
+from eval.runs import Run, run_facts
 from train.config import check_seed
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
 from train.errors import command
-from train.summary import mechanism_names, num_parameters
+from train.summary import mechanism_names
 from train.tasks.forecast import (
     FORECAST_TASKS,
     AnyForecastConfig,
@@ -175,18 +175,12 @@ class _ForecastEvaluation(Evaluation[ForecastEvalOptions]):
             "lookback": config.data.lookback,
             "horizon": config.data.horizon,
             "windows": len(rows),
-            "parameters": num_parameters(run.params),
-            "step": run.step,
-            "seed": config.loop.seed,
-            "workdir": config.loop.workdir,
+            **run_facts(run),
         }
         if config.data.lookback >= _DAY:
             seasonal = naive_forecast(known, config.data.horizon, _DAY)
             result["seasonal_naive"] = errors_of(seasonal, seasonal, true)
         return Measured(result, Example(series, made.origin, true, made.median, made.low, made.high))
-
-    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
-        return markdown(results)
 
     def draw(self, measured: Sequence[Measured]) -> Figure:
         return draw(measured)
@@ -199,6 +193,7 @@ def main(argv: Sequence[str]) -> None:
         ForecastEvalOptions(),
         name="eval.forecast",
         about="Measures forecasts beside naive ones.",
+        markdown=markdown,
     ).main(argv)
 
 

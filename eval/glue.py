@@ -18,14 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from eval.glue_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
-from eval.runs import Run
+from eval.runs import Run, run_facts
 from train.data.glue import GLUE_TASKS
 from train.errors import UserError, command
-from train.summary import mechanism_names, num_parameters
+from train.summary import mechanism_names
 from train.tasks.glue import GLUE
 
 
@@ -90,26 +89,22 @@ class _GlueEvaluation(Evaluation[GlueEvalOptions]):
                 "examples": examples,
                 "model": mechanism_names(config.model),
                 "pretrained": not config.from_scratch,
-                "parameters": num_parameters(run.params),
                 "learning_rate": config.optimizer.learning_rate,
                 "steps": config.loop.steps,
-                "step": run.step,
-                "seed": config.loop.seed,
-                "workdir": config.loop.workdir,
+                **run_facts(run),
             }
         )
-
-    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
-        return markdown(results)
-
-    def draw(self, measured: Sequence[Measured]) -> Figure:
-        return draw([each.result for each in measured])
 
 
 def main(argv: Sequence[str]) -> None:
     """Prints the measures or the table; see the module's text and --help."""
     _GlueEvaluation(
-        [GLUE], GlueEvalOptions(), name="eval.glue", about="Measures fine-tuned networks on GLUE."
+        [GLUE],
+        GlueEvalOptions(),
+        name="eval.glue",
+        about="Measures fine-tuned networks on GLUE.",
+        markdown=markdown,
+        draw=draw,
     ).main(argv)
 
 

@@ -14,16 +14,14 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from eval.graph_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
-from eval.runs import Run
+from eval.runs import Run, run_facts
 from train.errors import UserError, command
-from train.summary import mechanism_names, num_parameters
+from train.summary import mechanism_names
 from train.tasks.graph import GRAPH
 
 
@@ -67,25 +65,21 @@ class _GraphEvaluation(Evaluation[GraphEvalOptions]):
                 **f1_scores(predicted, true),
                 "nodes": len(true),
                 "tokens": len(config.model.kinds),
-                "parameters": num_parameters(run.params),
                 "learning_rate": config.optimizer.learning_rate,
-                "step": run.step,
-                "seed": config.loop.seed,
-                "workdir": config.loop.workdir,
+                **run_facts(run),
             }
         )
-
-    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
-        return markdown(results)
-
-    def draw(self, measured: Sequence[Measured]) -> Figure:
-        return draw([each.result for each in measured])
 
 
 def main(argv: Sequence[str]) -> None:
     """Prints the measures or the table; see the module's text and --help."""
     _GraphEvaluation(
-        [GRAPH], GraphEvalOptions(), name="eval.graph", about="Measures networks that classify nodes."
+        [GRAPH],
+        GraphEvalOptions(),
+        name="eval.graph",
+        about="Measures networks that classify nodes.",
+        markdown=markdown,
+        draw=draw,
     ).main(argv)
 
 

@@ -15,15 +15,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from matplotlib.figure import Figure
-
 from brl_jax.layers import BRLConfig, DiagConfig, LocalConfig, NormConfig
 from brl_jax.models import StackConfig
 from eval.lra_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
-from eval.runs import Run
+from eval.runs import Run, run_facts
 from train.errors import command
-from train.summary import mechanism_names, num_parameters
+from train.summary import mechanism_names
 from train.tasks.lra import LRA
 
 
@@ -70,27 +68,23 @@ class _LraEvaluation(Evaluation[LraEvalOptions]):
                 "task": config.data.task,
                 "model": label(config.model),
                 **run.task.measure(config, run.model, run.params, data, options.split),
-                "parameters": num_parameters(run.params),
                 "data": data.source.name,
                 "split": options.split,
-                "step": run.step,
-                "seed": config.loop.seed,
-                "workdir": config.loop.workdir,
+                **run_facts(run),
             }
         )
 
     def is_standard(self, options: LraEvalOptions) -> bool:
         return options.split == "test" and super().is_standard(options)
 
-    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
-        return markdown(results)
-
-    def draw(self, measured: Sequence[Measured]) -> Figure:
-        return draw([each.result for each in measured])
-
 
 _EVALUATION = _LraEvaluation(
-    [LRA], LraEvalOptions(), name="eval.lra", about="Measures runs on the Long Range Arena."
+    [LRA],
+    LraEvalOptions(),
+    name="eval.lra",
+    about="Measures runs on the Long Range Arena.",
+    markdown=markdown,
+    draw=draw,
 )
 
 

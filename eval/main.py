@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
@@ -67,6 +67,7 @@ class Evaluation(Generic[P]):
       tasks: those that the runs may be of.
       name: the command's module, "eval.lra". about: a line for --help.
       options: the options with their defaults.
+      markdown, draw: make a table and a picture of the measures of many runs.
       kept: the file of a run's folder that keeps its standard measures, if any.
       drawn: what --picture draws, the table's runs or those of --workdir.
     """
@@ -74,8 +75,18 @@ class Evaluation(Generic[P]):
     kept: ClassVar[str | None] = None
     drawn: ClassVar[Literal["table", "workdir"]] = "table"
 
-    def __init__(self, tasks: Sequence[Task[Any, Any]], options: P, *, name: str, about: str):
+    def __init__(
+        self,
+        tasks: Sequence[Task[Any, Any]],
+        options: P,
+        *,
+        name: str,
+        about: str,
+        markdown: Callable[[Sequence[dict[str, Any]]], str] | None = None,
+        draw: Callable[[Sequence[dict[str, Any]]], Figure] | None = None,
+    ):
         self.tasks, self.options, self.name, self.about = tasks, options, name, about
+        self._markdown, self._draw = markdown, draw
 
     def measure(self, run: Run, options: P) -> Measured:
         """The measures of a run.
@@ -92,11 +103,13 @@ class Evaluation(Generic[P]):
 
     def markdown(self, results: Sequence[dict[str, Any]]) -> str:
         """A table of the measures of many runs."""
-        raise NotImplementedError
+        assert self._markdown is not None
+        return self._markdown(results)
 
     def draw(self, measured: Sequence[Measured]) -> Figure:
         """A picture of many runs."""
-        raise NotImplementedError
+        assert self._draw is not None
+        return self._draw([each.result for each in measured])
 
     def main(self, argv: Sequence[str]) -> None:
         """Prints one JSON object for each run of --workdir, or the table of the runs under --table; see --help.

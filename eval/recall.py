@@ -16,21 +16,18 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from etils import epath
-from matplotlib.figure import Figure
 
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
 from eval.main import Evaluation, Measured, TableOptions
 from eval.recall_table import draw, markdown
-from eval.runs import Run
+from eval.runs import Run, run_facts
 from train.config_file import flatten, to_json
 from train.data.recall import Case, RecallDataConfig, obstacle
 from train.errors import UserError, command
-from train.summary import num_parameters
 from train.tasks.recall import RECALL
 
 # A run has learned its task where the held-out accuracy reaches this.
@@ -112,23 +109,19 @@ class _RecallEvaluation(Evaluation[RecallEvalOptions]):
                     {**case, "state_bytes": state_bytes(run.model, case["length"])} for case in measured
                 ],
                 "num_compressed": mechanism.num_compressed if isinstance(mechanism, BRLConfig) else None,
-                "parameters": num_parameters(run.params),
                 "learned_at": learned_at(config.loop.workdir),
-                "step": run.step,
-                "seed": config.loop.seed,
-                "workdir": config.loop.workdir,
+                **run_facts(run),
             }
         )
 
-    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
-        return markdown(results)
-
-    def draw(self, measured: Sequence[Measured]) -> Figure:
-        return draw([each.result for each in measured])
-
 
 EVALUATION = _RecallEvaluation(
-    [RECALL], RecallEvalOptions(), name="eval.recall", about="Measures recall at any length."
+    [RECALL],
+    RecallEvalOptions(),
+    name="eval.recall",
+    about="Measures recall at any length.",
+    markdown=markdown,
+    draw=draw,
 )
 
 

@@ -22,15 +22,14 @@ import flax.linen as nn
 import jax
 import numpy as np
 from etils import epath
-from matplotlib.figure import Figure
 
 from brl_jax.models import Regressor
 from eval.main import Evaluation, Measured, TableOptions
 from eval.regression_table import draw, markdown
-from eval.runs import Run
+from eval.runs import Run, run_facts
 from train.errors import UserError, command
 from train.flops import matrix_flops
-from train.summary import mechanism_names, num_parameters
+from train.summary import mechanism_names
 from train.tasks.regression import REGRESSION, RegressionConfig
 
 
@@ -99,21 +98,12 @@ class _RegressionEvaluation(Evaluation[RegressionEvalOptions]):
                 "prompt": config.data.prompt,
                 "batch": config.loop.batch,
                 **run.task.measure(config, run.model, run.params, None, "test"),
-                "parameters": num_parameters(run.params),
                 "flops_per_step": training_flops(config, run.model),
                 "curve": read_curve(config.loop.workdir, config.loop.batch * config.data.pairs),
                 "learning_rate": config.optimizer.learning_rate,
-                "step": run.step,
-                "seed": config.loop.seed,
-                "workdir": config.loop.workdir,
+                **run_facts(run),
             }
         )
-
-    def markdown(self, results: Sequence[dict[str, Any]]) -> str:
-        return markdown(results)
-
-    def draw(self, measured: Sequence[Measured]) -> Figure:
-        return draw([each.result for each in measured])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -123,6 +113,8 @@ def main(argv: Sequence[str]) -> None:
         RegressionEvalOptions(),
         name="eval.regression",
         about="Measures runs of in-context regression.",
+        markdown=markdown,
+        draw=draw,
     ).main(argv)
 
 

@@ -12,6 +12,7 @@ from train.checkpoint import Checkpoints
 from train.errors import UserError
 from train.metrics import log
 from train.storage import check_client
+from train.summary import num_parameters
 from train.task import Task, read_config
 
 
@@ -24,6 +25,16 @@ class Run(NamedTuple):
     model: Any
     params: Any
     step: int
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """What every evaluation says of a run besides its measures, ready for JSON."""
+    return {
+        "parameters": num_parameters(run.params),
+        "step": run.step,
+        "seed": run.config.loop.seed,
+        "workdir": run.config.loop.workdir,
+    }
 
 
 def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> Run:
