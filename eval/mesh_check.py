@@ -146,7 +146,7 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
                 follows = rng.random(x.shape[:-1]) < 0.75
                 text[..., t] = np.where(follows, (text[..., t - 1] * 5 + 1) % size, text[..., t])
             batch["tokens"], batch["targets"] = text[..., :-1], text[..., 1:]
-        elif name == "targets" and shapes["tokens"].shape != x.shape:
+        elif name == "targets" and ("tokens" not in shapes or shapes["tokens"].shape != x.shape):
             model = config.model  # answers at places of the row are tokens
             is_token = "places" in shapes
             classes = model.vocab_size if is_token else model.num_classes
@@ -159,8 +159,8 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
             batch[name] = rng.integers(shapes["tokens"].shape[-1], size=x.shape).astype(np.int32)
         elif name == "lengths":
             batch[name] = np.full(x.shape, shapes["tokens"].shape[-1], np.int32)
-        elif name == "weights":
-            batch[name] = np.ones(x.shape, np.float32)
+        elif name in ("weights", "present"):
+            batch[name] = np.ones(x.shape, x.dtype)
         elif name != "targets":
             batch[name] = rng.standard_normal(x.shape).astype(np.float32)
     return batch | {"reset": np.bool_(step == 0)}

@@ -23,8 +23,9 @@ from train.optimizer import OptimizerConfig
 class GraphModelConfig(GraphConfig):
     """The network."""
 
-    kinds: Decided[tuple[int, ...]] = (0,)
-    num_features: Decided[int] = 1
+    # Where no graph is read, as when a run is only planned, these stand for it.
+    kinds: Decided[tuple[int, ...]] = tuple(range(16))
+    num_features: Decided[int] = 32
     num_relations: Decided[int] = 1
     num_classes: Decided[int] = 2
     multi_label: Decided[bool] = False
