@@ -1207,6 +1207,13 @@ MUTANTS = (
         ("tests/train/test_step.py",),
     ),
     Mutant(
+        "train/accuracy counts the least likely class",
+        "train/step.py",
+        "logits.argmax(axis=-1)",
+        "logits.argmin(axis=-1)",
+        ("tests/train/test_step.py", "-k", "likeliest"),
+    ),
+    Mutant(
         "train/microbatches share their dropout",
         "train/step.py",
         "key = jax.random.fold_in(step_key, index)",

@@ -5,7 +5,14 @@ import pytest
 
 from tests.train.toy import OBJECTIVE, OPTIMIZER, batch_of
 from train.optimizer import decayed, make_optimizer, make_schedule
-from train.step import Objective, init_state, make_eval_step, make_train_step, random_streams
+from train.step import (
+    Objective,
+    classification,
+    init_state,
+    make_eval_step,
+    make_train_step,
+    random_streams,
+)
 
 
 def _start(accumulation, objective=OBJECTIVE, rows=4):
@@ -33,6 +40,19 @@ def _without_dropout():
 
 def _batch(seed, reset=False, rows=4):
     return batch_of(seed, rows) | {"reset": np.bool_(reset)}
+
+
+def test_classification_counts_the_likeliest_class():
+    """Right is the class with the largest logit, whatever the number of classes, for tokens in rows as well."""
+    logits = np.array(
+        [[[0.1, 3.0, -2.0], [5.0, 4.0, 4.9]], [[-3.0, -2.0, -1.0], [1.0, 2.0, -9.0]]], np.float32
+    )
+    targets = np.array([[1, 1], [2, 2]], np.int32)
+    loss, right = classification(logits, targets)
+    np.testing.assert_array_equal(right, [[1, 0], [1, 0]])
+    chances = np.exp(logits.astype(np.float64))
+    chances = np.take_along_axis(chances / chances.sum(-1, keepdims=True), targets[..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss, -np.log(chances), rtol=1e-5)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
