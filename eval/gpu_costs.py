@@ -3,12 +3,14 @@
 Compiles local attention, compress, propagate and the attention of gated attention units in Triton, forward and with the
 backward pass, for an A100, an H100 and a B200, and prints for each program how many kernels it launches, how many bytes
 these read and write beside the least that is possible (every argument and result once), and the registers, spilled
-bytes and shared memory of our own kernels. A second table has the launches of the mechanisms that compute all chunks at
-once, and of BRL's layers, at two lengths. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), and
+bytes and shared memory of our own kernels. An operation that the kernels do not serve on a GPU is compiled as XLA runs
+it there. A second table has the launches and the temporary memory of the mechanisms that compute all chunks at once,
+and of BRL's layers, at two lengths. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), and
 neither a driver nor a device.
 
-The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens,
-or if a mechanism exceeds the limits in `eval.gpu_mechanisms`.
+The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
+(through XLA: more than half as many again) or exceeds the limits in `MOST`, or if a mechanism exceeds those in
+`eval.gpu_mechanisms`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -81,6 +84,16 @@ TARGETS = {
 }
 
 
+#: The most launches of an operation of our kernels, forward and with the backward pass, and the most bytes of its
+#: forward pass over the least. compress merges what its blocks have read, so that its bytes depend on the length.
+MOST = {
+    "local": (1, 3, 1.1),
+    "compress": (6, 12, math.inf),
+    "propagate": (1, 6, 1.1),
+    "squared_relu": (1, 6, 1.1),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class CostOptions:
     """What to compile."""
@@ -90,7 +103,7 @@ class CostOptions:
     operations: tuple[str, ...] = ("local", "compress", "propagate", "squared_relu")
     """Out of local, compress, propagate, squared_relu (of gated attention units: one head, a bias)."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
-    """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag; compiled for the first target."""
+    """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     length: int = 16384
     """Tokens of the operations; every program is compiled for twice as many as well."""
     heads: int = 8
@@ -139,11 +152,18 @@ def unserved(options: CostOptions) -> dict[str, str]:
     return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
 
 
-def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Callable, tuple]]:
-    """(operation, pass, function, arguments) of each program for sequences of this length."""
+def programs(
+    options: CostOptions, length: int, through_xla: Iterable[str] = ()
+) -> Iterator[tuple[str, str, Callable, tuple]]:
+    """(operation, pass, function, arguments) of each program for sequences of this length.
+
+    through_xla: the operations that the kernels do not serve; of the attention of gated attention units there is then
+    no program here, but the mechanism `gau`.
+    """
     import jax
     import jax.numpy as jnp
 
+    import brl_jax
     from brl_jax.attention.local.patterns import SlidingWindow
     from pallas_kernels import gpu
 
@@ -172,9 +192,23 @@ def programs(options: CostOptions, length: int) -> Iterator[tuple[str, str, Call
             (wide, wide, one, token, token, token, token),
         ),
     }
-
+    xla: dict[str, Callable] = {
+        "local": functools.partial(
+            brl_jax.local_attention, pattern=window, is_causal=True, implementation="xla"
+        ),
+        "compress": lambda q, k, c, v, g: brl_jax.compress(
+            q, k, c, v, gamma=g, scale=scale, implementation="xla"
+        ),
+        "propagate": lambda q, k, v, s: brl_jax.propagate(
+            q, k, v, strength=s, scale=scale, implementation="xla"
+        ),
+    }
     for name in options.operations:
-        for passes, function, arguments in both_passes(*functions[name]):
+        kernel, shapes = functions[name]
+        chosen = xla.get(name) if name in through_xla else kernel
+        if chosen is None:
+            continue
+        for passes, function, arguments in both_passes(chosen, shapes):
             yield name, passes, function, arguments
 
 
@@ -210,6 +244,7 @@ class Cost:
       traffic: bytes of the launches' operands and results over those of the program's arguments and results.
       temporary: bytes of temporary memory.
       kernels: ours.
+      through_xla: why the kernels do not serve it, so that XLA runs it; empty where they do.
     """
 
     target: str
@@ -220,16 +255,26 @@ class Cost:
     traffic: float
     temporary: int
     kernels: tuple[Kernel, ...]
+    through_xla: str = ""
 
     @property
     def problems(self) -> list[str]:
         where = f"{self.target}: {self.operation}, {self.passes}"
         found = [f"{where}: {k.name} spills {k.spilled} bytes" for k in self.kernels if k.spilled]
         found += [f"{where}: {k.name}: {k.error}" for k in self.kernels if k.error]
-        if self.doubled_launches > self.launches:
+        # XLA reduces longer rows in more steps; a loop over them would be twice as long.
+        if self.doubled_launches > self.launches * (gpu_mechanisms.GROWTH if self.through_xla else 1):
             found.append(
                 f"{where}: {self.launches} launches grow to {self.doubled_launches} at twice the tokens"
             )
+        if self.through_xla:
+            return found
+        forward, backward, traffic = MOST[self.operation]
+        most = forward if self.passes == "forward" else backward
+        if self.launches > most:
+            found.append(f"{where}: {self.launches} launches, more than {most}")
+        if self.passes == "forward" and self.traffic > traffic:
+            found.append(f"{where}: {self.traffic:.2f} times the least bytes, more than {traffic}")
         return found
 
 
@@ -343,13 +388,24 @@ def _compile(function: Callable, arguments: tuple, name: str) -> Any:
     return jax.jit(function).lower(*shaped).compile()
 
 
+def aim_at(target: str) -> None:
+    """Makes this target the one that kernels are chosen and compiled for."""
+    import jax
+
+    os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
+    jax.clear_caches()  # what was traced for another target has made its choices
+
+
 def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
-    """The costs of the options' programs on one target, which BRL_JAX_GPU_CAPABILITY names to the kernels.
+    """The costs of the options' programs on one target, the one that was aimed at.
 
     `dump` is the folder where Triton's bridge leaves its code.
     """
-    doubled = [case[2:] for case in programs(options, 2 * options.length)]
-    for number, (operation, passes, function, arguments) in enumerate(programs(options, options.length)):
+    refused = unserved(options)
+    doubled = [case[2:] for case in programs(options, 2 * options.length, refused)]
+    for number, (operation, passes, function, arguments) in enumerate(
+        programs(options, options.length, refused)
+    ):
         before = set(dump.rglob("*.ptx"))
         compiled = _compile(function, arguments, target)
         own = sorted(set(dump.rglob("*.ptx")) - before)
@@ -359,8 +415,9 @@ def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
         least = memory.argument_size_in_bytes + memory.output_size_in_bytes
         twice, _ = launches(_compile(*doubled[number], target).as_text())
         yield Cost(
-            target, operation, passes, count, twice, moved / max(least, 1), memory.temp_size_in_bytes, kernels
-        )
+            target, operation, passes, count, twice, moved / max(least, 1), memory.temp_size_in_bytes, kernels,
+            refused.get(operation, ""),
+        )  # fmt: skip
 
 
 def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list[str], list[str]]]:
@@ -382,7 +439,8 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
             passes = both[0][0]
             cells = [str(n) for n in counts] + [f"{n / 2**20:.0f}" for n in temporary]
             print(f"{target}: {name}, {passes}", file=sys.stderr, flush=True)
-            yield [name, passes, *cells], gpu_mechanisms.problems(name, passes, counts, temporary)
+            found = gpu_mechanisms.problems(name, passes, counts, temporary)
+            yield [target, name, passes, *cells], [f"{target}: {problem}" for problem in found]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -406,17 +464,15 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["JAX_TRITON_DUMP_DIR"] = folder
         for target in options.targets:
-            os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
-            refused = unserved(options)
-            for operation, why in refused.items():
-                table.add_row(target, operation, "runs through XLA", "", "", "", why)
-            served = tuple(name for name in options.operations if name not in refused)
-            for cost in measure(dataclasses.replace(options, operations=served), target, Path(folder)):
+            aim_at(target)
+            for cost in measure(options, target, Path(folder)):
                 print(f"{target}: {cost.operation}, {cost.passes}", file=sys.stderr, flush=True)
                 kernels = "; ".join(
                     f"{k.name} {k.registers} registers, {k.spilled} B spilled, {k.shared / 1024:.0f} KiB shared"
                     for k in cost.kernels
                 )
+                if cost.through_xla:
+                    kernels = f"none, XLA runs it: {cost.through_xla}"
                 table.add_row(
                     target, cost.operation, cost.passes, str(cost.launches), f"{cost.traffic:.2f}",
                     f"{cost.temporary / 2**20:.1f}", kernels,
@@ -426,13 +482,14 @@ def main(argv: Sequence[str]) -> None:
     problems = [problem for cost in costs for problem in cost.problems]
     short, long = (f"{length} tokens" for length in gpu_mechanisms.LENGTHS)
     chunked = Table(
-        "mechanism", "pass", f"launches, {short}", long, f"temporary MiB, {short}", long,
-        title=f"all chunks at once, {options.targets[0]}",
+        "target", "mechanism", "pass", f"launches, {short}", long, f"temporary MiB, {short}", long,
+        title="all chunks at once",
     )  # fmt: skip
-    os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[options.targets[0]].capability)
-    for row, found in measure_mechanisms(options, options.targets[0]):
-        chunked.add_row(*row)
-        problems += found
+    for target in options.targets:
+        aim_at(target)
+        for row, found in measure_mechanisms(options, target):
+            chunked.add_row(*row)
+            problems += found
     console.print(chunked)
     if options.json is not None:
         Path(options.json).write_text(json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))

@@ -20,7 +20,8 @@ from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
-from eval.speed.measure import Candidate, Case, NoNumber, Program, compile_program
+from eval.speed import gpu_references
+from eval.speed.measure import Candidate, Case, NoNumber, compile_program
 from eval.speed.references import (
     BETA,
     Arrays,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from eval.speed.options import SpeedOptions
 
 
-_LOG_DECAY = -0.1  # of the gated delta rule and of Mamba-2
+LOG_DECAY = -0.1  # of the gated delta rule and of Mamba-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _delta(options: SpeedOptions) -> Callable:
 def _gated_delta(options: SpeedOptions) -> Callable:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         shape = key.shape[:3]
-        gates = jnp.full(shape, BETA, key.dtype), jnp.full(shape, _LOG_DECAY, jnp.float32)
+        gates = jnp.full(shape, BETA, key.dtype), jnp.full(shape, LOG_DECAY, jnp.float32)
         return gated_delta_rule(query, key, value, *gates)
 
     return attend
@@ -188,7 +189,7 @@ def _slopes(options: SpeedOptions) -> np.ndarray:
 
 
 def _constant_decay(options: SpeedOptions) -> np.ndarray:
-    return np.full((options.heads, 1), _LOG_DECAY)
+    return np.full((options.heads, 1), LOG_DECAY)
 
 
 def _feature_decays(options: SpeedOptions) -> np.ndarray:
@@ -241,7 +242,7 @@ CASES: dict[str, FunctionCase] = {
     "gla_scan": FunctionCase(_decayed_scan, _decayed_reference(_feature_decays), growth=1),
     "deltanet": FunctionCase(_delta, delta_reference, growth=1),
     "gated_deltanet": FunctionCase(
-        _gated_delta, functools.partial(delta_reference, log_decay=_LOG_DECAY), growth=1
+        _gated_delta, functools.partial(delta_reference, log_decay=LOG_DECAY), growth=1
     ),
     "kda": FunctionCase(_kimi_delta, _kimi_reference, growth=1),
     "deltanet_scan": FunctionCase(_delta_scan, delta_reference, growth=1),
@@ -283,7 +284,26 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
             made.append(Case(name, case.growth, functools.partial(make, candidate, case.reference)))
     if has_torch(options):
         made.append(Case(TORCH, 2, lambda: make(lambda: torch_candidate(arrays(), options), _FULL_REFERENCE)))
+    for name in options.references:
+        like = CASES["local" if name in gpu_references.WINDOWS else gpu_references.REFERENCES[name].like]
+
+        def other(name: str = name) -> Candidate:
+            if name in gpu_references.WINDOWS:
+                return _window_by(gpu_references.WINDOWS[name], arrays(), options)
+            return gpu_references.candidate(name, arrays(), options)
+
+        made.append(Case(name, like.growth, functools.partial(make, other, like.reference)))
     return made
+
+
+def _window_by(implementation: str, arrays: Arrays, options: SpeedOptions) -> Candidate:
+    """Our causal window by a backend that was asked for by name; NoNumber where it does not serve the call."""
+    try:
+        return jax_candidate(
+            functools.partial(_local(options), implementation=implementation), arrays, options
+        )
+    except (NotImplementedError, ValueError) as error:  # cuDNN's requirements are of the arguments
+        raise NoNumber(f"not served: {error}") from error
 
 
 def jax_candidate(function: Callable, arrays: Arrays, options: SpeedOptions) -> Candidate:
@@ -303,34 +323,20 @@ def jax_candidate(function: Callable, arrays: Arrays, options: SpeedOptions) -> 
 
 
 def torch_candidate(arrays: Arrays, options: SpeedOptions) -> Candidate:
-    """PyTorch's full causal attention, in its own layout (B, N, n, H) and on its own threads."""
+    """PyTorch's full causal attention, on its own threads, or on the GPU where JAX computes on one."""
     import torch
 
-    def load(x: np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(x.transpose(0, 2, 1, 3))).to(
-            getattr(torch, options.dtype)
-        )
-
-    query, key, value, d_out = (load(x) for x in arrays)
+    on_gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-    learned = [x.clone().requires_grad_() for x in (query, key, value)]
-
-    def forward():
-        with torch.no_grad():
-            return attend(query, key, value)
-
-    def both():
-        out = attend(*learned)
-        return out, *torch.autograd.grad(out, learned, d_out)
-
-    return Candidate({"forward": Program(forward, None), "forward_backward": Program(both, None)})
+    device = "cuda" if on_gpu else "cpu"
+    return gpu_references.programs(attend, arrays, options.dtype, device, heads_first=True)
 
 
 def to_numpy(x: Any) -> np.ndarray:
     """A result (B, n, N, H) of either library in float32."""
     if isinstance(x, jax.Array):
         return np.asarray(x.astype(jnp.float32))
-    return x.detach().float().numpy().transpose(0, 2, 1, 3)
+    return x.detach().float().cpu().numpy()
 
 
 def verify(

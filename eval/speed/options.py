@@ -11,6 +11,7 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, Dimensions
 from eval.speed.encoders import NAMES
 from eval.speed.functions import CASES
+from eval.speed.gpu_references import NAMES as REFERENCES
 from eval.survey.networks import network_names
 
 Level = Literal["functions", "layers", "encoders", "classifiers"]
@@ -49,6 +50,10 @@ class SpeedOptions:
     """Shortest length used in fitting exponents; all lengths if fewer than two remain."""
     torch: bool = True
     """Time PyTorch's scaled_dot_product_attention too, where it is installed."""
+    references: tuple[str, ...] = ()
+    """Further rows of the functions, for a machine with an NVIDIA GPU, out of cudnn_window and triton_window (ours by
+    that backend), flex_window (PyTorch's FlexAttention), fla_linear, fla_deltanet and fla_gated_deltanet
+    (flash-linear-attention)."""
     json: str | None = None
     """File to write the rows and exponents to, as one JSON object."""
     pictures: str | None = None
@@ -66,6 +71,9 @@ class SpeedOptions:
         for name in self.mechanisms:
             if name not in KNOWN:
                 raise ValueError(f"mechanisms must be out of {', '.join(KNOWN)}, got {name}")
+        for name in self.references:
+            if name not in REFERENCES:
+                raise ValueError(f"references must be out of {', '.join(REFERENCES)}, got {name}")
         own = {"functions": tuple(CASES), "encoders": NAMES, "classifiers": network_names()}
         for level, known in own.items():
             if self.levels == (level,) and not set(self.mechanisms) & set(known):

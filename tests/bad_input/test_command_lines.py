@@ -174,6 +174,7 @@ OTHERS = {
     ("eval.speed", "--repeats 0"): "--repeats|repeats",
     ("eval.pod_plan", "x --topology v5e:2x2"): "PRESET|preset",
     ("eval.pod_plan", "small --topology v9:2x2"): "--topology",
+    ("eval.speed", "--references flash"): "--references must be out of",
     ("eval.gpu_costs", "--targets t4"): "--targets must be out of",
     ("eval.gpu_costs", "--length 0"): "--length must be",
     ("eval.gpu_costs", "--operations full"): "--operations must be out of",

@@ -1,8 +1,10 @@
 """eval.speed: what it prints and writes, that it refuses wrong results, and that it can be interrupted."""
 
 import dataclasses
+import functools
 import json
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import MECHANISMS, FullConfig
-from eval.speed import encoders, functions, layers, measure
+from eval.speed import encoders, functions, gpu_references, layers, measure
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
 from tests.attention import oracles
@@ -50,6 +54,59 @@ def test_functions_table_and_json(tmp_path, capsys):
 def test_without_torch(capsys):
     main([*FUNCTIONS, "--torch", "False", "--mechanisms", "local"])
     assert "torch" not in capsys.readouterr().out
+
+
+def test_references_without_a_gpu(monkeypatch, capsys):
+    """Each has a row, with a word in place of a number."""
+
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(gpu_references, "importlib", types.SimpleNamespace(import_module=missing))
+    options = ["--torch", "False", "--mechanisms", "local", "--lengths", "40", "--repeats", "1"]
+    main([*FUNCTIONS, *options, "--references", *gpu_references.NAMES])
+    printed = " ".join(capsys.readouterr().out.split())
+    for name in gpu_references.NAMES:
+        assert name in printed
+    assert printed.count("not installed") >= len(gpu_references.REFERENCES)
+    assert printed.count("not served") >= len(gpu_references.WINDOWS)
+
+
+def test_a_reference_that_is_off_gets_no_number(monkeypatch):
+    """A library's results pass through the same check as ours: here one whose window is a key too wide."""
+    right, wrong = (
+        functools.partial(local_attention, pattern=SlidingWindow.of_width(w, True), is_causal=True)
+        for w in (16, 17)
+    )
+    options = SpeedOptions(heads=1, head_dim=8, window=16, mechanisms=("local",), references=("flex_window",))
+    for function, error in ((right, None), (wrong, "WRONG RESULT")):
+        monkeypatch.setattr(
+            gpu_references,
+            "candidate",
+            lambda name, arrays, options, f=function: functions.jax_candidate(f, arrays, options),
+        )
+        case = functions.cases(options, 40)[-1]
+        assert (case.name, case.growth) == ("flex_window", 1)
+        if error is None:
+            case.make()
+        else:
+            with pytest.raises(measure.NoNumber, match=error):
+                case.make()
+
+
+@pytest.mark.slow
+def test_flex_attention_sees_the_window():
+    """FlexAttention as it is called on a GPU, but not compiled, on a CPU."""
+    torch = pytest.importorskip("torch")
+    options = SpeedOptions(window=16)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 2, 40, 16)).astype(np.float32) for _ in range(3))
+    attend = gpu_references.flex_window(options, 40, "cpu", compiled=False)
+    got = attend(*map(torch.from_numpy, (query, key, value))).numpy()
+    i, j = np.arange(40)[:, None], np.arange(40)
+    scores = np.where((j <= i) & (i - j < 16), query @ key.swapaxes(-1, -2) / 4, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    np.testing.assert_allclose(got, weights / weights.sum(-1, keepdims=True) @ value, atol=1e-5)
 
 
 def test_every_listed_mechanism_has_a_layer_case():

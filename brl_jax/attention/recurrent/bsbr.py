@@ -17,10 +17,11 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import BlockDiagonal
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
-from brl_jax.attention.recurrent.chunk_pieces import locate_piece
+from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
 from brl_jax.sharding import sequence_axis
@@ -177,7 +178,18 @@ def bsbr_attention(
     def step(state: BsbrState, piece: Any, visibility: ChunkVisibility) -> tuple[BsbrState, Array]:
         return _piece(piece, state, visibility, retrieval, scale, chunk_size)
 
-    state, out = scan_chunks(step, state, inputs, prepared.segments, chunk_size=chunk_size)
+    pieces = functools.partial(scan_chunks, step, chunk_size=chunk_size)
+    if query.shape[1] <= chunk_size:
+        state, out = pieces(state, inputs, prepared.segments)
+    else:
+
+        def at_once(state: BsbrState, inputs: dict[str, Array], segments: Array | None) -> Any:
+            return _prompt(inputs, state, segments, retrieval, scale, chunk_size, implementation)
+
+        state = vary_like(state, jax.tree.leaves(inputs))
+        state, out = lax.platform_dependent(
+            state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces
+        )
     return (out, state) if return_state else out
 
 
@@ -284,6 +296,58 @@ def _stretch_between_chunks(
     matrix = retrieval.mix(queries, gather(keys), gather(summary), seen, key.shape[-1])
     far = retrieval.read(split(inputs["query"]), matrix[:, :, None])
     return far.reshape(batch, chunks * chunk_size, *far.shape[3:])[:, :size]
+
+
+def _prompt(
+    inputs: dict[str, Array],
+    state: BsbrState,
+    segments: Int[Array, "B T"] | None,
+    retrieval: _Retrieval,
+    scale: float,
+    chunk_size: int,
+    implementation: Implementation | None,
+) -> tuple[BsbrState, Float[Array, "B T N H"]]:
+    """Many new tokens at once, for GPUs, which would wait for the launch of each piece's kernels."""
+    prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
+    aligned = {name: prompt.move(inputs[name]) for name in ("query", "retrieval_query", "retrieval_key")}
+    aligned |= {name: prompt.move(inputs[name], getattr(state, name)) for name in ("key", "value")}
+    near = local_attention_on_mesh(
+        aligned["query"], aligned["key"], aligned["value"], pattern=BlockDiagonal(chunk_size), is_causal=True,
+        scale=scale, key_value_seq_lengths=prompt.total[:, 0], implementation=implementation,
+    )  # fmt: skip
+
+    batch, size = aligned["key"].shape[:2]
+    chunks, room = -(-size // chunk_size), state.summary.shape[1]
+
+    def split(name: str) -> Array:
+        x = aligned[name]
+        x = jnp.pad(x, [(0, 0), (0, chunks * chunk_size - size), (0, 0), (0, 0)])
+        return x.reshape(batch, chunks, chunk_size, *x.shape[2:])
+
+    key, value = split("key").astype(jnp.float32), split("value").astype(jnp.float32)
+    summary = retrieval.summarize(jnp.einsum("bmckh,bmckv->bmkhv", key, value))
+    index = jnp.arange(chunks, dtype=jnp.int32)[None]
+    number = state.length[:, None] // chunk_size + index
+    slot = jnp.where((index + 1) * chunk_size <= prompt.total, number, room)
+    row = jnp.arange(batch)[:, None]
+    summaries = state.summary.at[row, slot].set(summary, mode="drop")
+    new_keys = split("retrieval_key")[:, :, -1]
+    retrieval_key = state.retrieval_key.at[row, slot].set(new_keys, mode="drop")
+    seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[..., None]
+    queries = split("retrieval_query")[:, :, 0]
+    matrix = retrieval.mix(queries, retrieval_key, summaries, seen, key.shape[-1])
+    # The first chunk may have begun with an earlier token.
+    begun = (prompt.filled > 0) & (index == 0)
+    matrix = jnp.where(begun[..., None, None, None], state.retrieved[:, None], matrix)
+    far = retrieval.read(split("query"), matrix[:, :, None])
+    far = far.reshape(batch, chunks * chunk_size, *far.shape[3:])[:, :size]
+
+    last = jnp.maximum(prompt.total - 1, 0) // chunk_size
+    retrieved = jnp.take_along_axis(matrix, last[..., None, None, None], axis=1)[:, 0]
+    current_key, current_value = (prompt.unfinished_chunk(aligned[name]) for name in ("key", "value"))
+    length = state.length + prompt.new[:, 0]
+    state = BsbrState(summaries, retrieval_key, retrieved, current_key, current_value, length)
+    return state, prompt.restore((near + far).astype(near.dtype))
 
 
 def _piece(

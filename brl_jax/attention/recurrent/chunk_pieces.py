@@ -2,7 +2,8 @@
 
 For `mixed_chunk_attention` and `bsbr_attention` the chunk boundaries change the result: they are counted from the
 first token of the sequence. A piece of at most C new tokens may begin anywhere in a chunk of C tokens, so it lies in
-that chunk, which is partly filled, and perhaps in the next one.
+that chunk, which is partly filled, and perhaps in the next one. A GPU reads a longer prompt at once: its tokens move
+behind those of the current chunk, so that the chunks of the result are those of the sequence.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from brl_jax.attention.recurrent.rows import zero_unless
 
@@ -73,3 +74,70 @@ def locate_piece(
     kept_key = jnp.where(position < filled[:, None], position, chunk_size + position - filled[:, None])
     kept_key = jnp.minimum(kept_key, chunk_size + length - 1)
     return PiecePositions(query, key, key_exists, kept_key, position < total[:, None], total, new)
+
+
+class AlignedPrompt(NamedTuple):
+    """Where T new tokens stand among C + T places that begin with the current chunk's first token.
+
+    Attributes:
+      filled: the number of tokens that the current chunk has before the prompt.
+      new: the number of new tokens that exist.
+      length: T.
+      chunk_size: C.
+    """
+
+    filled: Int[Array, "B 1"]
+    new: Int[Array, "B 1"]
+    length: int
+    chunk_size: int
+
+    @property
+    def total(self) -> Int[Array, "B 1"]:
+        """Tokens since the beginning of the current chunk, including the new ones."""
+        return self.filled + self.new
+
+    @property
+    def complete(self) -> Int[Array, "B 1"]:
+        """Those of them that belong to complete chunks."""
+        return self.total // self.chunk_size * self.chunk_size
+
+    @property
+    def places(self) -> Int[Array, "1 P"]:
+        """The places, P = C + T of them."""
+        return jnp.arange(self.chunk_size + self.length, dtype=jnp.int32)[None]
+
+    def move(
+        self, new: Shaped[Array, "B T *rest"], slots: Shaped[Array, "B C *rest"] | None = None
+    ) -> Shaped[Array, "B P *rest"]:
+        """The tokens at their places, 0 where there is none; `slots` has those of the current chunk, where kept."""
+        if slots is None:
+            slots = jnp.zeros((new.shape[0], self.chunk_size, *new.shape[2:]), new.dtype)
+        behind = self.chunk_size + jnp.maximum(self.places - self.filled, 0)
+        index = jnp.where(self.places < self.filled, self.places, behind)
+        return _pick(jnp.concatenate([slots, new], axis=1), index, self.places < self.total)
+
+    def unfinished_chunk(self, moved: Shaped[Array, "B P *rest"]) -> Shaped[Array, "B C *rest"]:
+        """The content of the chunk that is unfinished after the prompt."""
+        kept = self.complete + jnp.arange(self.chunk_size, dtype=jnp.int32)[None]
+        return _pick(moved, kept, kept < self.total)
+
+    def restore(self, moved: Shaped[Array, "B P *rest"]) -> Shaped[Array, "B T *rest"]:
+        """The new tokens in the order of the prompt."""
+        return _pick(moved, self.filled + jnp.arange(self.length, dtype=jnp.int32)[None], None)
+
+
+def align_prompt(
+    before: Int[Array, "B"], length: int, segments: Int[Array, "B T"] | None, chunk_size: int
+) -> AlignedPrompt:
+    """The places of `length` new tokens after `before` earlier ones; padding has the segment -1."""
+    filled = (before % chunk_size)[:, None]
+    new = jnp.full_like(filled, length)
+    if segments is not None:
+        new = jnp.sum(segments >= 0, axis=1, keepdims=True, dtype=jnp.int32)
+    return AlignedPrompt(filled, new, length, chunk_size)
+
+
+def _pick(x: Array, index: Array, exists: Array | None) -> Array:
+    """The tokens at the indices, of which those beyond the last token stand for none; 0 where none exists."""
+    index = jnp.minimum(index, x.shape[1] - 1).reshape(*index.shape, *(1,) * (x.ndim - 2))
+    return zero_unless(exists, jnp.take_along_axis(x, index, axis=1))

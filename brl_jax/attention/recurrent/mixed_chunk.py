@@ -20,7 +20,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
-from brl_jax.attention.recurrent.chunk_pieces import locate_piece
+from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
 from brl_jax.attention.recurrent.gau import check_position_bias, position_bias, squared_relu
 from brl_jax.attention.recurrent.prefix_states import states_before
@@ -174,38 +174,17 @@ def _prompt(
     segments: Int[Array, "B T"] | None,
 ) -> tuple[MixedChunkState, Float[Array, "B T N V"]]:
     """Many new tokens, moved behind those of the current chunk: the chunks of the result are those of the sequence."""
-    batch, length = inputs["key"].shape[:2]
-    filled = (state.length % chunk_size)[:, None]
-    new = jnp.full((batch, 1), length, jnp.int32)
-    if segments is not None:
-        new = jnp.sum(segments >= 0, axis=1, keepdims=True, dtype=jnp.int32)
-    total = filled + new
-    complete = total // chunk_size * chunk_size
-    places = jnp.arange(chunk_size + length, dtype=jnp.int32)[None]
-    moved = jnp.where(places < filled, places, chunk_size + jnp.maximum(places - filled, 0))
-    moved = jnp.minimum(moved, chunk_size + length - 1)
-
-    def pick(x: Array, index: Array, exists: Array | None) -> Array:
-        return zero_unless(exists, jnp.take_along_axis(x, index[..., None, None], axis=1))
-
-    def align(name: str) -> Array:
-        x = inputs[name]
-        before = getattr(state, name, jnp.zeros((batch, chunk_size, *x.shape[2:]), x.dtype))
-        return pick(jnp.concatenate([before, x], axis=1), moved, places < total)
-
-    aligned = {name: align(name) for name in inputs}
-    kept = complete + jnp.arange(chunk_size, dtype=jnp.int32)[None]
-    index = jnp.minimum(kept, chunk_size + length - 1)
+    prompt = align_prompt(state.length, inputs["key"].shape[1], segments, chunk_size)
+    aligned = {name: prompt.move(x, getattr(state, name, None)) for name, x in inputs.items()}
     key, linear_key, value = (
-        pick(aligned[name], index, kept < total) for name in ("key", "linear_key", "value")
+        prompt.unfinished_chunk(aligned[name]) for name in ("key", "linear_key", "value")
     )
     # Only completed chunks enter the sum, and no query reads the keys of its own chunk from it.
-    aligned["linear_key"] = zero_unless(places < complete, aligned["linear_key"])
-    linear, out = _whole_sequence(
-        aligned, jnp.where(places < total, 0, -1), bias, True, chunk_size, state.linear
-    )
-    out = pick(out, filled + jnp.arange(length, dtype=jnp.int32)[None], None)
-    return MixedChunkState(linear, key, linear_key, value, state.length + new[:, 0]), out
+    aligned["linear_key"] = zero_unless(prompt.places < prompt.complete, aligned["linear_key"])
+    exists = jnp.where(prompt.places < prompt.total, 0, -1)
+    linear, out = _whole_sequence(aligned, exists, bias, True, chunk_size, state.linear)
+    state = MixedChunkState(linear, key, linear_key, value, state.length + prompt.new[:, 0])
+    return state, prompt.restore(out)
 
 
 def _whole_sequence(

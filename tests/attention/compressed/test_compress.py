@@ -114,6 +114,44 @@ def test_gpus_read_long_histories_at_once(monkeypatch):
     compress_module._choose.clear_cache()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("score", SCORES)
+def test_a_gpu_reads_all_keys_at_once(monkeypatch, all_at_once, score):
+    """The form of GPUs: outputs and all gradients, with a bias, a mask and ragged lengths."""
+    read_in_pieces(monkeypatch, 8)
+    shapes = (2, 5, 3, 4), *[(2, 37, 3, 4)] * 3, (3,), (1, 3, 5, 37)
+    operands = arrays(2, *shapes)
+    lengths = np.array([30, 5])
+    mask = np.random.default_rng(0).random((2, 1, 5, 37)) < 0.6
+    visible = mask & (np.arange(37) < lengths[:, None])[:, None, None]
+
+    def function(q, k1, k2, v, gamma, bias):
+        return xla_compress(
+            q, k1, k2, v, gamma=gamma, scale=0.7, score=score, bias=bias, mask=jnp.asarray(mask),
+            key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
+        )  # fmt: skip
+
+    def oracle(q, k1, k2, v, gamma, bias):
+        return oracle_compress(q, k1, k2, v, gamma, 0.7, score, bias, visible)
+
+    check(function, oracle, operands)
+    compress_module._choose.clear_cache()
+
+
+@pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True), ("tpu", True)])
+def test_the_platform_decides_whether_pieces_are_read(monkeypatch, platform, loops):
+    """Forward and backward, with lengths and without."""
+    read_in_pieces(monkeypatch, 16)
+    few, many = (jax.ShapeDtypeStruct((2, n, 2, 4), jnp.float32) for n in (3, 64))
+
+    def both(q, k, v, lengths):
+        out, pull = jax.vjp(lambda *x: xla_compress(*x[:2], None, x[2], gamma=None), q, k, v)
+        return pull(xla_compress(q, k, None, v, gamma=None, key_value_seq_lengths=lengths) + out)
+
+    traced = jax.jit(both).trace(few, many, many, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert ("stablehlo.while" in traced.lower(lowering_platforms=(platform,)).as_text()) == loops
+
+
 @pytest.mark.parametrize("piece", [4096, 8])
 @pytest.mark.parametrize("score", SCORES)
 def test_compress_masks_and_poison(monkeypatch, score, piece):

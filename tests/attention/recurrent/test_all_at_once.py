@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import brl_jax
 from brl_jax.attention.recurrent import gau, reference
@@ -20,16 +19,6 @@ from tests.marks import slow_unless
 HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
 PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks: even and odd numbers of chunks are joined
 DIRECTIONS = np.random.default_rng(0).standard_normal((7, SIZE))
-
-
-@pytest.fixture
-def all_at_once(monkeypatch):
-    """What is written for GPUs runs here."""
-
-    def take_cuda(*operands, default=None, **branches):
-        return branches.get("cuda", default)(*operands)
-
-    monkeypatch.setattr(lax, "platform_dependent", take_cuda)
 
 
 def _elu_plus_1(x):
@@ -242,20 +231,38 @@ def test_both_directions_see_their_segment(name, all_at_once):
 
 
 @pytest.mark.slow
-def test_flash_reads_a_prompt_at_once(all_at_once):
-    """Pieces that begin and end within chunks, with padding and a bias, equal the plain form of the whole sequence."""
+@pytest.mark.parametrize("name", ["flash", "bsbr", "bsbr_compressed"])
+def test_a_prompt_is_read_at_once(name, all_at_once):
+    """Pieces that begin and end within chunks, with padding, equal the plain form of the whole sequence."""
     rng = np.random.default_rng(6)
     total, lengths = PAST + MIDDLE + REST, (MIDDLE, 107)
-    shapes = [(2, total, heads, SIZE) for heads in (HEADS, KV_HEADS, HEADS, KV_HEADS, KV_HEADS)]
-    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
-    vectors = jnp.asarray(rng.standard_normal((2, HEADS, SIZE)), jnp.float32)
-    options = {"bias": brl_jax.RotaryBias(*vectors), "is_causal": True, "chunk_size": CHUNK}
 
-    def pieces(*arrays):
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    arrays = [draw(2, total, heads, SIZE) for heads in (HEADS, KV_HEADS, HEADS, KV_HEADS, KV_HEADS)]
+    options = {"is_causal": True, "chunk_size": CHUNK}
+    if name == "flash":
+        attend, plain = brl_jax.mixed_chunk_attention, reference.mixed_chunk_attention
+        options |= {"bias": brl_jax.RotaryBias(draw(HEADS, SIZE), draw(HEADS, SIZE))}
         state = brl_jax.init_mixed_chunk_state(2, KV_HEADS, SIZE, SIZE, chunk_size=CHUNK)
+    else:
+        attend = functools.partial(brl_jax.bsbr_attention, implementation="xla")
+        plain = reference.bsbr_attention
+        arrays = [arrays[i] for i in (0, 1, 4, 2, 3)]
+        options |= {"strength": draw(HEADS)}
+        compressed = None
+        if name == "bsbr_compressed":
+            compressed = 3
+            options |= {"compression": (draw(SIZE, SIZE, 3), draw(3, SIZE, SIZE))}
+        state = brl_jax.init_bsbr_state(
+            2, total, HEADS, KV_HEADS, SIZE, compressed=compressed, chunk_size=CHUNK
+        )
+
+    def pieces(state, *arrays):
         outs = []
         for a, b, ends in ((0, PAST, None), (PAST, PAST + MIDDLE, lengths), (PAST + MIDDLE, total, None)):
-            out, state = brl_jax.mixed_chunk_attention(
+            out, state = attend(
                 *(x[:, a:b] for x in arrays), state=state, return_state=True,
                 key_value_seq_lengths=None if ends is None else jnp.asarray(ends), **options,
             )  # fmt: skip
@@ -269,15 +276,29 @@ def test_flash_reads_a_prompt_at_once(all_at_once):
 
     def whole(*arrays):
         rows = zip(*(exist(x) for x in arrays))
-        return [reference.mixed_chunk_attention(*row, **options) for row in rows]
+        return [plain(*row, **options) for row in rows]
 
     def both(function):
         out, pull = jax.vjp(function, *arrays)
         return [*out, *pull(out)]
 
-    assert "stablehlo.while" not in jax.jit(pieces).lower(*arrays).as_text()
-    for got, want in zip(jax.jit(both, static_argnums=0)(pieces), both(whole), strict=True):
+    assert "stablehlo.while" not in jax.jit(pieces).lower(state, *arrays).as_text()
+    cached = functools.partial(pieces, state)
+    for got, want in zip(jax.jit(both, static_argnums=0)(cached), both(whole), strict=True):
         close(got, want)
+
+
+@pytest.mark.parametrize(("platform", "loops"), [("cuda", False), ("cpu", True)])
+def test_the_platform_decides_how_bsbr_reads_a_prompt(platform, loops):
+    state = brl_jax.init_bsbr_state(1, 96, HEADS, KV_HEADS, SIZE, chunk_size=CHUNK)
+    arrays = [
+        jax.ShapeDtypeStruct((1, 64, heads, SIZE), jnp.float32) for heads in (HEADS, *[KV_HEADS] * 2) * 2
+    ]
+    attend = functools.partial(
+        brl_jax.bsbr_attention, is_causal=True, return_state=True, chunk_size=CHUNK, implementation="xla"
+    )
+    traced = jax.jit(lambda *x: attend(*x[:5], state=state)).trace(*arrays)
+    assert ("stablehlo.while" in traced.lower(lowering_platforms=(platform,)).as_text()) == loops
 
 
 def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
