@@ -95,6 +95,7 @@ def test_a_reference_that_is_off_gets_no_number(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_the_window():
     """FlexAttention as it is called on a GPU, but not compiled, on a CPU."""
     torch = pytest.importorskip("torch")
