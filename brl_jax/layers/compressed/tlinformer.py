@@ -36,6 +36,8 @@ class TLinFormerConfig(Mechanism):
     qkv_bias: ClassVar[bool | None] = None
     rope_theta: ClassVar[float | None] = None
     rope_scaling: ClassVar[RopeScaling] = RopeScaling()
+    rotary_dim: ClassVar[int | None] = None
+    output_gate: ClassVar[bool] = False
 
     window: int = 256
     """Tokens that share one state of the history [W_og]: each full window becomes part of the history."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -39,8 +40,8 @@ class GLAConfig(Mechanism):
         check_at_least(self, "gate_rank", "chunk_size")
         if self.key_dim is not None:
             check_at_least(self, "key_dim")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number above 0, got {self.temperature}")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return GLA(self, dimensions, **kwargs)
