@@ -459,7 +459,7 @@ def test_law_5_one_mlr_level_is_full_attention():
     assert relative_error(jax.jit(two.apply)(full.variables, full.x)[0], expected) > 1e-2
 
 
-@pytest.mark.parametrize("memory", ["output", "layer"])
+@pytest.mark.parametrize("memory", slow_unless(["output", "layer"], ["layer"]))
 def test_law_5_brl_without_strength_is_local_attention(memory):
     net = network(f"brl-{memory}", True)
     params = net.variables["params"]

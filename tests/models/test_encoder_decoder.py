@@ -99,6 +99,7 @@ def check_generation(model, variables, logits):
     assert relative_error(found, logits) < 1e-5
 
 
+@pytest.mark.slow
 def test_brl_reads_a_window_and_compressed_tokens():
     """Sources of 9 tokens beside targets of 12, in a window of 4: both ends of the source, and beyond it."""
     config = EncoderDecoderConfig(

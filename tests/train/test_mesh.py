@@ -7,14 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from tests.marks import slow_unless
 from tests.train.meshes import LENGTH, ROWS
 
 # A microbatch has ROWS rows of LENGTH tokens: an array with an entry for each token has at least ROWS * LENGTH numbers.
-# Each mesh takes ten seconds to compile, so that one is fast: rows of data on some devices and weights cut over others.
+# Each mesh takes ten seconds to compile, so that all of this is slow but what is refused before anything is compiled.
 # Sequences over several devices are in tests/attention/local/test_sharded.py too, and tests/test_sharding.py says what
 # each axis cuts.
-MESHES = slow_unless(("rows", "mixed", "sequence"), ("rows",))
+MESHES = ("rows", "mixed", "sequence")
 
 pytestmark = pytest.mark.xdist_group("devices")
 named_gathers = pytest.mark.skipif(
@@ -27,11 +26,13 @@ def result(devices):
     return functools.partial(devices.ask, "tests.train.meshes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_are_those_of_one_device(result, mesh):
     np.testing.assert_allclose(result(mesh)["losses"], result("one")["losses"], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_gradient_is_that_of_one_device(result, mesh):
     """A few wrong gradients hardly change the losses, so the first step's gradients are compared themselves."""
@@ -40,9 +41,8 @@ def test_each_gradient_is_that_of_one_device(result, mesh):
         assert error <= 1e-4 * np.abs(expected).max(), name
 
 
-@pytest.mark.parametrize(
-    ("mesh", "parts"), [("rows", (4,)), pytest.param("mixed", (2, 4), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "parts"), [("rows", (4,)), ("mixed", (2, 4))])
 def test_every_matrix_its_moments_and_the_memory_are_cut(result, mesh, parts):
     matrices = 0
     for name, (size, share) in result(mesh)["shares"].items():
@@ -55,6 +55,7 @@ def test_every_matrix_its_moments_and_the_memory_are_cut(result, mesh, parts):
 
 
 @named_gathers
+@pytest.mark.slow
 def test_only_one_layers_weights_are_gathered_at_a_time(result):
     """Only the weights of the layer at hand are gathered: no activation, no moment, no stack of layers."""
     weights = {
