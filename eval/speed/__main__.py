@@ -1,9 +1,10 @@
 """Times attention side by side: python -m eval.speed.
 
-Four levels: the bare attention functions beside PyTorch's, one transformer layer of each listed mechanism, and,
-where --levels asks for them, whole encoders that only infer, beside the same network in PyTorch, and classifiers of the
+Five levels: the bare attention functions beside PyTorch's, one transformer layer of each listed mechanism, and,
+where --levels asks for them, whole encoders that only infer, beside the same network in PyTorch, classifiers of the
 Long Range Arena, whose table shows steps a second and memory beside full attention's (TransNormer's table 7:
---levels classifiers --lengths 1024 2048 3072 4096 5120 --heads 2 --head_dim 32).
+--levels classifiers --lengths 1024 2048 3072 4096 5120 --heads 2 --head_dim 32), and training steps of encoder-decoders
+that copy (BRL-Attention's figure 5: --levels encoder_decoders --lengths 200 500 1000 2000).
 Every candidate is checked before it is timed (functions against a float64 reference on a sample of rows; of
 layers that results are finite and that decoding gives what the forward pass gives): a wrong result gets no number.
 Then all are timed in turn, round by round: forward, forward with backward, and a decoding step. The tables show
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eval.plotting import make_folder
-from eval.speed import classifiers, encoders, functions, generation, layers, report
+from eval.speed import classifiers, encoder_decoders, encoders, functions, generation, layers, report
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
 from eval.speed.pictures import draw
@@ -37,6 +38,7 @@ LEVELS = {
     "layers": layers.cases,
     "encoders": encoders.cases,
     "classifiers": classifiers.cases,
+    "encoder_decoders": encoder_decoders.cases,
 }
 
 
@@ -112,7 +114,7 @@ def _report(
     if path is not None:
         report.write_json(path, rows, options, exponents=report.exponents(rows, options.fit_from))
     if pictures is not None:
-        for picture in draw([row for row in rows if row["level"] == "layers"], options.fit_from, pictures):
+        for picture in draw(rows, options.fit_from, pictures):
             console.print(f"drew {picture}", highlight=False, soft_wrap=True)
 
 

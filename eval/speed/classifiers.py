@@ -18,8 +18,9 @@ import numpy as np
 from eval.speed.measure import Candidate, Case, Program, check_finite, check_room, compile_program
 from eval.survey.networks import Network, network, network_names
 from train.mesh import open_mesh, place_batch, training_programs
-from train.step import make_eval_step
+from train.step import Batch, make_eval_step
 from train.summary import num_parameters
+from train.task import Task
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS, LraConfig
 
@@ -35,7 +36,7 @@ def cases(options: SpeedOptions, length: int) -> list[Case]:
             continue
         chosen = network(name, length=length)
         config = functools.partial(_config, chosen, options, length)
-        make = functools.partial(lambda config: candidate(config()), config)
+        make = functools.partial(lambda config: classifier(config()), config)
         made.append(Case(name, 1 if chosen.linear_cost else 2, make))
     return made
 
@@ -55,32 +56,40 @@ def _config(chosen: Network, options: SpeedOptions, length: int) -> LraConfig:
     return dataclasses.replace(preset, model=model, data=data, loop=loop)
 
 
-def candidate(config: LraConfig, *, inference: bool = True) -> Candidate:
-    """Compiles and checks a training step ("train") of a run's configuration and, if asked for, inference ("forward").
+def classifier(config: LraConfig, *, inference: bool = True) -> Candidate:
+    """The programs of a classifier, see `candidate`, on random tokens without padding."""
+    config = LRA.sized(config)
+    return candidate(LRA, config, _full_batch(config), inference=inference)
+
+
+def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: bool = True) -> Candidate:
+    """Compiles and checks a training step ("train") of a run on a batch and, if asked for, inference ("forward").
+
+    Args:
+      task: the task of the run. config: its configuration, as `task.sized` returns it. batch: what its stream yields.
 
     Facts: "parameters", and "train_bytes", the memory of the training step: its temporary memory and its arguments.
     """
-    config = LRA.sized(config)
-    objective = LRA.objective(LRA.build(config), config)
+    objective = task.objective(task.build(config), config)
     mesh = open_mesh(config.mesh, config.loop, config.model)
     with jax.set_mesh(mesh):
         programs = training_programs(mesh, objective, config.optimizer, config.loop)
         state = programs.fresh()
-        batch = place_batch(mesh, _full_batch(config), config.loop.batch)
-        compiled = programs.step.lower(state, batch).compile()
+        placed = place_batch(mesh, batch, config.loop.batch)
+        compiled = programs.step.lower(state, placed).compile()
     analysis: Any = compiled.memory_analysis()
     check_room(analysis.temp_size_in_bytes)
     parameters = num_parameters(state.params)
     made = {}
     if inference:
         params = jax.tree.map(jnp.copy, state.params)
-        arrays = {name: value for name, value in batch.items() if name != "reset"}
+        arrays = {name: value for name, value in placed.items() if name != "reset"}
         made["forward"] = compile_program(make_eval_step(objective), params, None, arrays)
         check_finite("loss", made["forward"].run()[0]["loss"], ())
 
     def step() -> Any:
         nonlocal state  # what the step is given is donated
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled(state, placed)
         return jax.block_until_ready(metrics)
 
     check_finite("training loss", step()["loss"], ())

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, Dimensions
-from eval.speed.encoders import NAMES
+from eval.speed import encoder_decoders, encoders
 from eval.speed.functions import CASES
 from eval.speed.gpu_references import NAMES as REFERENCES
 from eval.survey.networks import network_names
 
-Level = Literal["functions", "layers", "encoders", "classifiers"]
-KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES, *network_names())))
+Level = Literal["functions", "layers", "encoders", "classifiers", "encoder_decoders"]
+KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES, *network_names(), *encoder_decoders.NAMES)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class SpeedOptions:
     levels: tuple[Level, ...] = ("functions", "layers")
     """Bare attention functions beside PyTorch's; one transformer layer of each mechanism; whole encoders of four layers
     that only infer, beside PyTorch's (BRL-Attention's figure 6); classifiers of the Long Range Arena, inference and
-    training steps (TransNormer's table 7)."""
+    training steps (TransNormer's table 7); encoder-decoders that copy, training steps (BRL-Attention's figure 5)."""
     mechanisms: tuple[str, ...] = KNOWN
-    """Mechanisms to time."""
+    """Mechanisms to time; of encoder-decoders, networks by the names of their presets (figure5-NAME of train.copy)."""
     window: int = 256
     """Keys that a query of a local function sees, its own among them; layers have their own defaults."""
     heads: int = 4
@@ -57,7 +57,7 @@ class SpeedOptions:
     json: str | None = None
     """File to write the rows and exponents to, as one JSON object."""
     pictures: str | None = None
-    """Folder to draw five pictures of the layers in."""
+    """Folder to draw five pictures of the layers in, and one of the encoder-decoders."""
 
     def __post_init__(self):
         check_at_least(self, "window", "heads", "head_dim", "batch", "repeats", "fit_from")
@@ -67,23 +67,29 @@ class SpeedOptions:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be one or more numbers of at least 1, got {self.lengths}")
         if not self.levels:
-            raise ValueError("levels must be some of functions, layers, encoders, classifiers, got none")
+            raise ValueError(f"levels must be some of {', '.join(get_args(Level))}, got none")
         for name in self.mechanisms:
             if name not in KNOWN:
                 raise ValueError(f"mechanisms must be out of {', '.join(KNOWN)}, got {name}")
         for name in self.references:
             if name not in REFERENCES:
                 raise ValueError(f"references must be out of {', '.join(REFERENCES)}, got {name}")
-        own = {"functions": tuple(CASES), "encoders": NAMES, "classifiers": network_names()}
+        own = {
+            "functions": tuple(CASES),
+            "encoders": encoders.NAMES,
+            "classifiers": network_names(),
+            "encoder_decoders": encoder_decoders.NAMES,
+        }
         for level, known in own.items():
             if self.levels == (level,) and not set(self.mechanisms) & set(known):
                 raise ValueError(
                     f"mechanisms of the level {level} must be out of {', '.join(known)}, "
                     f"got {', '.join(self.mechanisms)}"
                 )
-        if self.pictures is not None and "layers" not in self.levels:
+        if self.pictures is not None and not {"layers", "encoder_decoders"} & set(self.levels):
             raise ValueError(
-                "pictures are of layers: levels must have layers among them, got " + ", ".join(self.levels)
+                "pictures are of layers: levels must have layers or encoder_decoders among them, got "
+                + ", ".join(self.levels)
             )
 
     def dimensions(self, *, is_causal: bool) -> Dimensions:

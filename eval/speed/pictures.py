@@ -1,9 +1,10 @@
-"""The five pictures of the layers' measurements, after the BSBR article: scaling, heat map, radar, memory, bubbles."""
+"""The five pictures of the layers' measurements, after the BSBR article: scaling, heat map, radar, memory, bubbles; and
+that of the encoder-decoders, after BRL-Attention's figure 5."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,33 @@ _SPOKES = (
 
 
 def draw(rows: Sequence[dict], fit_from: int, folder: Path) -> list[Path]:
-    """Draws what was measured; returns the files. Rows are those of the level "layers", from `report.complete`."""
+    """Draws what was measured of the levels "layers" and "encoder_decoders"; returns the files. Rows are those of
+    `report.complete`."""
     rows = [row for row in rows if not row["note"]]
-    if not rows:
-        return []
-    figures = {
-        "scaling_curves.png": _curves(
-            rows,
+    figures: dict[str, Figure] = {}
+    if layers := [row for row in rows if row["level"] == "layers"]:
+        figures |= _of_layers(layers, fit_from)
+    if networks := [row for row in rows if row["level"] == "encoder_decoders"]:
+        figures["encoder_decoders.png"] = _curves(
+            networks,
             fit_from,
-            {"forward_s": "forward pass", "forward_backward_s": "forward and backward pass"},
-            1e-3,
-            "milliseconds",
-        ),
+            {"train_s": ("a training step", 1, "seconds"), "train_bytes": ("its memory", 2**20, "MiB")},
+        )
+    return [save(figure, folder / name) for name, figure in figures.items()]
+
+
+def _of_layers(rows: Sequence[dict], fit_from: int) -> dict[str, Figure]:
+    """The pictures of layers, by file name."""
+    passes = {"forward": "forward pass", "forward_backward": "forward and backward pass"}
+    times = {f"{name}_s": (title, 1e-3, "milliseconds") for name, title in passes.items()}
+    memory = {f"{name}_temp_bytes": (title, 2**20, "temporary memory, MiB") for name, title in passes.items()}
+    return {
+        "scaling_curves.png": _curves(rows, fit_from, times),
         "inference_heatmap.png": _heat_map(rows),
         "radar_chart.png": _radar(rows, fit_from),
-        "memory_scaling.png": _curves(
-            rows,
-            fit_from,
-            {
-                "forward_temp_bytes": "forward pass",
-                "forward_backward_temp_bytes": "forward and backward pass",
-            },
-            2**20,
-            "temporary memory, MiB",
-        ),
+        "memory_scaling.png": _curves(rows, fit_from, memory),
         "combined_performance.png": _bubbles(rows),
     }
-    return [save(figure, folder / name) for name, figure in figures.items()]
 
 
 def _names(rows: Sequence[dict]) -> list[str]:
@@ -69,10 +70,10 @@ def _of(rows: Sequence[dict], name: str) -> list[dict]:
     return sorted((row for row in rows if row["name"] == name), key=lambda row: row["length"])
 
 
-def _curves(rows: Sequence[dict], fit_from: int, fields: dict[str, str], unit: float, label: str) -> Figure:
-    """A panel for each field."""
+def _curves(rows: Sequence[dict], fit_from: int, fields: Mapping[str, tuple[str, float, str]]) -> Figure:
+    """A panel for each field, which has a title, a unit and the unit's name."""
     figure = Figure(figsize=(16, 6.5), layout="constrained")
-    for axes, (field, title) in zip(figure.subplots(1, len(fields)), fields.items()):
+    for axes, (field, (title, unit, label)) in zip(figure.subplots(1, len(fields)), fields.items()):
         _panel(axes, rows, fit_from, field, unit)
         axes.set(xlabel="sequence length n", ylabel=label, title=title)
     return figure

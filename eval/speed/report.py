@@ -82,6 +82,7 @@ def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list
         "layers": f"one transformer layer of width {options.heads * options.head_dim}",
         "encoders": f"encoders of {NUM_LAYERS} layers of width {options.heads * options.head_dim}",
         "classifiers": f"classifiers of width {options.heads * options.head_dim}, inference and training",
+        "encoder_decoders": f"encoder-decoders of width {options.heads * options.head_dim}, training",
     }[level]
     base = base_name(level, options)
     programs = [name for name in PROGRAMS if any(f"{name}_s" in row for row in rows)]
@@ -92,13 +93,13 @@ def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list
         short = PROGRAMS[name]
         times[f"{short} ms"] = functools.partial(_cell, field=f"{name}_s", unit=1e-3)
         times[f"{short} x {base}"] = functools.partial(_cell, field=f"{name}_ratio", digits=2)
-        rate = "steps" if level == "classifiers" else "tokens"
+        rate = "steps" if "train" in programs else "tokens"
         rates[f"{short} {rate}/s"] = functools.partial(_cell, field=f"{name}_{rate}_per_s")
         memory[f"{short} temp MiB"] = functools.partial(_cell, field=f"{name}_temp_bytes", unit=2**20)
     memory.pop("step temp MiB", None)
     if "step" in programs:
         memory["state MiB"] = functools.partial(_cell, field="state_bytes", unit=2**20)
-    if level == "classifiers":
+    if "train" in programs:
         memory["train MiB"] = functools.partial(_cell, field="train_bytes", unit=2**20)
         memory[f"train MiB / {base}"] = functools.partial(_cell, field="train_bytes_ratio", digits=2)
     return [
@@ -138,7 +139,17 @@ def _cell(row: dict, *, field: str, unit: float = 1.0, digits: int | None = None
 
 def exponent_table(fitted: Sequence[dict], options: SpeedOptions) -> Table | None:
     """The fitted exponents; None where no case was measured at two lengths."""
-    known = [entry for entry in fitted if entry["forward_s"] is not None]
+    titles = {
+        "forward_s": "fwd time",
+        "forward_backward_s": "fwd+bwd time",
+        "step_s": "step time",
+        "train_s": "train time",
+        "forward_temp_bytes": "fwd temp memory",
+        "forward_backward_temp_bytes": "fwd+bwd temp memory",
+        "train_temp_bytes": "train temp memory",
+    }
+    columns = [column for column in titles if any(entry[column] is not None for entry in fitted)]
+    known = [entry for entry in fitted if any(entry[column] is not None for column in columns)]
     if not known:
         return None
     many = sum(n >= options.fit_from for n in set(options.lengths)) > 1
@@ -151,15 +162,8 @@ def exponent_table(fitted: Sequence[dict], options: SpeedOptions) -> Table | Non
     )
     table.add_column("level", no_wrap=True)
     table.add_column("case", no_wrap=True)
-    columns = (
-        "forward_s",
-        "forward_backward_s",
-        "step_s",
-        "forward_temp_bytes",
-        "forward_backward_temp_bytes",
-    )
-    for column in ("fwd time", "fwd+bwd time", "step time", "fwd temp memory", "fwd+bwd temp memory"):
-        table.add_column(column, justify="right")
+    for column in columns:
+        table.add_column(titles[column], justify="right")
     for entry in known:
         values = ["-" if entry[c] is None else f"{round(entry[c], 2) + 0.0:.2f}" for c in columns]
         table.add_row(entry["level"], entry["name"], *values)

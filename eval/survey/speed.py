@@ -17,7 +17,7 @@ from etils import epath
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.speed.classifiers import candidate
+from eval.speed.classifiers import classifier
 from eval.speed.measure import Case, measure
 from eval.survey.options import SurveyRun
 from train.config_file import flatten
@@ -46,7 +46,7 @@ def measure_speeds(folder: str, task: str, runs: Sequence[SurveyRun], repeats: i
     Raises:
       KeyboardInterrupt: Ctrl-C, or SIGTERM; nothing is kept.
     """
-    cases = [Case(run.name, 1, functools.partial(candidate, run.config, inference=False)) for run in runs]
+    cases = [Case(run.name, 1, functools.partial(classifier, run.config, inference=False)) for run in runs]
     length = runs[0].config.data.padded_lengths[-1]
     rows: list[dict] = []
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

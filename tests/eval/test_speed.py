@@ -15,7 +15,7 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import MECHANISMS, FullConfig
-from eval.speed import encoders, functions, gpu_references, layers, measure
+from eval.speed import encoder_decoders, encoders, functions, gpu_references, layers, measure
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
 from tests.attention import oracles
@@ -134,6 +134,39 @@ def test_encoders(tmp_path, capsys):
         assert "forward_backward_s" not in row
     assert "encoders of 4 layers of width 16" in " ".join(capsys.readouterr().out.split())
     assert [case.name for case in encoders.cases(SpeedOptions(torch=False), 64)][-1] == "brl w 512 m 128"
+
+
+@pytest.mark.slow
+def test_encoder_decoders(tmp_path, capsys):
+    """A training step of the named networks of figure 5, with a picture."""
+    path = tmp_path / "speed.json"
+    sizes = ["--lengths", "24", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8", "--batch", "2"]
+    argv = [*sizes, "--levels", "encoder_decoders", "--mechanisms", "full", "brl-50-10", "--json", str(path)]
+    main([*argv, "--pictures", str(tmp_path)])
+    result = json.loads(path.read_text())
+    rows = {(row["length"], row["name"]): row for row in result["rows"]}
+    assert set(rows) == {(n, name) for n in (24, 40) for name in ("full", "brl-50-10")}
+    for (length, _), row in rows.items():
+        assert row["note"] == ""
+        assert row["train_ratio"] == pytest.approx(rows[length, "full"]["train_s"] / row["train_s"])
+        assert row["train_bytes"] > row["train_temp_bytes"]
+        assert row["train_steps_per_s"] == pytest.approx(1 / row["train_s"])
+        assert "forward_s" not in row
+    growth = np.log(rows[40, "full"]["train_s"] / rows[24, "full"]["train_s"]) / np.log(40 / 24)
+    assert result["exponents"][0]["train_s"] == pytest.approx(growth)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "encoder-decoders of width 16, training" in printed
+    assert "train time" in printed
+    assert (tmp_path / "encoder_decoders.png").stat().st_size > 10_000
+
+
+def test_encoder_decoders_have_the_sizes_of_figure_5():
+    made = encoder_decoders.cases(SpeedOptions(mechanisms=("full", "local-50", "linformer-64")), 96)
+    assert [(case.name, case.growth) for case in made] == [("full", 2), ("linformer-64", 2), ("local-50", 1)]
+    config = made[-1].make.args[0]
+    assert (config.model.encoder_layers, config.model.num_layers, config.model.d_model) == (1, 8, 256)
+    assert (config.data.length, config.data.min_length, config.loop.batch) == ((96,), 96, 1)
+    assert config.model.cross_window == config.model.mechanism.window == 50
 
 
 @pytest.mark.slow
