@@ -34,13 +34,23 @@ _TILES = {
 }
 _FLOAT32 = HistoryTile(32, 8, 1), HistoryTile(16, 8, 1)
 _INTERPRETED = HistoryTile(16, 4, 1), HistoryTile(16, 4, 1)
+# Of the forward kernel and of both kernels of `tiled_backward`, and the tokens that the second of these takes at once.
+_TILED = HistoryTile(32, 8, 2), HistoryTile(32, 8, 2)
+_TILED_TOKENS = 32
 
 
-def choose_tiles(dtype: Any) -> tuple[HistoryTile, HistoryTile]:
-    """The sizes of the forward and the backward kernel for a type on the GPU that is compiled for."""
+def choose_tiles(query: Any) -> tuple[HistoryTile, HistoryTile]:
+    """The sizes of the forward and the backward kernels for these tokens on the GPU that is compiled for."""
     if bridge.interprets():
         return _INTERPRETED
-    return _FLOAT32 if jnp.dtype(dtype).itemsize > 2 else _TILES[bridge.tuned_for(_TILES)]
+    if takes_tiled_backward(query):
+        return _TILED
+    return _FLOAT32 if jnp.dtype(query.dtype).itemsize > 2 else _TILES[bridge.tuned_for(_TILES)]
+
+
+def takes_tiled_backward(query: Any) -> bool:
+    """Whether the backward pass takes two kernels: an Ampere GPU has no registers left for one."""
+    return bridge.target_capability() < 90 and max(query.shape[1], query.shape[3]) > 64
 
 
 class _CompressCall(NamedTuple):
@@ -56,14 +66,10 @@ def compress_obstacle(query: Any, value: Any) -> str | None:
     """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
     if query.shape[1] > MOST_TOKENS:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {query.shape[1]}"
-    if (
-        bridge.target_capability() < 90
-        and not bridge.interprets()
-        and max(query.shape[1], query.shape[3]) > 64
-    ):
-        # An Ampere GPU has no registers left for more, and kernels that spill are slower than XLA's.
+    if takes_tiled_backward(query) and jnp.dtype(query.dtype).itemsize > 2 and not bridge.interprets():
+        # The kernels would spill, and be slower than XLA's.
         return (
-            "below compute capability 9.0 there must be at most 64 compressed tokens and a head_dim of at most 64, "
+            "below compute capability 9.0 float32 takes at most 64 compressed tokens and a head_dim of at most 64, "
             f"got {query.shape[1]} and {query.shape[3]}"
         )
     return bridge.array_obstacle(query, value, most_head_dim=128)
@@ -83,7 +89,8 @@ def compress(
     """(sigma(c Q K1^T) - gamma sigma(c Q K2^T)) V, BRL-Attention (OpenReview Vpyg3fqXbl), equation 12.
 
     Both attentions read the history together, once, in as many stretches as fill the GPU; the stretches' sums are
-    merged by their maxima. The backward pass reads it once more. Differentiable in query, keys, value and gamma.
+    merged by their maxima. The backward pass reads it once more, on an A100 with more than 64 tokens or features twice.
+    Differentiable in query, keys, value and gamma.
 
     Args:
       query: (B, M, N, H), M up to 128 and H up to 128; float32, bfloat16 or float16.
@@ -183,7 +190,7 @@ def _run_forward(call: _CompressCall):
 
     def run(query, key, contrast_key, value, lengths):
         batch, tokens, heads, head_dim = query.shape
-        tile, _ = choose_tiles(query.dtype)
+        tile, _ = choose_tiles(query)
         constants = _constants(call, query, key, tile)
         rows = jax.ShapeDtypeStruct((attentions, constants["SPLITS"], batch, heads, tokens), jnp.float32)
         totals, tops, sums = bridge.launch(
@@ -202,33 +209,41 @@ def _run_forward(call: _CompressCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _CompressCall):
-    from pallas_kernels.gpu.compress import backward
+    from pallas_kernels.gpu.compress import backward, tiled_backward
 
     def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
         batch, tokens, heads, head_dim = query.shape
-        _, tile = choose_tiles(query.dtype)
+        _, tile = choose_tiles(query)
         constants = _constants(call, query, key, tile)
-        if head_dim > 64 and not bridge.interprets():
-            constants["BM"] = MOST_TOKENS  # with 64 rows the kernel spills, with twice as many it does not
-        full = key.shape[1] % constants["STRETCH"] == 0 and constants["HP"] == head_dim
         statistics = (jnp.moveaxis(x, 1, 0) for x in (log_sums, deltas))
-        constants["EVEN"] = call.every_key and full
+        arrays = (query, key, contrast_key, value, lengths, d_out, *statistics, gamma)
         parts = jax.ShapeDtypeStruct((constants["SPLITS"], batch, heads, tokens, head_dim), jnp.float32)
+        history = jax.ShapeDtypeStruct(key.shape, key.dtype)
         unused = jax.ShapeDtypeStruct((batch, 1), key.dtype)
-        d_query, d_key, d_contrast, d_value = bridge.launch(
-            backward.compress_gradient,
-            (query, key, contrast_key, value, lengths, d_out, *statistics, gamma),
-            (
-                parts,
-                jax.ShapeDtypeStruct(key.shape, key.dtype),
-                jax.ShapeDtypeStruct(key.shape, key.dtype) if call.contrast else unused,
-                jax.ShapeDtypeStruct(value.shape, value.dtype),
-            ),
-            (constants["SPLITS"], heads, batch),
-            constants,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )  # fmt: skip
+        gradients = (history, history if call.contrast else unused, history)
+        launch = functools.partial(bridge.launch, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        if takes_tiled_backward(query):
+            (d_query,) = launch(
+                tiled_backward.compress_token_gradient,
+                arrays, (parts,), (constants["SPLITS"], heads, batch), constants,
+            )  # fmt: skip
+            by_block = {name: x for name, x in constants.items() if name not in ("SPLITS", "STRETCH")}
+            by_block["BM"] = min(_TILED_TOKENS, constants["BM"])
+            blocks = -(-key.shape[1] // tile.block_k)
+            d_key, d_contrast, d_value = launch(
+                tiled_backward.compress_history_gradient, arrays, gradients, (blocks, heads, batch), by_block
+            )
+        else:
+            if head_dim > 64 and not bridge.interprets():
+                constants["BM"] = (
+                    MOST_TOKENS  # with 64 rows the kernel spills, with twice as many it does not
+                )
+            full = key.shape[1] % constants["STRETCH"] == 0 and constants["HP"] == head_dim
+            constants["EVEN"] = call.every_key and full
+            d_query, d_key, d_contrast, d_value = launch(
+                backward.compress_gradient,
+                arrays, (parts, *gradients), (constants["SPLITS"], heads, batch), constants,
+            )  # fmt: skip
         if not call.contrast:
             d_contrast = jnp.zeros_like(contrast_key)
         return jnp.moveaxis(d_query, 1, 0), d_key, d_contrast, d_value

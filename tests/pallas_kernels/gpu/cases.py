@@ -6,6 +6,7 @@ what each found: an empty text, or why it failed.
 
 import functools
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -129,6 +130,15 @@ def compress(
         out, pull = jax.vjp(run, query, key, value)
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
     close(names[: len(want)], (out, *pull(d_out)), want, dtype)
+
+
+def on_ampere(case):
+    """The case as an A100 would run it."""
+    os.environ["BRL_JAX_GPU_CAPABILITY"] = "80"
+    try:
+        case()
+    finally:
+        del os.environ["BRL_JAX_GPU_CAPABILITY"]
 
 
 def propagate(score, *, length=100, tokens=20, heads=2, head_dim=24, batch=2, dtype="float32"):
@@ -382,6 +392,12 @@ CASES = {
     "compress-softmax-one-attention": lambda: compress("softmax", contrast=False),
     "compress-softmax-float16": lambda: compress("softmax", dtype="float16"),
     "compress-softmax-many-tokens": lambda: compress("softmax", tokens=100, head_dim=16, batch=1),
+    "compress-ampere": lambda: on_ampere(lambda: compress("softmax", tokens=100, lengths=[81, 0])),
+    "compress-ampere-wide": lambda: on_ampere(lambda: compress("softmax", head_dim=80, dtype="float16")),
+    "compress-ampere-relu2": lambda: on_ampere(lambda: compress("relu2", tokens=70, lengths=[81, 40])),
+    "compress-ampere-one-attention": lambda: on_ampere(
+        lambda: compress("softmax", tokens=128, contrast=False)
+    ),
     "compress-relu2": lambda: compress("relu2", lengths=[81, 40]),
     "compress-laplace": lambda: compress("laplace", lengths=[81, 40]),
     "propagate-softmax": lambda: propagate("softmax"),
