@@ -5,6 +5,7 @@ from pallas_kernels.gpu.core.bridge import LEAST_CAPABILITY, check_interpretatio
 from pallas_kernels.gpu.local.api import local_attention, local_obstacle
 from pallas_kernels.gpu.local.lists import Pattern
 from pallas_kernels.gpu.propagate.api import propagate, propagate_obstacle
+from pallas_kernels.gpu.selected.api import selected_attention, selected_obstacle
 from pallas_kernels.gpu.squared_relu.api import Ranges, squared_relu_attention, squared_relu_obstacle
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "obstacle",
     "propagate",
     "propagate_obstacle",
+    "selected_attention",
+    "selected_obstacle",
     "squared_relu_attention",
     "squared_relu_obstacle",
     "target_capability",

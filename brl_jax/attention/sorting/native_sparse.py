@@ -18,11 +18,14 @@ from brl_jax.attention.core.segments import first_tokens
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.attention.sorting.selected import selected_attention
 
-# Queries at a time: each has num_selected * selected_size keys of its own, which are the largest array in memory.
+# Queries at a time, whose scores for all compressed blocks exist together.
 _QUERY_BLOCK = 64
 # Blocks that every query reads whatever their weight: its own, the one before that, and the first of the sequence.
 _FIXED = 3
+# The implementations of a window that there are for the chosen blocks too.
+_OF_BLOCKS = ("xla", "triton", "triton_interpret")
 
 
 class BlockSizes(NamedTuple):
@@ -193,21 +196,21 @@ def far_attention(
     sizes: BlockSizes,
     scale: float,
     offset: Any = 0,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
     """What queries read from compressed blocks, and from the blocks that these choose, in float32.
 
     Args:
       tokens: of all places up to the queries' own. lists: their places count from the first of these.
       offset: the place of the first query.
+      implementation: that of the window; what it names serves the chosen blocks too where it has a kernel for them.
     """
-    kv_heads = tokens.key.shape[2]
-    by_head = Tokens(*(jnp.moveaxis(x, 2, 1) for x in tokens))
+    num_keys, kv_heads = tokens.key.shape[1:3]
 
     def attend(query: Array, first: Any, offset: Any) -> tuple[Array, Array]:
         batch, length, heads, head_dim = query.shape
         positions = offset + jnp.arange(length, dtype=jnp.int32)
         rows = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-        merge = lambda x: x.reshape(batch, length, heads, -1)  # noqa: E731
         scores = jnp.einsum("btkgh,bckh->btkgc", rows, compressed.key, preferred_element_type=jnp.float32)
         starts = lists.compressed[:, None]
         seen = (starts >= first[..., None]) & (starts + sizes.compressed <= positions[None, :, None] + 1)
@@ -221,24 +224,19 @@ def far_attention(
         # Which blocks are chosen has no gradient.
         shared = lax.stop_gradient(weights.sum(3))
         chosen, exists = choose_blocks(shared, lists, first, positions, sizes)
-        places = chosen[..., None] + jnp.arange(sizes.selected, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-        seen = exists[..., None] & (places <= positions[None, :, None, None, None])
-        places, seen = (x.reshape(batch, length, kv_heads, -1) for x in (places, seen))
-        places = jnp.clip(places, 0, tokens.key.shape[1] - 1)
+        return far.reshape(batch, length, heads, -1), jnp.where(exists, chosen, num_keys)
 
-        def read(x: Array) -> Array:
-            """(B, K, S, F) at the places: (B, T, K, P, F)."""
-            return jax.vmap(jax.vmap(lambda x, at: x[at], (0, 1), 1))(x, places)
-
-        scores = jnp.einsum("btkgh,btkph->btkgp", rows, read(by_head.key), preferred_element_type=jnp.float32)
-        weights = softmax_weights(scores * scale, seen[:, :, :, None])
-        value = read(by_head.value)
-        near = jnp.einsum(
-            "btkgp,btkpv->btkgv", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-        )
-        return merge(far), merge(near)
-
-    return by_query_blocks(attend, _QUERY_BLOCK, query, lists.first, offset)
+    far, chosen = by_query_blocks(attend, _QUERY_BLOCK, query, lists.first, offset)
+    near = selected_attention(
+        query,
+        *tokens,
+        chosen,
+        offset,
+        size=sizes.selected,
+        scale=scale,
+        implementation=implementation if implementation in _OF_BLOCKS else None,
+    )
+    return far, near
 
 
 @attention_function
@@ -279,7 +277,7 @@ def native_sparse_attention(
     window: t and the window - 1 tokens before it.
 
     Time is O(T (window + sizes.blocks sizes.selected) + T^2 / sizes.stride), memory linear in T but for the scores of
-    64 queries.
+    64 queries and all compressed blocks.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
@@ -292,7 +290,8 @@ def native_sparse_attention(
       segment_ids: (B, T) ints, equal for the tokens of one of several sequences that lie one after the other in a row.
         Blocks are counted from a sequence's first token, and no token sees another sequence.
       scale: the scale of the scores; 1 / sqrt(H) by default.
-      implementation: that of the window, as for `local_attention`; the rest runs through XLA.
+      implementation: that of the window, as for `local_attention`. "xla" and "triton" are that of the chosen blocks as
+        well, which otherwise take a kernel on a GPU and XLA elsewhere; compressed blocks always run through XLA.
 
     Returns:
       (B, T, N, H) in the dtype of the query. Softmax and gates are computed in float32.
@@ -326,7 +325,13 @@ def native_sparse_attention(
     first = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else first_tokens(segment_ids)
     lists = Lists(starts, block_starts(length, sizes.selected, sizes.selected, segment_ids), first)
     far, near = far_attention(
-        query, Tokens(compressed_key, compressed_value), Tokens(key, value), lists, sizes, scale
+        query,
+        Tokens(compressed_key, compressed_value),
+        Tokens(key, value),
+        lists,
+        sizes,
+        scale,
+        implementation=implementation,
     )
     last = local_attention_on_mesh(
         query,

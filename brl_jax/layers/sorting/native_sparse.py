@@ -196,7 +196,14 @@ class NativeSparseAttention(MechanismLayer):
             jnp.zeros(query.shape[:2], jnp.int32),
         )
         far, near = far_attention(
-            query, compressed, Tokens(kept.key, kept.value), lists, m.sizes, d.head_dim**-0.5, start
+            query,
+            compressed,
+            Tokens(kept.key, kept.value),
+            lists,
+            m.sizes,
+            d.head_dim**-0.5,
+            start,
+            d.implementation,
         )
         reach = cache.window.key.shape[1]
         key, last_keys = slide(cache.window.key, window.key, count)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brl_jax import BlockSizes, compression_blocks, full_attention, native_sparse_attention
-from brl_jax.attention.sorting import native_sparse, reference
+from brl_jax.attention.sorting import native_sparse, reference, selected
 from tests.attention.local.test_local import random_qkv
 from tests.attention.oracles import relative_error
 
@@ -39,6 +39,7 @@ def attend(query, key, value, gates, sizes=SIZES, segment_ids=None, **options):
 )
 def test_the_function_is_its_reference(sizes, monkeypatch):
     monkeypatch.setattr(native_sparse, "_QUERY_BLOCK", 16)
+    monkeypatch.setattr(selected, "_QUERY_BLOCK", 16)
     query, key, value, gates = arguments(37)
     blocks = [compression_blocks(x, sizes).mean(2) for x in (key, value)]
     expected = reference.native_sparse_attention(query, key, value, *blocks, gates, sizes=sizes, window=3)

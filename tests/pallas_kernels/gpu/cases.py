@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 import brl_jax
 from brl_jax.attention.local import patterns
 from pallas_kernels import gpu
+from pallas_kernels.gpu.selected import api
 from tests.pallas_kernels.gpu import oracle
 
 ENDS = np.iinfo(np.int32)
@@ -227,6 +229,53 @@ def gau(
     close(names, got[: len(expected)], expected, dtype)
 
 
+def selected(
+    *,
+    length=50,
+    keys=None,
+    heads=(4, 2),
+    head_dim=24,
+    batch=2,
+    size=6,
+    blocks=4,
+    ends=None,
+    parts=2048,
+    dtype="float32",
+):
+    """Each token's own blocks out of those of its sequence, against the dense form. The last tokens of `ends` are those
+    of sequences, from each of which blocks are counted anew; parts: pairs in a part of a tile's gradient."""
+    keys = length if keys is None else keys
+    rng = np.random.default_rng(7)
+    query = random(0, batch, length, heads[0], head_dim, dtype=dtype)
+    key, value = (random(i, batch, keys, heads[1], head_dim, dtype=dtype) for i in (1, 2))
+    positions = np.broadcast_to(np.arange(keys - length, keys, dtype=np.int32), (batch, length))
+    bounds = [0, *(ends or ()), keys]
+    first = np.asarray([max(b for b in bounds if b <= p) for p in positions[0]])
+    starts = np.full((batch, length, heads[1], blocks), keys, np.int32)
+    seen = np.zeros((batch, heads[1], length, keys), bool)
+    for b, t, h in np.ndindex(batch, length, heads[1]):
+        own = (positions[b, t] - first[t]) // size
+        chosen = {own, 0, *rng.permutation(own + 1)[: rng.integers(0, blocks - 1)]}
+        for slot, block in enumerate(rng.permutation(sorted(chosen))):
+            start = starts[b, t, h, slot] = first[t] + block * size
+            seen[b, h, t, start : min(start + size, positions[b, t] + 1)] = True
+    run = functools.partial(
+        gpu.selected_attention,
+        starts=jnp.asarray(starts),
+        positions=jnp.asarray(positions),
+        size=size,
+        scale=0.3,
+    )
+    with mock.patch.object(api, "_PAIRS_OF_PART", parts):
+        out, pull = jax.vjp(run, query, key, value)
+        assert out.dtype == jnp.float32
+        d_out = random(5, *out.shape, dtype="float32")
+        gradients = pull(d_out)
+    seen = np.repeat(seen, heads[0] // heads[1], axis=1)
+    out_wanted, _, *expected = oracle.softmax_attention(query, key, value, seen, 0.3, d_out)
+    close(("out", "d_query", "d_key", "d_value"), (out, *gradients), (out_wanted, *expected), dtype)
+
+
 def mapped():
     """vmap is one launch on a longer batch, and gives what calls one by one give."""
     query = random(0, 3, 2, 40, 2, 16, dtype="float32")
@@ -405,6 +454,13 @@ CASES = {
     "propagate-softmax-float16": lambda: propagate("softmax", dtype="float16"),
     "propagate-relu2": lambda: propagate("relu2"),
     "propagate-laplace": lambda: propagate("laplace"),
+    "selected": lambda: selected(),
+    "selected-of-large-groups": lambda: selected(heads=(6, 2), size=16, head_dim=16, length=70),
+    "selected-one-query-head": lambda: selected(heads=(2, 2), size=3, blocks=5),
+    "selected-packed": lambda: selected(ends=[7, 8, 31], size=4),
+    "selected-after-a-cache": lambda: selected(length=5, keys=41),
+    "selected-in-many-parts": lambda: selected(parts=8, batch=1),
+    "selected-float16": lambda: selected(dtype="float16"),
     "gau-causal-grouped": lambda: gau(heads=(4, 2)),
     "gau-both-sides": lambda: gau(is_causal=False, lengths=[100, 37]),
     "gau-lengths": lambda: gau(lengths=[61, 0]),

@@ -9,7 +9,8 @@ from scipy import special
 def softmax_attention(query, key, value, seen, scale, d_out, d_log_sums=None, sinks=None, cap=None):
     """out, log-sum-exp and the gradients of query, key, value (and sinks, where there are any).
 
-    seen is (B, T, S), heads are grouped, sinks are logits (N,) without a value, a cap bounds the scaled scores.
+    seen is (B, T, S) or (B, N, T, S), heads are grouped. Sinks are logits (N,) without a value, a cap bounds the scaled
+    scores.
     """
     groups = query.shape[2] // key.shape[2]
     q, k, v, g = (np.asarray(x, np.float64) for x in (query, key, value, d_out))
@@ -17,7 +18,7 @@ def softmax_attention(query, key, value, seen, scale, d_out, d_log_sums=None, si
     scores = np.einsum("btnh,bsnh->bnts", q, wide_k) * scale
     slope = np.ones_like(scores) if cap is None else np.cosh(scores / cap) ** -2
     scores = scores if cap is None else cap * np.tanh(scores / cap)
-    logits = np.where(seen[:, None], scores, -np.inf)
+    logits = np.where(seen if seen.ndim == 4 else seen[:, None], scores, -np.inf)
     extra = np.full(len(wide_k[0, 0]), -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     extra = extra[:, None, None]
     top = np.maximum(np.max(logits, -1, keepdims=True), extra)
