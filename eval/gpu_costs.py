@@ -84,12 +84,15 @@ TARGETS = {
 }
 
 
+OPERATIONS = ("local", "compress", "propagate", "selected", "squared_relu")
+
 #: The most launches of an operation of our kernels, forward and with the backward pass, and the most bytes of its
 #: forward pass over the least. compress merges what its blocks have read, so that its bytes depend on the length.
 MOST = {
     "local": (1, 3, 1.1),
     "compress": (6, 12, math.inf),
     "propagate": (1, 6, 1.1),
+    "selected": (1, 40, 1.1),
     "squared_relu": (1, 6, 1.1),
 }
 
@@ -100,8 +103,9 @@ class CostOptions:
 
     targets: tuple[str, ...] = ("a100", "h100", "b200")
     """Out of a100, h100, b200."""
-    operations: tuple[str, ...] = ("local", "compress", "propagate", "squared_relu")
-    """Out of local, compress, propagate, squared_relu (of gated attention units: one head, a bias)."""
+    operations: tuple[str, ...] = OPERATIONS
+    """Out of local, compress, propagate, selected (16 blocks of 64 keys for each token, 4 query heads to a key head),
+    squared_relu (of gated attention units: one head, a bias)."""
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     length: int = 16384
@@ -120,7 +124,7 @@ class CostOptions:
     def __post_init__(self) -> None:
         choices: dict[str, Iterable[str]] = {
             "targets": TARGETS,
-            "operations": ("local", "compress", "propagate", "squared_relu"),
+            "operations": OPERATIONS,
             "mechanisms": gpu_mechanisms.NAMES,
         }
         for name, known in choices.items():
@@ -147,6 +151,7 @@ def unserved(options: CostOptions) -> dict[str, str]:
         "local": gpu.local_obstacle(many, many, many),
         "compress": gpu.compress_obstacle(few, many),
         "propagate": gpu.propagate_obstacle(many, few, few),
+        "selected": gpu.selected_obstacle(many, _grouped(many)),
         "squared_relu": gpu.squared_relu_obstacle(many, many, many),
     }
     return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
@@ -165,6 +170,7 @@ def programs(
 
     import brl_jax
     from brl_jax.attention.local.patterns import SlidingWindow
+    from brl_jax.attention.sorting.selected import selected_attention
     from pallas_kernels import gpu
 
     many = jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
@@ -173,6 +179,8 @@ def programs(
     # The features of a bias stand beside those of queries and keys.
     wide, one = (jax.ShapeDtypeStruct((1, length, 1, n * options.head_dim), jnp.bfloat16) for n in (2, 1))
     token = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    shared = _grouped(many)
+    lists = jax.ShapeDtypeStruct((1, length, shared.shape[2], 16), jnp.int32)
     window = SlidingWindow.of_width(options.window, True)
     stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
     pattern = gpu.Pattern(stretches, window.visible, True, length, length)
@@ -187,12 +195,19 @@ def programs(
             lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=scale),
             (many, few, few, head),
         ),
+        "selected": (
+            functools.partial(gpu.selected_attention, size=64, scale=scale),
+            (many, shared, shared, lists, token),
+        ),
         "squared_relu": (
             lambda q, k, v, *ranges: gpu.squared_relu_attention(q, k, v, gpu.Ranges(*ranges)),
             (wide, wide, one, token, token, token, token),
         ),
     }
     xla: dict[str, Callable] = {
+        "selected": lambda q, k, v, starts, _: selected_attention(
+            q, k, v, starts, size=64, scale=scale, implementation="xla"
+        ),
         "local": functools.partial(
             brl_jax.local_attention, pattern=window, is_causal=True, implementation="xla"
         ),
@@ -210,6 +225,14 @@ def programs(
             continue
         for passes, function, arguments in both_passes(chosen, shapes):
             yield name, passes, function, arguments
+
+
+def _grouped(query: Any) -> Any:
+    """Keys of which one head is shared by four query heads, where that divides."""
+    import jax
+
+    group = 4 if query.shape[2] % 4 == 0 else 1
+    return jax.ShapeDtypeStruct((*query.shape[:2], query.shape[2] // group, query.shape[3]), query.dtype)
 
 
 def both_passes(function: Callable, arguments: tuple) -> Iterator[tuple[str, Callable, tuple]]:

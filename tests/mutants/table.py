@@ -656,6 +656,27 @@ MUTANTS = (
         (LAWS, "-k", "law_2 and native_sparse"),
     ),
     Mutant(
+        "sorting/a GPU's gradient forgets blocks that begin before a tile of keys",
+        "pallas_kernels/gpu/selected/api.py",
+        "search(pair_starts, places - size + 1)",
+        "search(pair_starts, places)",
+        ("tests/pallas_kernels/gpu/test_transposed_lists.py",),
+    ),
+    Mutant(
+        "sorting/a GPU's gradient leaves out a part that is not full",
+        "pallas_kernels/gpu/selected/api.py",
+        "-(-(end - begin) // _PAIRS_OF_PART)",
+        "(end - begin) // _PAIRS_OF_PART",
+        ("tests/pallas_kernels/gpu/test_transposed_lists.py",),
+    ),
+    Mutant(
+        "sorting/a query reads chosen blocks beyond its own place",
+        "brl_jax/attention/sorting/selected.py",
+        "places <= positions.reshape(1, -1, 1, 1, 1)",
+        "places < keys + 0 * positions.reshape(1, -1, 1, 1, 1)",
+        (LAWS, "-k", "law_1 and native_sparse"),
+    ),
+    Mutant(
         "recurrent/Luna counts the tokens of a row, not of a packed sequence",
         "brl_jax/attention/recurrent/luna.py",
         "first + before.num_tokens[:, None], 0)",

@@ -1,5 +1,6 @@
 """Each GPU kernel compiled for an A100, an H100 and a B200 by Triton alone: no GPU, no driver, no CUDA plugin."""
 
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -52,6 +53,16 @@ OPERATIONS: dict[str, tuple[Any, tuple]] = {
         (half(1, 128, 8, 128), WIDE, WIDE, WIDE, HEADS),
     ),
     "propagate": (lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=0.1), (MANY, FEW, FEW, HEADS)),
+    "selected": (
+        functools.partial(gpu.selected_attention, size=64, scale=0.1),
+        (
+            WIDE,
+            half(1, 1024, 2, 128),
+            half(1, 1024, 2, 128),
+            jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.int32),
+            TOKEN,
+        ),
+    ),
     "squared_relu": (
         lambda q, k, v, *ranges: gpu.squared_relu_attention(q, k, v, gpu.Ranges(*ranges)),
         (half(1, 1024, 1, 256), half(1, 1024, 1, 256), half(1, 1024, 1, 192), *4 * [TOKEN]),
@@ -101,7 +112,14 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
     found = [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
     # An A100 has two kernels for the backward pass of compress where it is wide.
     wide = 3 if target == "a100" else 2
-    expected = {"local": 3, "compress": 2, "compress-wide": wide, "propagate": 3, "squared_relu": 4}
+    expected = {
+        "local": 3,
+        "compress": 2,
+        "compress-wide": wide,
+        "propagate": 3,
+        "selected": 4,
+        "squared_relu": 4,
+    }
     assert len(found) == expected[operation]
     for number, (arrays, launch) in enumerate(found):
         path = tmp_path / f"{number}.ptx"

@@ -43,17 +43,19 @@ def found(tmp_path_factory):
 
 
 # Mechanisms for each operation: local attention and gated attention units in a decoder, compress and propagate in an
-# encoder, and compress by blocks in a decoder.
+# encoder, compress by blocks in a decoder, and the blocks that native sparse attention chooses.
 LAWS = (
     "law_1_causal[local-sinks]",
     "law_1_causal[gau]",
     "law_2_generation_is_training[local-sinks]",
     "law_3_oracle[local-sinks-causal]",
     "law_3_oracle[gau-causal]",
+    "law_3_oracle[native_sparse-causal]",
     "law_3_oracle[brl-output-bidirectional]",
     "law_3_oracle[brl-output-causal]",
     "law_4_packing[local-sinks]",
     "law_4_packing[gau]",
+    "law_4_packing[native_sparse]",
     "law_4_padding[brl-output]",
 )
 
