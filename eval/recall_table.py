@@ -102,13 +102,18 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Accuracy against bytes of state, against records for each compressed token, and against the length.
+    """Accuracy against bytes of state and, where there are several of them, against records for each compressed token
+    and against lengths.
 
     Hybrids have hollow markers. A grey line leads through the best accuracy with so many bytes of state, or fewer.
     """
     groups = grouped(results)
-    figure = Figure(figsize=(17, 5.5), layout="constrained")
-    by_bytes, by_records, by_length = figure.subplots(1, 3)
+    shares = {pairs / m for r in results if (m := r["num_compressed"]) for _, pairs in r["trained"]}
+    wanted = (True, len(shares) > 1, len({length for length, _ in _all_cases(results)}) > 1)
+    figure = Figure(figsize=(5 * sum(wanted) + 3, 5.5), layout="constrained")
+    drawn = iter(figure.subplots(1, sum(wanted), squeeze=False)[0])
+    by_bytes, by_records, by_length = (next(drawn) if want else None for want in wanted)
+    panels = [axes for axes in (by_bytes, by_records, by_length) if axes is not None]
     styles = line_styles(list(groups))
     for label, runs in groups.items():
         style = {**styles[label], "markersize": 6}
@@ -123,14 +128,17 @@ def draw(results: Sequence[Result]) -> Figure:
             for length, pairs in _all_cases(runs)
             if (found := [c for run in runs if (c := _case(run, length, pairs)) is not None])
         ]
-        if runs[0]["num_compressed"]:
+        if by_records is not None and runs[0]["num_compressed"]:
             own = [
-                (pairs / runs[0]["num_compressed"], y) for _, pairs, y in cases if _is_trained(runs, pairs, _)
+                (pairs / runs[0]["num_compressed"], y)
+                for length, pairs, y in cases
+                if _is_trained(runs, pairs, length)
             ]
             by_records.plot(*zip(*sorted(own)), **style)
         most = max(pairs for _, pairs, _ in cases)
         line = [(length, y) for length, pairs, y in cases if pairs == most]
-        by_length.plot(*zip(*sorted(line)), **style)
+        if by_length is not None:
+            by_length.plot(*zip(*sorted(line)), **style)
     curve = frontier(groups.values())
     by_bytes.step(
         [x / 1024 for x, _ in curve],
@@ -146,16 +154,19 @@ def draw(results: Sequence[Result]) -> Figure:
         ("chance", "chance", ":"),
     ):
         lowest = min(100 * case[name] for result in results for case in result["cases"])
-        for axes in (by_bytes, by_records, by_length):
+        for axes in panels:
             axes.axhline(lowest, color="#999999", linestyle=dashes, label=text)
     by_bytes.set(xlabel="KiB of state of a row (decoding cache)", title="the longest rows of training")
-    by_records.set(xlabel="records for each compressed token", title="BRL, the lengths of training")
-    by_length.set(xlabel="tokens of a row", title="the most records")
-    for axes in (by_bytes, by_records, by_length):
+    if by_records is not None:
+        by_records.set(xlabel="records for each compressed token", title="BRL, the lengths of training")
+    if by_length is not None:
+        by_length.set(xlabel="tokens of a row", title="the most records")
+    for axes in panels:
         axes.set_xscale("log")
         plain_log_axis(axes.xaxis)
-    by_length.set_xticks(sorted({length for length, _ in _all_cases(results)}))
-    for axes in (by_bytes, by_records, by_length):
+    if by_length is not None:
+        by_length.set_xticks(sorted({length for length, _ in _all_cases(results)}))
+    for axes in panels:
         axes.set(ylabel="accuracy, %", ylim=(0, 102))
         axes.grid(True, alpha=0.3)
     shared_legend(figure, by_bytes)
