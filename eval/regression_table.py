@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.plotting import legend_outside, line_styles
+from eval.plotting import label_points, line_styles
 from train.data.in_context import one_step_errors
 
 Result = Mapping[str, Any]
@@ -67,56 +68,77 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Four panels: the error by pairs seen, by width, and while training by operations and by seconds."""
+    """Four panels: the error by pairs seen, by width, and while training by operations and by seconds. Names stand at
+    the ends of the curves."""
     groups = grouped(results)
-    figure = Figure(figsize=(14, 9), layout="constrained")
-    (by_pairs, by_width), (by_flops, by_time) = figure.subplots(2, 2)
+    figure = Figure(figsize=(15, 9), layout="constrained")
+    panels = figure.subplots(2, 2)
+    (by_pairs, by_width), (by_flops, by_time) = panels
+    by_flops.set_xscale("log")
+    by_time.set_xscale("log")
     many_widths = len({run["d_model"] for run in results}) > 1
     many_batches = len({run["batch"] for run in results}) > 1
 
-    def name_of(run: Result) -> str:
-        width = f", width {run['d_model']}" if many_widths else ""
-        return label(run) + width + (f", batch {run['batch']}" if many_batches else "")
+    def name_of(run: Result, width: bool) -> str:
+        width_words = f", width {run['d_model']}" if width else ""
+        return label(run) + width_words + (f", batch {run['batch']}" if many_batches else "")
 
-    names = {id(runs): name_of(runs[0]) for runs in groups}
-    styles = line_styles([names[id(runs)] for runs in groups])
+    styles = line_styles([name_of(runs[0], many_widths) for runs in groups])
+    # For each panel, the points that are named: the ends of curves.
+    ends: dict[Axes, list[tuple[str, float, float, str]]] = {axes: [] for axes in panels.ravel()}
+    by_mechanism: dict[str, list[tuple[int, float, str]]] = {}
     for runs in groups:
-        style = {**styles[names[id(runs)]], "markersize": 4}
+        name = name_of(runs[0], many_widths)
+        style = {**styles[name], "markersize": 4}
+        colour = style["color"]
         errors = np.mean([run["errors"] for run in runs], axis=0)
-        by_pairs.plot(errors, label=names[id(runs)], markevery=max(1, len(errors) // 8), **style)
+        by_pairs.plot(errors, markevery=max(1, len(errors) // 8), **style)
+        ends[by_pairs].append((name, len(errors) - 1, errors[-1], colour))
         for i, run in enumerate(runs):
-            curve, name = run["curve"], names[id(runs)] if i == 0 else None
+            curve = run["curve"]
             flops = np.asarray(curve["step"]) * run["flops_per_step"]
-            by_flops.plot(flops, curve["error"], label=name, **style)
-            by_time.plot(curve["seconds"], curve["error"], label=name, **style)
-    best = {len(run["least_squares"]): run["least_squares"] for run in results}
-    for errors in best.values():
-        by_pairs.plot(errors, color="#999999", linestyle=":", label="least squares")
-    steps = [one_step_errors(*kind) for kind in {(run["input_dim"], len(run["errors"])) for run in results}]
-    for errors in steps:
-        by_pairs.plot(errors, color="#999999", linestyle="--", label="one step of gradient descent")
-    series: dict[Any, list[tuple[int, float]]] = {}
-    for runs in groups:
+            for axes, x in ((by_flops, flops), (by_time, curve["seconds"])):
+                axes.plot(x, curve["error"], **style)
+                if i == 0:
+                    ends[axes].append((name, x[-1], curve["error"][-1], colour))
         points = [(run["d_model"], run["error"]) for run in runs]
-        series.setdefault((label(runs[0]), runs[0]["batch"]), []).extend(points)
-        by_width.plot(*zip(*points), **{**styles[names[id(runs)]], "linestyle": "none"})
-    for points in series.values():
-        by_width.plot(*zip(*sorted(points)), color="#bbbbbb", linewidth=0.8, zorder=0)
-    floor = {run["least_squares_error"] for run in results}
-    for axes in (by_width, by_flops, by_time):
-        for value in floor:
-            axes.axhline(value, color="#999999", linestyle=":", label="least squares")
-        for errors in steps:
-            axes.axhline(errors.mean(), color="#999999", linestyle="--", label="one step of gradient descent")
+        by_mechanism.setdefault(name_of(runs[0], False), []).extend((*point, colour) for point in points)
+        by_width.plot(*zip(*points), **{**style, "linestyle": "none"})
+    for name, named in by_mechanism.items():
+        named.sort()
+        by_width.plot(*zip(*((x, y) for x, y, _ in named)), color="#bbbbbb", linewidth=0.8, zorder=0)
+        ends[by_width].append((name, *named[-1]))
+    _draw_references(results, by_pairs, (by_width, by_flops, by_time), ends)
     by_pairs.set(xlabel="pairs seen", ylabel="squared error", title="on test prompts")
     widths = sorted({run["d_model"] for run in results})
     by_width.set(xlabel="width", ylabel="squared error, all pairs", title="on test prompts", xticks=widths)
     by_flops.set(xlabel="floating-point operations of training", ylabel="held-out squared error, all pairs")
     by_time.set(xlabel="seconds of training", ylabel="held-out squared error, all pairs")
-    by_flops.set_xscale("log")
-    by_time.set_xscale("log")
-    for axes in (by_pairs, by_width, by_flops, by_time):
+    for axes in panels.ravel():
         axes.set_ylim(bottom=0)
         axes.grid(True, alpha=0.3)
-    legend_outside(by_time)
+        label_points(axes, ends[axes], gap=0.055, fontsize=9)
     return figure
+
+
+def _draw_references(
+    results: Sequence[Result],
+    by_pairs: Axes,
+    others: Sequence[Axes],
+    ends: dict[Axes, list[tuple[str, float, float, str]]],
+) -> None:
+    """Draws what runs are compared with, grey, as curves by pairs and as levels elsewhere, and adds where they end."""
+    floors = {len(run["errors"]): (run["least_squares"], run["least_squares_error"]) for run in results}
+    kinds = {(run["input_dim"], len(run["errors"])) for run in results}
+    references = [("least squares", ":", curve, mean) for curve, mean in floors.values()]
+    references += [
+        ("one step of gradient descent", "--", errors, errors.mean())
+        for errors in (one_step_errors(*kind) for kind in sorted(kinds))
+    ]
+    for name, dashes, curve, mean in references:
+        by_pairs.plot(curve, color="#777777", linestyle=dashes)
+        ends[by_pairs].append((name, len(curve) - 1, curve[-1], "#777777"))
+        for axes in others:
+            axes.axhline(mean, color="#777777", linestyle=dashes)
+            # A level ends at the edge of the panel, whose limits curves have set.
+            ends[axes].append((name, axes.get_xlim()[1], mean, "#777777"))

@@ -39,8 +39,8 @@ M = TypeVar("M", bound=StackConfig)
 # Command-line options that take the name of a mechanism; each is also the model's field that it sets. The first one is
 # that of models with an encoder and a decoder, and set first: without it the encoder has the decoder's mechanism.
 _MECHANISM_FIELDS = ("encoder_mechanism", "mechanism", "late_mechanism")
-# A list of names longer than this is left to --presets.
-_NAMES_SHOWN = 30
+# An error about an unknown preset names this many; --presets lists all of them.
+_PRESETS_SHOWN = 30
 
 
 def check_seed(seed: int) -> None:
@@ -145,7 +145,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
         raise SystemExit(0)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else default_preset
     if name not in presets:
-        raise UserError(f"PRESET: {_unknown(name, presets)}")
+        raise UserError(f"PRESET: {_unknown(name, presets, _PRESETS_SHOWN)}")
     config: Any = presets[name]
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
     for field in _mechanism_fields(config):
@@ -231,7 +231,7 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     if field != "mechanism" and name == "none":
         return _replace(model, field, None)
     if name not in MECHANISMS:
-        raise UserError(f"--{field}: {_unknown(name, MECHANISMS)}")
+        raise UserError(f"--{field}: {_unknown(name, MECHANISMS, len(MECHANISMS))}")
     if type(getattr(model, field)) is MECHANISMS[name]:
         return model
     mechanism = MECHANISMS[name]()
@@ -249,12 +249,11 @@ def _replace(part: Any, field: str, value: Any, **others: Any) -> Any:
         raise UserError(f"--{field}: {error}") from error
 
 
-def _unknown(name: str, known: Mapping[str, Any]) -> str:
+def _unknown(name: str, known: Mapping[str, Any], num_shown: int) -> str:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    names = list(known)
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    more = f" and {len(names) - _NAMES_SHOWN} more (see --presets)" if len(names) > _NAMES_SHOWN else ""
+    shown = ", ".join(list(known)[:num_shown])
+    more = f" and {len(known) - num_shown} more (see --presets)" if len(known) > num_shown else ""
     return f"got {name!r}; {hint}expected one of {shown}{more}"
 
 

@@ -45,13 +45,14 @@ def first_screen(presets: Mapping[str, Any], default: str, *, prog: str, about: 
 def preset_list(presets: Mapping[str, Any]) -> str:
     """A line for each preset: its name, layers x width, mechanism, and how long it trains."""
     width = max(map(len, presets))
-    header = f"{'preset':<{width}}  {'layers x width':>14}  {'attention':<14}      training"
+    attention = max(len(_mechanisms(config)) for config in presets.values())
+    header = f"{'preset':<{width}}  {'layers x width':>14}  {'attention':<{attention}}      training"
     return "\n".join(
         [
             header,
             *(
                 f"{name:<{width}}  {f'{config.model.num_layers} x {config.model.d_model}':>14}  "
-                f"{_mechanisms(config):<14} {config.loop.steps:>9,} steps of {config.loop.batch} rows"
+                f"{_mechanisms(config):<{attention}} {config.loop.steps:>9,} steps of {config.loop.batch} rows"
                 for name, config in presets.items()
             ),
         ]

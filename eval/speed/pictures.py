@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from brl_jax.layers import MECHANISMS
-from eval.plotting import legend_outside, line_styles, plain_log_axis, save, spread
+from eval.plotting import label_points, legend_outside, line_styles, plain_log_axis, save
 from eval.speed.report import fitted_exponent
 
 # What a spoke of the radar shows, and the field it is read from: the less, the better.
@@ -196,19 +196,14 @@ def _bubbles(rows: Sequence[dict]) -> Figure:
     area = 700 * parameters / parameters.max()
     colours = [styles[row["name"]]["color"] for row in here]
     axes.scatter(memory, seconds, s=area, c=colours, alpha=0.6, edgecolors="black", linewidths=0.8)
-    low, high = np.log(axes.get_ylim())
-    heights = (np.log(seconds) - low) / (high - low)
-    for row, x, y, place in zip(here, memory, seconds, spread(heights.tolist(), 0.045, 0.02, 0.98)):
-        axes.annotate(
-            f"{row['name']} ({row['parameters'] / 1e6:.2f}M)",
-            (x, y),
-            xytext=(1.04, place),
-            textcoords="axes fraction",
-            va="center",
-            color=styles[row["name"]]["color"],
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "relpos": (0.0, 0.5)},
-        )
+    label_points(
+        axes,
+        [
+            (f"{row['name']} ({row['parameters'] / 1e6:.2f}M)", x, y, styles[row["name"]]["color"])
+            for row, x, y in zip(here, memory, seconds)
+        ],
+        gap=0.045,
+    )
     plain_log_axis(axes.xaxis)
     plain_log_axis(axes.yaxis)
     axes.grid(True, which="major", alpha=0.3)

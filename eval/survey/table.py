@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.lra_table import summarise
-from eval.plotting import line_styles, plain_log_axis, spread
+from eval.plotting import label_points, line_styles, plain_log_axis
 from eval.survey.networks import CONTROL
 
 BASE = "full"
@@ -219,21 +219,19 @@ def _panel(
     axes.vlines(speeds, accuracies - errors, accuracies + errors, colors=colours, alpha=0.4, linewidth=1)
     area = 900 * sizes / sizes.max()
     axes.scatter(speeds, accuracies, s=area, c=colours, alpha=0.6, edgecolors="black", linewidths=0.8)
-    heights = (accuracies - low + margin) / (high - low + 2 * margin)
-    places = spread(heights.tolist(), 0.031, 0.01, 0.99)
-    for name, x, y, place in zip(known, speeds, accuracies, places):
-        size = f"{known[name].bytes:.2f} x" if joined else f"{_mebibytes(known[name].bytes)} MiB"
-        axes.annotate(
-            f"{name} ({size})",
-            (x, y),
-            xytext=(1.04, place),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=10,
-            color=styles[name]["color"],
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": "#aaaaaa", "linewidth": 0.6, "relpos": (0.0, 0.5)},
-        )
+    label_points(
+        axes,
+        [
+            (
+                f"{name} ({f'{cell.bytes:.2f} x' if joined else f'{_mebibytes(cell.bytes)} MiB'})",
+                x,
+                y,
+                styles[name]["color"],
+            )
+            for (name, cell), x, y in zip(known.items(), speeds, accuracies)
+        ],
+        gap=0.031,
+    )
     chance = max(cell.chance or 0.0 for cell in known.values())
     if chance > low - margin:
         axes.axhline(chance, color="#999999", linestyle=":")

@@ -8,11 +8,12 @@ import sys
 import jax
 import pytest
 
-from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, mechanism_name
+from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, mechanism_name
 from tests.marks import slow_unless
 from train.config import LoopConfig, parse, parse_options
 from train.config_file import differences, flatten, from_json, to_json, write_json
 from train.errors import UserError
+from train.help import preset_list
 from train.task import read_config
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS, LmConfig
@@ -61,6 +62,19 @@ def test_a_mechanism_is_swapped_whole(spelling):
 
 def test_the_presets_own_mechanism_keeps_its_settings():
     assert _parse("--mechanism brl").model.mechanism == PRESETS["small"].model.mechanism
+
+
+def test_an_unknown_mechanism_is_answered_with_all_of_them():
+    with pytest.raises(UserError) as failed:
+        _parse("--mechanism nothing")
+    assert str(failed.value).endswith(f"expected one of {', '.join(MECHANISMS)}")
+
+
+def test_the_list_of_presets_is_a_table():
+    header, *rows = preset_list(PRESETS).splitlines()
+    assert len({row.index(" steps of ") for row in rows}) == 1
+    assert all(row[header.index("attention") - 1 :].startswith(f" {row.split()[4]} ") for row in rows)
+    assert len(rows) == len(PRESETS)
 
 
 def test_a_late_mechanism():
