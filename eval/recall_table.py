@@ -109,10 +109,11 @@ def draw(results: Sequence[Result]) -> Figure:
     """
     groups = grouped(results)
     shares = {pairs / m for r in results if (m := r["num_compressed"]) for _, pairs in r["trained"]}
-    wanted = (True, len(shares) > 1, len({length for length, _ in _all_cases(results)}) > 1)
-    figure = Figure(figsize=(5 * sum(wanted) + 3, 5.5), layout="constrained")
-    drawn = iter(figure.subplots(1, sum(wanted), squeeze=False)[0])
-    by_bytes, by_records, by_length = (next(drawn) if want else None for want in wanted)
+    wanted = (len(shares) > 1, len({length for length, _ in _all_cases(results)}) > 1)
+    figure = Figure(figsize=(5 * sum(wanted) + 8, 5.5), layout="constrained")
+    by_bytes, *others = figure.subplots(1, 1 + sum(wanted), squeeze=False)[0]
+    drawn = iter(others)
+    by_records, by_length = (next(drawn) if want else None for want in wanted)
     panels = [axes for axes in (by_bytes, by_records, by_length) if axes is not None]
     styles = line_styles(list(groups))
     for label, runs in groups.items():

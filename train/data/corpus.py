@@ -148,9 +148,10 @@ def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
             tokens.write(npy_header(tokenizer.dtype, (0,)))
             extras.write(npy_header(int64, (0, 2)))
             for ids, extra in tokenizer.encode_corpus(pieces):
-                ids.tofile(tokens)
-                digest.update(ids.tobytes())
-                (extra + np.array([[count, 0]])).tofile(extras)
+                # Unlike write, ndarray.tofile does not say why it fails.
+                tokens.write(written := ids.tobytes())
+                digest.update(written)
+                extras.write((extra + np.array([[count, 0]])).tobytes())
                 count += len(ids)
                 extra_count += len(extra)
             tokens.seek(0)

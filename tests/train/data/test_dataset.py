@@ -2,6 +2,7 @@
 
 import functools
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -61,6 +62,18 @@ def test_every_stretch_of_lines_has_the_bytes_of_its_lines(text, tmp_path, monke
     assert len(ends) == len(lines) + 1
     for first, last in (0, 1), (0, 400), (7, 9), (100, 300), (399, 400), (5, 5):
         assert corpora["train"].num_bytes(ends[first], ends[last]) == len("".join(lines[first:last]))
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(text, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"^--workdir: cannot write under .*run: File too large$"):
+            load(config(text), tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "run").rglob("*.npy"))
+    assert not hidden(tmp_path / "run")
 
 
 def test_words_of_another_vocabulary_count_the_same_bytes(text, tmp_path):

@@ -151,8 +151,9 @@ def _build(source: Source, split: str, folder: Path, length: int, limit: int, nu
                 truncated += int((kept < chunk.lengths).sum())
                 places = _places(chunk.lengths.reshape(-1), kept.reshape(-1))
                 piece = chunk.tokens if places is None else chunk.tokens[places]
-                piece.tofile(file)
-                hashed.update(piece.tobytes())
+                # Unlike write, ndarray.tofile does not say why it fails.
+                file.write(written := piece.tobytes())
+                hashed.update(written)
                 total += len(piece)
                 lengths.append(kept.astype(np.int32))
                 labels.append(chunk.labels.astype(np.int32))
