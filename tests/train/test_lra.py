@@ -76,6 +76,7 @@ def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
         run(tmp_path, f"{LOCAL} --length 12")
 
 
+@pytest.mark.slow
 def test_measuring(runs, capsys):
     eval.lra.main(["--workdir", str(runs / "local")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
