@@ -285,8 +285,10 @@ class Cost:
         where = f"{self.target}: {self.operation}, {self.passes}"
         found = [f"{where}: {k.name} spills {k.spilled} bytes" for k in self.kernels if k.spilled]
         found += [f"{where}: {k.name}: {k.error}" for k in self.kernels if k.error]
-        # XLA reduces longer rows in more steps; a loop over them would be twice as long.
-        if self.doubled_launches > self.launches * (gpu_mechanisms.GROWTH if self.through_xla else 1):
+        # XLA reduces longer rows in more steps, those of the transposed lists of `selected` too; a loop over them would
+        # be twice as long.
+        partly_xla = bool(self.through_xla) or self.operation == "selected"
+        if self.doubled_launches > self.launches * (gpu_mechanisms.GROWTH if partly_xla else 1):
             found.append(
                 f"{where}: {self.launches} launches grow to {self.doubled_launches} at twice the tokens"
             )
