@@ -58,6 +58,7 @@ def check_lengths(lengths: Any, shape: tuple[int, ...], longest: int) -> None:
 
 def existing(lengths: Int[Array, "B"], length: int) -> Array:
     """(B, length) bools: which tokens of each row exist."""
+    lengths = jnp.asarray(lengths)  # NumPy's have 64 bits
     return jnp.arange(length, dtype=lengths.dtype)[None] < lengths[:, None]
 
 

@@ -87,7 +87,7 @@ def test_no_device_gathers_the_tokens_of_others_for_windows_and_blocks(result):
     elsewhere = [
         (shape, where)
         for shape, where in whole
-        if not re.search(r"block_[01]/|carrier|stack\._run/final_norm", where)
+        if not re.search(r"block_[01]/|carrier|stack\._through_layers/final_norm", where)
     ]
     assert len(whole) > 2
     assert not elsewhere

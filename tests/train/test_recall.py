@@ -276,6 +276,7 @@ def test_state_and_cases():
     _, local = tiny_model("--mechanism local --mechanism.window 8")
     assert eval.recall.state_bytes(full, 400) > 9 * eval.recall.state_bytes(full, 40)
     assert eval.recall.state_bytes(local, 400) == eval.recall.state_bytes(local, 40)
+    assert RecallDataConfig(length=(64,), pairs=(1, 2)).cases == (Case(64, 1), Case(64, 2))
     data = RecallDataConfig(length=(32, 64), pairs=(2, 8))
     assert eval.recall.chosen_cases(data, (), ()) == (
         Case(32, 2), Case(64, 8), Case(128, 2), Case(128, 8), Case(256, 2), Case(256, 8)
@@ -302,7 +303,7 @@ def test_presets_fit(preset):
     ("options", "message"),
     [
         ("--length 8", "--length must be at least 15 with 3 pairs and gap 4, got 8"),
-        ("--pairs 3 4", "--pairs must be one number or one for each of the 1 lengths"),
+        ("--length 24 32 40 --pairs 3 4", "--pairs must be one number or one for each of the 3 lengths"),
         ("--gap -1", "--gap must be at least 0, got -1"),
         ("--kind recall", "--kind"),
         ("--vocabulary 5", "--vocabulary must be at least 6 with 3 pairs, got 5"),

@@ -54,7 +54,7 @@ class RecallDataConfig:
     vocabulary: int = 256
     """Number of tokens."""
     length: tuple[int, ...] = (128,)
-    """Tokens of a row; several lengths take turns from batch to batch."""
+    """Tokens of a row; several lengths take turns from batch to batch. One number, or one for each of `pairs`."""
     pairs: tuple[int, ...] = (8,)
     """Records of a row (a key and its value, a trigger and its token, or a symbol); one number, or one for each
     length."""
@@ -71,7 +71,7 @@ class RecallDataConfig:
         check_at_least(self, "gap", least=0)
         if not self.length:
             raise ValueError("length must be one or more numbers of tokens, got none")
-        if len(self.pairs) not in (1, len(self.length)):
+        if len(self.length) != 1 and len(self.pairs) not in (1, len(self.length)):
             raise ValueError(
                 f"pairs must be one number or one for each of the {len(self.length)} lengths, got {self.pairs}"
             )
@@ -83,8 +83,9 @@ class RecallDataConfig:
     @property
     def cases(self) -> tuple[Case, ...]:
         """The kinds of rows, which take turns from batch to batch."""
-        pairs = self.pairs * len(self.length) if len(self.pairs) == 1 else self.pairs
-        return tuple(map(Case, self.length, pairs))
+        kinds = max(len(self.length), len(self.pairs))
+        length, pairs = (x * kinds if len(x) == 1 else x for x in (self.length, self.pairs))
+        return tuple(map(Case, length, pairs))
 
 
 def obstacle(config: RecallDataConfig, case: Case) -> str | None:

@@ -66,9 +66,7 @@ def _small(
     """
     return RecallConfig(
         loop=LoopConfig(steps=steps, batch=32, eval_every=50, checkpoint_every=400, keep_checkpoints=1),
-        data=RecallDataConfig(
-            kind=kind, vocabulary=vocabulary, length=(64,) * len(pairs), pairs=pairs, gap=16
-        ),
+        data=RecallDataConfig(kind=kind, vocabulary=vocabulary, length=(64,), pairs=pairs, gap=16),
         model=RecallModelConfig(num_layers=2, d_model=64, num_heads=4, d_ff=128, mechanism=mechanism),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, weight_decay=0.0),
     )
