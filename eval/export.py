@@ -29,7 +29,7 @@ from eval.runs import open_run
 from train.config import parse_options
 from train.errors import UserError, command
 from train.metrics import log
-from train.tasks import TASKS
+from train.tasks.every import TASKS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ from train.config import parse_options
 from train.errors import UserError, command
 from train.step import Objective
 from train.summary import mechanism_names
-from train.tasks import TASKS
+from train.tasks.every import TASKS
 
 
 @dataclasses.dataclass(frozen=True)

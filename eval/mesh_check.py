@@ -30,7 +30,7 @@ from train.hosts import HostsConfig, is_lead, join
 from train.mesh import host_rows, place_batch, training_programs
 from train.optimizer import OptimizerConfig
 from train.task import Task
-from train.tasks import TASKS
+from train.tasks.every import TASKS
 
 _ROWS = 8
 _CLOSE = 1e-4

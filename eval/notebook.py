@@ -177,7 +177,7 @@ def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str, check
     """Trains a configuration under `curves.folder`, in silence but for the picture.
 
     Args:
-      task: the task of the configuration (`train.tasks`).
+      task: the task of the configuration (`train.tasks.every`).
       config: the configuration; its folder, and whether it writes TensorBoard events, are decided here.
       curves: where the metrics are drawn.
       label: the run's name in the picture, and its folder's.

@@ -35,7 +35,7 @@ from train.flops import matrix_flops
 from train.mesh import open_mesh, rows_sharding, training_programs
 from train.step import Batch, Objective, TrainState, num_rows, num_tokens
 from train.task import Task
-from train.tasks import TASKS
+from train.tasks.every import TASKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from brl_jax.layers import MECHANISMS
 from train.config import option_names
-from train.tasks import TASKS
+from train.tasks.every import TASKS
 
 _SCRIPT = """{zsh}_{function}() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" words=""

@@ -8,7 +8,7 @@ import pytest
 from eval import mesh_check
 from tests.marks import slow_unless
 from train.errors import RunError, UserError
-from train.tasks import TASKS
+from train.tasks.every import TASKS
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.train.logs import metrics_lines
 from train.errors import UserError
 from train.fields import Mark, marked
 from train.task import read_config
-from train.tasks import TASKS
+from train.tasks.every import TASKS
 
 MEASURED = ("step", "loss", "accuracy", "val_loss", "val_accuracy")
 

@@ -257,8 +257,12 @@ def test_a_program_ends_with_a_stream_half_read():
 import sys
 import numpy as np
 from train.data import Corpus, TokenStreams
-lazy = {"datasets", "tensorflow", "tensorflow_datasets", "tokenizers", "torch"} & set(sys.modules)
+import train.tasks.lm
+loaded = set(sys.modules)  # a command answers --help within two seconds
+lazy = {"datasets", "matplotlib", "tensorflow", "tensorflow_datasets", "tokenizers", "torch"} & loaded
 assert not lazy, lazy
+others = {name for name in loaded if name.startswith("train.tasks.")} - {"train.tasks.lm", "train.tasks.lm_config"}
+assert not others, others
 stream = TokenStreams(
     Corpus(np.arange(100), np.ones(100, np.int64), np.zeros((0, 2), np.int64), ""), batch=2, length=8
 )
