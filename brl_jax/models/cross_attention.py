@@ -15,6 +15,7 @@ from brl_jax.attention.compressed.propagate import propagate
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_scores
@@ -159,7 +160,7 @@ class CrossAttention(nn.Module):
         # There is no Pallas kernel of full attention; a network may ask for those of its mechanism.
         dense_one = d.implementation if d.implementation in ("xla", "cudnn") else None
         if window is None:
-            return full_attention(
+            return dense_on_mesh(
                 query, read.key, read.value, key_value_seq_lengths=read.lengths, implementation=dense_one
             )
         side = window // 2

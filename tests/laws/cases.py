@@ -269,6 +269,8 @@ KERNELS = {
     "global_window": _WINDOW,
     "native_sparse": _WINDOW,
     "tlinformer": _COMPRESS,
+    "full": _ANY_PATTERN,
+    "hopfield": _ANY_PATTERN,
 }
 
 # The cases of law 8 that are fast: each combination of kernels once, and a program without one.

@@ -162,7 +162,7 @@ MUTANTS = (
     ),
     Mutant(
         "full/the residual is without the sinks",
-        "brl_jax/attention/dense/full.py",
+        "brl_jax/attention/dense/full_xla.py",
         "log_sums = log_sums if sinks is None else jnp.logaddexp(log_sums, sinks[None, None])",
         "log_sums = log_sums",
         ("tests/attention/test_as_jax_nn.py", "-k", "sinks"),

@@ -44,6 +44,9 @@ def by_query_blocks(
         return jnp.moveaxis(jnp.pad(x, room).reshape(batch, blocks, block, *x.shape[2:]), 1, 0)
 
     offsets = offset + jnp.arange(blocks, dtype=jnp.int32) * block
+    # In a scan over layers, JAX computes before the loop whatever no layer changes, masks of all blocks too, which are
+    # as large as all scores. The barrier ties what masks are made from to the query, which every layer changes.
+    offsets, segments, _ = lax.optimization_barrier((offsets, segments, query[:1, :1]))
     pieces = (cut(query), None if segments is None else cut(segments), offsets)
     out = lax.map(lambda piece: jax.checkpoint(function)(*piece), pieces)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :length], out)

@@ -1,4 +1,4 @@
-"""Full softmax attention of every query to every key, by XLA or by cuDNN."""
+"""Full softmax attention of every query to every key: by the kernel on a TPU, by cuDNN, or by XLA."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from brl_jax.attention.core.arguments import (
     check_sinks,
     check_soft_cap,
     is_int,
-    zero_padding,
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function, batch_optional
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.cudnn import obstacle_of_cudnn
 from brl_jax.attention.core.derivatives import differentiable
-from brl_jax.attention.core.dispatch import Implementation
-from brl_jax.attention.core.scores import soft_cap
-from brl_jax.attention.core.softmax import MASKED
+from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
+from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
+
+#: The number of queries and of keys from which a TPU takes the kernel. The scores of fewer are a few MB a head.
+MANY_TOKENS = 1024
 
 
 @overload
@@ -72,7 +73,7 @@ def full_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Softmax attention over all keys (Vaswani et al. 2017, eq. 1); O(T S) time and, without cuDNN, memory.
+    """Softmax attention over all keys (Vaswani et al. 2017, eq. 1), in O(T S) time and, in a kernel, O(T + S) memory.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
@@ -104,8 +105,11 @@ def full_attention(
         (arXiv:2508.10925). Sinks are neither scaled nor capped, and get gradients.
       logits_soft_cap: a positive number c. The scaled scores become c tanh(scale q . k / c) before bias and mask, as
         in Gemma 2 (arXiv:2408.00118, section 2).
-      implementation: None selects cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call,
-        and XLA otherwise; "xla" works everywhere; "cudnn" raises if it does not support the call.
+      implementation: None selects the kernel when lowered for a TPU, if the kernel supports the call and both T and S
+        are at least 1,024; cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call; and XLA
+        otherwise. "xla" works everywhere; "cudnn" and "pallas" raise if they do not support the call;
+        "pallas_interpret" interprets the kernel on any platform. The kernel takes float32 and bfloat16, heads of up to
+        256, and neither bias nor mask.
       return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. cuDNN
         does not serve it.
 
@@ -129,39 +133,90 @@ def full_attention(
         is_int(query_offset) or (is_scalar and jnp.issubdtype(jnp.result_type(query_offset), jnp.integer)),
         f"query_offset must be an int or an int scalar array, got {query_offset!r}",
     )
-    require(
-        implementation in (None, "xla", "cudnn"),
-        f"implementation must be None, 'xla' or 'cudnn', got {implementation!r}",
-    )
+    check_implementation(implementation, None, "xla", "cudnn", "pallas", "pallas_interpret")
     sinks = check_sinks(sinks, query.shape[2])
     cap = check_soft_cap(logits_soft_cap)
     missing = _missing_for_cudnn(
         query, value, bias, mask, segments, query_offset, is_causal, sinks, cap, return_residual
     )
-    query_offset = jnp.asarray(query_offset, jnp.int32)
-    arguments = (query, key, value, bias, mask, query_lengths, key_lengths, segments, query_offset, sinks)
-    with_xla = functools.partial(
-        _with_xla, scale=scale, is_causal=is_causal, cap=cap, return_residual=return_residual
-    )
-    if implementation == "xla":
-        return with_xla(*arguments)
-
+    static = {"scale": scale, "is_causal": is_causal, "cap": cap, "return_residual": return_residual}
+    arrays = (query, key, value, bias, mask, query_lengths, key_lengths, segments)
+    offset = int(query_offset) if is_int(query_offset) else None
+    arguments = (*arrays, jnp.asarray(query_offset, jnp.int32), sinks)
     through_cudnn = functools.partial(_through_cudnn, *arguments, scale=scale, is_causal=is_causal)
     if implementation == "cudnn":
         require(
             not missing, f"implementation='cudnn' serves full attention only with {'; with '.join(missing)}"
         )
         return through_cudnn(everywhere=True)
-    # XLA takes calls with lengths, because it is not specified what cuDNN writes to rows without a visible key.
-    if (
-        missing
-        or query_lengths is not None
-        or key_lengths is not None
-        or obstacle_of_cudnn(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
-        is not None
-    ):
-        return with_xla(*arguments)
+    many = min(query.shape[1], key.shape[1]) >= MANY_TOKENS
+    if implementation in ("pallas", "pallas_interpret") or (many and implementation is None):
+        result = _by_platform(
+            arguments, offset=offset, implementation=implementation, missing=bool(missing), **static
+        )
+        return (result[0], result[1].astype(query.dtype)) if return_residual else result
+    if implementation == "xla":
+        return (_many_with_xla if many else attend_at_once)(*arguments, **static)
+
+    if missing or _obstacle_of_cudnn(arguments, scale, is_causal) is not None:
+        return attend_at_once(*arguments, **static)
     return through_cudnn(everywhere=False)
+
+
+def _many_with_xla(*arguments, **static):
+    """By XLA, where the scores of all pairs are many: on a TPU they never exist all at once.
+
+    Elsewhere they do, but not from the forward pass to the backward pass: under `jax.grad` what one platform keeps for
+    the backward pass is an array of the program of every platform.
+    """
+    at_once = jax.checkpoint(functools.partial(attend_at_once, **static))
+    in_blocks = functools.partial(attend_in_blocks, **static)
+    return lax.platform_dependent(*arguments, tpu=in_blocks, default=at_once)
+
+
+# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
+@functools.partial(
+    jax.jit,
+    static_argnames=("offset", "implementation", "missing", "scale", "is_causal", "cap", "return_residual"),
+)
+def _by_platform(arguments, *, offset, implementation, missing, **static):
+    """The kernel on a TPU, cuDNN on a GPU unless something is `missing` for it, XLA elsewhere."""
+
+    def tpu_obstacle() -> str | None:
+        from brl_jax.attention.dense import full_tpu
+
+        query, key, value, bias, mask, *_ = arguments
+        return full_tpu.obstacle(query, key, value, bias, mask, static["is_causal"], offset)
+
+    def run_on_tpu(*arguments, interpret: bool):
+        from brl_jax.attention.dense import full_tpu
+
+        query, key, value, _, _, *others = arguments
+        return full_tpu.attend(query, key, value, *others, offset=offset, interpret=interpret, **static)
+
+    def run_cudnn(*arguments, interpret: bool):
+        return _with_cudnn(*arguments, scale=static["scale"], is_causal=static["is_causal"])
+
+    backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_obstacle)]}
+    if not missing and _obstacle_of_cudnn(arguments, static["scale"], static["is_causal"]) is None:
+        backends["cuda"] = [Backend("cudnn", run_cudnn, lambda: None)]
+    return dispatch(
+        "full_attention",
+        implementation,
+        backends,
+        functools.partial(_many_with_xla, **static),
+        *arguments,
+        plain=functools.partial(attend_at_once, **static),
+        cost="quadratic",
+    )
+
+
+def _obstacle_of_cudnn(arguments, scale, is_causal) -> str | None:
+    """What keeps a call from cuDNN, beside `_missing_for_cudnn`, that does not ask for it by name."""
+    # It is not specified what cuDNN writes to rows without a visible key.
+    if arguments[5] is not None or arguments[6] is not None:
+        return "it has lengths"
+    return obstacle_of_cudnn(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal), *arguments)
 
 
 # Compiled on its own, so that gradients outside jit are traced once and not every time.
@@ -169,7 +224,9 @@ def full_attention(
 def _through_cudnn(*arguments, scale, is_causal, everywhere):
     """By cuDNN, on a GPU or `everywhere`: a call without sinks, soft cap and residual (`_missing_for_cudnn`)."""
     with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
-    with_xla = functools.partial(_with_xla, scale=scale, is_causal=is_causal, cap=None, return_residual=False)
+    with_xla = functools.partial(
+        attend_at_once, scale=scale, is_causal=is_causal, cap=None, return_residual=False
+    )
     on_gpus = functools.partial(lax.platform_dependent, cuda=with_cudnn, default=with_xla)
     return differentiable(with_cudnn if everywhere else on_gpus, with_xla)(*arguments)
 
@@ -220,7 +277,7 @@ def _with_cudnn(
     is_causal,
 ):
     del bias, mask, segments, query_offset, sinks  # _missing_for_cudnn refuses those that would matter
-    query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
+    query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
     out = jax.nn.dot_product_attention(
         query,
         key,
@@ -232,108 +289,4 @@ def _with_cudnn(
         implementation="cudnn",
     )
     seen = None if key_lengths is None else (key_lengths > 0)[:, None, None, None]
-    return _zero_unseen(out, seen, query_lengths)
-
-
-def _with_xla(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    query_lengths,
-    key_lengths,
-    segments,
-    query_offset,
-    sinks,
-    *,
-    scale,
-    is_causal,
-    cap,
-    return_residual,
-):
-    """Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
-    promotion."""
-    query, key, value = _without_padding(query, key, value, query_lengths, key_lengths)
-    (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
-    grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
-    scores = scores if cap is None else soft_cap(scores, cap)
-    positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
-    visible = _visible(positions, num_keys, mask, key_lengths, segments, is_causal)
-    seen = None
-    if bias is not None:
-        if not isinstance(bias, jax.Array):
-            bias = bias(positions, jnp.arange(num_keys, dtype=jnp.int32))[None]
-            expected = (1, heads, num_queries, num_keys)
-            require(bias.shape == expected, f"bias must give shape {expected[1:]}, gave {bias.shape[1:]}")
-        split = scores.shape[1:3] if bias.shape[1] > 1 else (1, 1)
-        bias = bias.astype(jnp.float32)
-        scores = scores + bias.reshape(bias.shape[0], *split, *bias.shape[2:])
-        visible.append(~jnp.isneginf(bias))
-    if visible:
-        mask = functools.reduce(jnp.logical_and, visible)
-        mask = jnp.broadcast_to(mask, (*mask.shape[:2], num_queries, num_keys))
-        split = scores.shape[1:3] if mask.shape[1] > 1 else (1, 1)
-        scores = jnp.where(mask.reshape(mask.shape[0], *split, *mask.shape[2:]), scores, MASKED)
-        seen = jnp.swapaxes(mask.any(-1), 1, 2)[..., None]
-    weights = jax.nn.softmax(scores, axis=-1) if sinks is None else _softmax_with_sinks(scores, sinks)
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
-    out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
-    out = _zero_unseen(out, seen, query_lengths)
-    if not return_residual:
-        return out
-    log_sums = jax.nn.logsumexp(scores, axis=-1).reshape(batch, heads, num_queries).swapaxes(1, 2)
-    log_sums = log_sums if sinks is None else jnp.logaddexp(log_sums, sinks[None, None])
-    if query_lengths is not None:
-        inside = (jnp.arange(num_queries, dtype=jnp.int32)[None] < query_lengths[:, None])[..., None, None]
-        seen = inside if seen is None else seen & inside
-    nothing = -jnp.inf if sinks is None else jnp.broadcast_to(sinks, log_sums.shape)
-    log_sums = log_sums if seen is None else jnp.where(seen[..., 0], log_sums, nothing)
-    return out, log_sums.astype(query.dtype)
-
-
-def _softmax_with_sinks(
-    scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"]
-) -> Float[Array, "B K G T S"]:
-    """The weights of the keys in a softmax over them and their head's sink."""
-    sinks = sinks.reshape(1, *scores.shape[1:3], 1, 1)
-    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, -1, keepdims=True), sinks))
-    exponentials = jnp.exp(scores - top)
-    return exponentials / (jnp.sum(exponentials, -1, keepdims=True) + jnp.exp(sinks - top))
-
-
-def _without_padding(query, key, value, query_lengths, key_lengths):
-    return (
-        zero_padding(query, query_lengths),
-        zero_padding(key, key_lengths),
-        zero_padding(value, key_lengths),
-    )
-
-
-def _visible(
-    positions: Int[Array, " T"],
-    num_keys: int,
-    mask: Bool[Array, "#B #N #T #S"] | None,
-    key_lengths: Int[Array, " B"] | None,
-    segments: tuple,
-    is_causal: bool,
-) -> list[Bool[Array, "#B #N #T #S"]]:
-    """The conditions for a query to see a key, all of which must hold."""
-    keys = jnp.arange(num_keys, dtype=jnp.int32)
-    conditions = [] if mask is None else [mask]
-    if is_causal:
-        conditions.append((positions[:, None] >= keys[None, :])[None, None])
-    if key_lengths is not None:
-        conditions.append((keys[None, :] < key_lengths[:, None])[:, None, None, :])
-    if segments[0] is not None:
-        conditions.append((segments[0][:, :, None] == segments[1][:, None, :])[:, None])
-    return conditions
-
-
-def _zero_unseen(out: Array, seen: Array | None, query_lengths: Array | None) -> Array:
-    if seen is not None:
-        out = jnp.where(seen, out, jnp.zeros((), out.dtype))
-    return zero_padding(out, query_lengths)
+    return zero_unseen(out, seen, query_lengths)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
@@ -11,7 +13,7 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
-from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 
 
 @attention_function
@@ -50,8 +52,9 @@ def hopfield_attention(
         may contain anything. Padded rows give 0.
       segment_ids: (B, T) ints where T = S, or a pair (B, T), (B, S): a query sees the keys with its id only.
       query_offset: an int or a traced int scalar.
-      implementation: None and "xla" process blocks of queries through XLA; "cudnn" processes all queries at once, where
-        it can (see `full_attention`).
+      implementation: "xla" processes blocks of queries through XLA; None does so too, but takes the kernel for many
+        tokens when lowered for a TPU. "cudnn", "pallas" and "pallas_interpret" process all queries at once, where they
+        can (see `full_attention`).
 
     Returns:
       (B, T, N, H) in the dtype of the query; a query that sees no key gives 0.
@@ -67,20 +70,33 @@ def hopfield_attention(
         "scale": scale,
         "is_causal": is_causal,
         "key_value_seq_lengths": key_value_seq_lengths,
-        "implementation": "xla" if implementation is None else implementation,
     }
 
-    def retrieve(state: Array, segment: Array | None, offset: Any) -> Array:
+    def retrieve(state: Array, segment: Array | None, offset: Any, chosen: Any) -> Array:
         pair = None if segment is None else (segment, segments[1])
 
         def attend(state: Array, read: Array) -> Array:
-            return full_attention(state, key, read, segment_ids=pair, query_offset=offset, **settings)
+            return full_attention(
+                state, key, read, segment_ids=pair, query_offset=offset, implementation=chosen, **settings
+            )
 
         for _ in range(steps - 1):
             state = attend(state, key)
         return attend(state, value)
 
     query = zero_padding(query, query_lengths)
-    block = query.shape[1] if implementation == "cudnn" else QUERY_BLOCK
-    out = by_query_blocks(retrieve, block, query, segments[0], query_offset)
+    if implementation not in (None, "xla"):
+        return zero_padding(retrieve(query, segments[0], query_offset, implementation), query_lengths)
+
+    def in_blocks(query: Array) -> Array:
+        attend = functools.partial(retrieve, chosen="xla")
+        return by_query_blocks(attend, QUERY_BLOCK, query, segments[0], query_offset)
+
+    def on_kernels(query: Array) -> Array:
+        return retrieve(query, segments[0], query_offset, None)
+
+    if implementation is None and min(query.shape[1], key.shape[1]) >= MANY_TOKENS:
+        out = lax.platform_dependent(query, tpu=on_kernels, default=in_blocks)
+    else:
+        out = in_blocks(query)
     return zero_padding(out, query_lengths)

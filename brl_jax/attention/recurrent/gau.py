@@ -181,6 +181,10 @@ def _attend(
     # launches of short loops.
     rows = batch if is_int(batch) else 1  # an exported program may leave the batch open
     most = max(chunk_size, _GPU_SCORES // (rows * query.shape[2] * key.shape[1]))
+    # As in `by_query_blocks`: masks of all pairs must not be made before a scan over layers.
+    query_positions, query_segments, _ = lax.optimization_barrier(
+        (query_positions, query_segments, query[:1, :1])
+    )
     inputs = {"query": query, "positions": query_positions, "segments": query_segments}
     if length <= chunk_size:
         return attend(chunk_size, inputs)

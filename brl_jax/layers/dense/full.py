@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array
 
-from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.layers.core.attention_layer import SoftmaxConfig, SoftmaxLayer
 from brl_jax.layers.core.protocol import Dimensions
 
@@ -27,4 +27,4 @@ class FullAttention(SoftmaxLayer):
     """See `brl_jax.layers.core.protocol` for the call and `full_attention` for the mathematics."""
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        return full_attention(query, key, value, **options)
+        return dense_on_mesh(query, key, value, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from jaxtyping import Array
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.dense.hopfield import hopfield_attention
+from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.layers.core.attention_layer import AttentionLayer
 from brl_jax.layers.core.modules import scale_scores
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
@@ -45,8 +47,12 @@ class HopfieldAttention(AttentionLayer):
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m, factor = self.mechanism, self.dimensions.head_score_factor
         if factor == 1.0:
-            return hopfield_attention(query, key, value, steps=m.steps, scale=m.beta, **options)
+            return self._retrieve(query, key, value, scale=m.beta, **options)
         # The queries have muP's factor already, but there it acts on the first step only: it moves into the scale.
         beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
         query = scale_scores(query, 1 / factor)
-        return hopfield_attention(query, key, value, steps=m.steps, scale=beta * factor, **options)
+        return self._retrieve(query, key, value, scale=beta * factor, **options)
+
+    def _retrieve(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        retrieve = functools.partial(hopfield_attention, steps=self.mechanism.steps)
+        return dense_on_mesh(query, key, value, function=retrieve, **options)

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed.compress import compress
-from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.layers.core.modules import FeedForward, merge_heads, norm, project_qkv
 from brl_jax.layers.core.protocol import Dimensions
@@ -113,7 +113,7 @@ class Layers:
         )
 
     def attend(self, query: Array, key: Array, value: Array, **kwargs: Any) -> Array:
-        return full_attention(query, key, value, implementation=self._full_implementation, **kwargs)
+        return dense_on_mesh(query, key, value, implementation=self._full_implementation, **kwargs)
 
     def attend_history(self, query: Array, key: Array, value: Array, length: Any) -> Array:
         return _attend_history(query, key, value, length, self.dimensions.implementation)

@@ -6,6 +6,7 @@ pair, tile by tile and head by head, and masks its scores.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,11 +38,19 @@ class StepLists:
         return first, (self.step == last) | (self.own[jnp.minimum(self.step + 1, last)] != own)
 
     def meet(self, by_key: bool, body) -> None:
-        """Runs the body, except in the step of a block that meets no other."""
-        if all(self.call.listed(by_key)):
-            body()
+        """Runs the body, except in the step of a block that meets no other or only keys after its queries."""
+        call, conditions = self.call, []
+        if not all(call.listed(by_key)):
+            conditions.append(self.other[self.step] >= 0)
+        if call.causal_shift:
+            assert self.shift is not None
+            query, key = self.blocks(by_key)
+            last_query = (query + 1) * call.block_q - 1 + call.query_position + self.shift[0]
+            conditions.append(key * call.block_k + call.key_position <= last_query)
+        if conditions:
+            pl.when(functools.reduce(jnp.logical_and, conditions))(body)
         else:
-            pl.when(self.other[self.step] >= 0)(body)
+            body()
 
     def blocks(self, by_key: bool):
         """(block of queries, block of keys)."""
@@ -137,7 +146,8 @@ class BlockPair:
             seen.append(self.segments[1] == self.segments[0][0, :, rows])
         if call.mask is not None or call.granules is not None:
             shift = 0 if self.lists.shift is None else self.lists.shift[0]
-            queries, keys = queries + (call.query_position + shift), keys + (call.key_position + shift)
+            key_shift = 0 if call.causal_shift else shift
+            queries, keys = queries + (call.query_position + shift), keys + (call.key_position + key_shift)
             if call.mask is not None:
                 seen.append(call.mask(queries, keys))
             if call.granules is not None:

@@ -146,8 +146,8 @@ KV = jnp.zeros((2, 10, 2, 8))
         ((Q, KV, KV), {"bias": jnp.zeros((10, 9))}, r"bias must broadcast to .* got shape \(10, 9\)"),
         (
             (Q, KV, KV),
-            {"implementation": "pallas"},
-            "implementation must be None, 'xla' or 'cudnn', got 'pallas'",
+            {"implementation": "triton"},
+            "implementation must be None, 'xla', 'cudnn', 'pallas' or 'pallas_interpret', got 'triton'",
         ),
         ((Q, KV, KV), {"implementation": "cudnn"}, "only with bfloat16 or float16 .got float32."),
         (

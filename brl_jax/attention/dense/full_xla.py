@@ -1,0 +1,163 @@
+"""Full softmax attention through XLA: all queries at once, or a block of queries after the other."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from brl_jax.attention.core.arguments import zero_padding
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
+from brl_jax.attention.core.scores import soft_cap
+from brl_jax.attention.core.softmax import MASKED
+
+
+def attend_at_once(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    query_lengths,
+    key_lengths,
+    segments,
+    query_offset,
+    sinks,
+    *,
+    scale,
+    is_causal,
+    cap,
+    return_residual,
+):
+    """Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
+    promotion."""
+    query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
+    (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
+    grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
+    scores = scores if cap is None else soft_cap(scores, cap)
+    positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
+    visible = _visible(positions, num_keys, mask, key_lengths, segments, is_causal)
+    seen = None
+    if bias is not None:
+        if not isinstance(bias, jax.Array):
+            bias = bias(positions, jnp.arange(num_keys, dtype=jnp.int32))[None]
+            expected = (1, heads, num_queries, num_keys)
+            require(bias.shape == expected, f"bias must give shape {expected[1:]}, gave {bias.shape[1:]}")
+        split = scores.shape[1:3] if bias.shape[1] > 1 else (1, 1)
+        bias = bias.astype(jnp.float32)
+        scores = scores + bias.reshape(bias.shape[0], *split, *bias.shape[2:])
+        visible.append(~jnp.isneginf(bias))
+    if visible:
+        mask = functools.reduce(jnp.logical_and, visible)
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], num_queries, num_keys))
+        split = scores.shape[1:3] if mask.shape[1] > 1 else (1, 1)
+        scores = jnp.where(mask.reshape(mask.shape[0], *split, *mask.shape[2:]), scores, MASKED)
+        seen = jnp.swapaxes(mask.any(-1), 1, 2)[..., None]
+    weights = jax.nn.softmax(scores, axis=-1) if sinks is None else _softmax_with_sinks(scores, sinks)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
+    out = zero_unseen(out, seen, query_lengths)
+    if not return_residual:
+        return out
+    log_sums = jax.nn.logsumexp(scores, axis=-1).reshape(batch, heads, num_queries).swapaxes(1, 2)
+    log_sums = log_sums if sinks is None else jnp.logaddexp(log_sums, sinks[None, None])
+    if query_lengths is not None:
+        inside = (jnp.arange(num_queries, dtype=jnp.int32)[None] < query_lengths[:, None])[..., None, None]
+        seen = inside if seen is None else seen & inside
+    nothing = -jnp.inf if sinks is None else jnp.broadcast_to(sinks, log_sums.shape)
+    log_sums = log_sums if seen is None else jnp.where(seen[..., 0], log_sums, nothing)
+    return out, log_sums.astype(query.dtype)
+
+
+def _softmax_with_sinks(
+    scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"]
+) -> Float[Array, "B K G T S"]:
+    """The weights of the keys in a softmax over them and their head's sink."""
+    sinks = sinks.reshape(1, *scores.shape[1:3], 1, 1)
+    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, -1, keepdims=True), sinks))
+    exponentials = jnp.exp(scores - top)
+    return exponentials / (jnp.sum(exponentials, -1, keepdims=True) + jnp.exp(sinks - top))
+
+
+def without_padding(query, key, value, query_lengths, key_lengths):
+    return (
+        zero_padding(query, query_lengths),
+        zero_padding(key, key_lengths),
+        zero_padding(value, key_lengths),
+    )
+
+
+def _visible(
+    positions: Int[Array, " T"],
+    num_keys: int,
+    mask: Bool[Array, "#B #N #T #S"] | None,
+    key_lengths: Int[Array, " B"] | None,
+    segments: tuple,
+    is_causal: bool,
+) -> list[Bool[Array, "#B #N #T #S"]]:
+    """The conditions for a query to see a key, all of which must hold."""
+    keys = jnp.arange(num_keys, dtype=jnp.int32)
+    conditions = [] if mask is None else [mask]
+    if is_causal:
+        conditions.append((positions[:, None] >= keys[None, :])[None, None])
+    if key_lengths is not None:
+        conditions.append((keys[None, :] < key_lengths[:, None])[:, None, None, :])
+    if segments[0] is not None:
+        conditions.append((segments[0][:, :, None] == segments[1][:, None, :])[:, None])
+    return conditions
+
+
+def zero_unseen(out: Array, seen: Array | None, query_lengths: Array | None) -> Array:
+    if seen is not None:
+        out = jnp.where(seen, out, jnp.zeros((), out.dtype))
+    return zero_padding(out, query_lengths)
+
+
+def attend_in_blocks(
+    query,
+    key,
+    value,
+    bias,
+    mask,
+    query_lengths,
+    key_lengths,
+    segments,
+    query_offset,
+    sinks,
+    **options,
+):
+    """`attend_at_once` on 256 queries at a time, in the backward pass too, so that memory is O(T + S).
+
+    An array with a row for each query, as bias or mask, is as large as the scores: then all queries go at once.
+    """
+    if any(isinstance(x, jax.Array) and x.shape[2] > 1 for x in (bias, mask)):
+        return attend_at_once(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            query_lengths,
+            key_lengths,
+            segments,
+            query_offset,
+            sinks,
+            **options,
+        )
+
+    def attend(query: Array, query_segments: Array | None, offset: Any) -> Any:
+        lengths = None if query_lengths is None else query_lengths - (offset - query_offset)
+        pair = (query_segments, segments[1])
+        return attend_at_once(
+            query, key, value, bias, mask, lengths, key_lengths, pair, offset, sinks, **options
+        )
+
+    return by_query_blocks(attend, QUERY_BLOCK, query, segments[0], query_offset)

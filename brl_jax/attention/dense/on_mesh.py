@@ -1,0 +1,70 @@
+"""Dense attention under the mesh of `brl_jax.sharding`, whose devices the compiler cannot share a kernel among."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from brl_jax.attention.core.arguments import is_int
+from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from brl_jax.sharding import sequence_axis, shard_call
+
+
+def dense_on_mesh(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    function: Any = full_attention,
+    implementation: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    query_offset: Any = 0,
+    sinks: Any = None,
+    **static: Any,
+) -> Float[Array, "B T N V"]:
+    """function(...), computed by each device of a mesh for its own rows, heads and queries where a kernel may serve it.
+
+    Each device reads all keys of its rows. Calls with few tokens and calls through XLA are the compiler's to share, as
+    is every call without a mesh.
+
+    Args:
+      function: `full_attention`, or a function with these arguments of its.
+      query, key, value, ...: as for `full_attention`; `static` has no arrays.
+    """
+    kernel = implementation in ("pallas", "pallas_interpret") or (
+        implementation is None and min(query.shape[1], key.shape[1]) >= MANY_TOKENS
+    )
+    static["implementation"] = implementation
+    if not isinstance(segment_ids, (tuple, list)):
+        segment_ids = (segment_ids, segment_ids)
+    axis = sequence_axis(query.shape[1]) if kernel else None
+    traced = not is_int(query_offset)
+
+    def attend(query, key, value, lengths, query_segments, key_segments, offset, sinks):
+        offset = offset if traced else query_offset
+        if axis is not None:
+            offset = offset + jnp.int32(query.shape[1]) * lax.axis_index(axis)
+        options = {} if sinks is None else {"sinks": sinks}
+        return function(
+            query,
+            key,
+            value,
+            key_value_seq_lengths=lengths,
+            segment_ids=None if query_segments is None else (query_segments, key_segments),
+            query_offset=offset,
+            **options,
+            **static,
+        )
+
+    offset = query_offset if traced else None
+    operands = (query, key, value, key_value_seq_lengths, *segment_ids, offset, sinks)
+    if not kernel:
+        return attend(*operands)
+    tokens = None if axis is None else "length"
+    queries, keys = ("batch", tokens, "heads", None), ("batch", None, "kv_heads", None)
+    ids = [("batch", tokens), ("batch", None)]
+    return shard_call(attend, operands, [queries, keys, keys, ("batch",), *ids, (), ("heads",)], queries)

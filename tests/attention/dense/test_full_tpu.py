@@ -1,0 +1,134 @@
+"""full_attention on the TPU kernel, interpreted on a CPU, against the float64 oracle, and in programs for a TPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.core.biases import ALiBi, alibi_slopes
+from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from tests.attention import oracles
+from tests.attention.dense.test_full import EVERYTHING, run
+from tests.attention.local.test_local import assert_close, expect, random_qkv
+
+on_kernel = functools.partial(run, implementation="pallas_interpret")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "offset"),
+    [(1, 1, 0), (130, 130, 0), (600, 600, 0), (70, 530, 460), (150, 40, -30)],
+)
+def test_kernel_equals_oracle(num_queries, num_keys, offset, is_causal):
+    """Ragged lengths, more blocks than one, and queries that see no key."""
+    arrays = random_qkv(num_queries, num_keys)
+    visible = oracles.pairs(num_queries, num_keys, EVERYTHING, offset, 0, is_causal=is_causal)
+    assert_close(on_kernel(*arrays, is_causal=is_causal, query_offset=offset), expect(arrays, visible))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16],
+    ids=["float32", "bfloat16"],
+)
+def test_segments_and_lengths(dtype):
+    """With values wider than the keys, and padding that is NaN."""
+    query, key, value, d_out = random_qkv(137, 145, dtype=dtype)
+    value, d_out = (jnp.concatenate([x, 2 * x, x[..., :3]], -1) for x in (value, d_out))
+    query_ids, key_ids = (np.sort(np.random.default_rng(5).integers(0, 2, (2, n))) for n in (137, 145))
+    query_lengths, key_lengths = np.array([137, 19]), np.array([140, 145])
+    inside_q, inside_k = np.arange(137) < query_lengths[:, None], np.arange(145) < key_lengths[:, None]
+    visible = oracles.pairs(137, 145, EVERYTHING, 8, 0, is_causal=True) & (
+        query_ids[:, None, :, None] == key_ids[:, None, None, :]
+    )
+    visible &= inside_q[:, None, :, None] & inside_k[:, None, None, :]
+    poison = lambda x, inside: jnp.where(inside[:, :, None, None], x, jnp.nan)  # noqa: E731
+    got = on_kernel(
+        poison(query, inside_q),
+        poison(key, inside_k),
+        poison(value, inside_k),
+        poison(d_out, inside_q),
+        is_causal=True,
+        query_offset=8,
+        segment_ids=(jnp.asarray(query_ids), jnp.asarray(key_ids)),
+        query_seq_lengths=jnp.asarray(query_lengths),
+        key_value_seq_lengths=jnp.asarray(key_lengths),
+    )
+    assert_close(got, expect((query, key, value, d_out), visible), 1e-5 if dtype == jnp.float32 else 2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [-150, 0, 460])
+def test_traced_offsets(offset):
+    """Blocks of keys after the queries are left out at run time."""
+    arrays = random_qkv(140, 600)
+    visible = oracles.pairs(140, 600, EVERYTHING, offset, 0, is_causal=True)
+    assert_close(on_kernel(*arrays, is_causal=True, query_offset=jnp.int32(offset)), expect(arrays, visible))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sinks", [None, (0.5, -1.0, 2.0, 0.0)], ids=["no sinks", "sinks"])
+def test_kernel_equals_xla_in_residual_sinks_and_soft_cap(sinks):
+    """Their values and gradients, where the last rows see no key."""
+    query, key, value, d_out = random_qkv(150, 140)
+    ids = jnp.asarray(np.r_[np.zeros(145), np.ones(5)], jnp.int32)[None].repeat(2, 0)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+
+    def both(implementation):
+        def attend(query, key, value, sinks):
+            out, lse = full_attention(
+                query, key, value, is_causal=True, sinks=sinks, logits_soft_cap=3.0, return_residual=True,
+                segment_ids=(ids, ids[:, :140] * 0), implementation=implementation,
+            )  # fmt: skip
+            return out, jnp.where(jnp.isfinite(lse), lse, 7.0)
+
+        results, pull = jax.vjp(attend, query, key, value, sinks)
+        return *results, *pull((d_out, d_out[..., 0]))
+
+    for x, y in zip(jax.tree.leaves(both("pallas_interpret")), jax.tree.leaves(both("xla")), strict=True):
+        assert oracles.relative_error(x, y) < 1e-5
+
+
+def _program(platform, length, **options):
+    """The text of the gradient's program, lowered for a platform."""
+    x, y = (jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (2, 1))
+    step = jax.jit(jax.grad(lambda *qkv: full_attention(*qkv, **options).sum(), argnums=(0, 1, 2)))
+    return step.trace(x, y, y).lower(lowering_platforms=(platform,)).as_text()
+
+
+def _all_pairs(text, length):
+    return re.search(rf"tensor<(\d+x)*{length}x{length}x", text) is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {"implementation": "xla"}, {"bias": ALiBi(alibi_slopes(2))}],
+    ids=["kernel", "xla", "bias"],
+)
+def test_many_tokens_on_a_tpu_take_no_array_of_all_pairs(options):
+    """Law 8 for full attention, forward and backward; on a CPU the scores do exist."""
+    length = MANY_TOKENS + 1
+    text = _program("tpu", length, **options)
+    assert not _all_pairs(text, length)
+    assert ("tpu_custom_call" in text) == ("is_causal" in options)
+    assert _all_pairs(_program("cpu", length, **options), length)
+
+
+def test_few_tokens_go_through_xla():
+    text = _program("tpu", MANY_TOKENS - 1, is_causal=True)
+    assert "tpu_custom_call" not in text
+
+
+def test_what_the_kernel_refuses():
+    query, key, value, _ = random_qkv(9)
+    attend = functools.partial(full_attention, query, key, value, implementation="pallas_interpret")
+    with pytest.raises(NotImplementedError, match="bias must be None, got ALiBi"):
+        attend(bias=ALiBi(alibi_slopes(4)))
+    with pytest.raises(NotImplementedError, match="mask must be None, got an array"):
+        attend(mask=jnp.ones((9, 9), bool))
