@@ -45,7 +45,7 @@ def task_metrics(task: str, predicted: np.ndarray, true: np.ndarray) -> dict[str
     try:
         from sklearn import metrics as sklearn_metrics
     except ModuleNotFoundError as error:
-        raise UserError("eval.glue needs scikit-learn: pip install 'brl-jax[glue]'") from error
+        raise UserError("eval.glue needs scikit-learn: pip install -e '.[glue]'") from error
     from scipy import stats
 
     def correlation(function: Any) -> float:

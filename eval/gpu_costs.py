@@ -372,7 +372,7 @@ def assembler() -> str:
             return str(path)
     found = shutil.which("ptxas")
     if found is None:
-        raise UserError("ptxas is missing: pip install 'brl-jax[gpu]'")
+        raise UserError("ptxas is missing: pip install -e '.[gpu]'")
     return found
 
 
@@ -478,7 +478,7 @@ def main(argv: Sequence[str]) -> None:
     )
     for name in ("triton", "jax_triton", "jax_plugins"):
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"{name} is missing: pip install 'brl-jax[gpu]'")
+            raise UserError(f"{name} is missing: pip install -e '.[gpu]'")
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # the plugin compiles, and looks for no driver

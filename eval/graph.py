@@ -42,7 +42,7 @@ def f1_scores(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
     try:
         from sklearn.metrics import f1_score
     except ModuleNotFoundError as error:
-        raise UserError("eval.graph needs scikit-learn: pip install 'brl-jax[graph]'") from error
+        raise UserError("eval.graph needs scikit-learn: pip install -e '.[graph]'") from error
     return {
         f"{average}_f1": 100.0 * float(f1_score(true, predicted, average=average, zero_division=0))
         for average in ("micro", "macro")

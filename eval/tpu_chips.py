@@ -83,7 +83,7 @@ def prepare_compiler() -> None:
       UserError: where the package libtpu is not installed.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("libtpu is not installed: pip install 'brl-jax[tpu]'")
+        raise UserError("libtpu is not installed: pip install -e '.[tpu]'")
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 

@@ -43,6 +43,7 @@ from train.step import (
     num_tokens,
 )
 from train.storage import as_os_errors
+from train.summary import resuming
 from train.throughput import Meter
 from train.watchdog import WATCHDOG
 
@@ -243,7 +244,7 @@ def _train(
         stream.set_state(meta["position"])
         line = meta["unfinished"]
         best = _Best(**meta.get("best", {}))
-        log(f"resuming from step {step} of {loop.steps}")
+        log(resuming(step, loop.steps))
     try:
         if is_lead():
             with as_os_errors():

@@ -54,7 +54,7 @@ def check_client(option: str, path: str | os.PathLike[str]) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     if importlib.util.find_spec("gcsfs") is None:
-        raise UserError(f"{option}: {os.fspath(path)} needs gcsfs: pip install 'brl-jax[gcs]'")
+        raise UserError(f"{option}: {os.fspath(path)} needs gcsfs: pip install -e '.[gcs]'")
     import fsspec
 
     # What the client reports, with tracebacks, is reported again in one line when it gives up.

@@ -49,6 +49,13 @@ def beginning(
     ]
 
 
+def resuming(step: int, steps: int) -> str:
+    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`."""
+    if step < steps:
+        return f"resuming from step {step} of {steps}"
+    return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"
+
+
 def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:
     """The line about a run that is done.
 

@@ -25,7 +25,7 @@ class WandbLog:
         try:
             import wandb
         except ModuleNotFoundError as error:
-            raise UserError("--log wandb: needs wandb: pip install 'brl-jax[wandb]'") from error
+            raise UserError("--log wandb: needs wandb: pip install -e '.[wandb]'") from error
         identity = hashlib.sha256(os.path.abspath(workdir).encode()).hexdigest()[:16]
         try:
             self._run = wandb.init(

@@ -217,5 +217,5 @@ def test_a_bucket_without_its_client_is_a_line(monkeypatch):
         UserError, match=r"^--workdir must be a local folder or gs://BUCKET/FOLDER, got 's3://b/r'$"
     ):
         open_run([], "s3://b/r", "best")
-    with pytest.raises(UserError, match=r"--workdir: gs://b/r needs gcsfs: pip install 'brl-jax\[gcs\]'"):
+    with pytest.raises(UserError, match=r"--workdir: gs://b/r needs gcsfs: pip install -e '\.\[gcs\]'"):
         check_client("--workdir", "gs://b/r")

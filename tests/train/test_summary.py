@@ -1,10 +1,12 @@
-"""The commands that a run names when it is done work as they stand."""
+"""What a run says of itself; the commands that it names when it is done work as they stand."""
 
 import importlib
 import re
 import shlex
 
 import pytest
+
+from train.summary import resuming
 
 TINY = "--steps 2 --batch 2 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --tensorboard False"
 
@@ -39,3 +41,9 @@ def test_the_next_commands_work(module, line, tmp_path, capsys):
         name, *words = shlex.split(command)
         importlib.import_module(name).main(words)
         assert capsys.readouterr().out
+
+
+def test_a_finished_run_says_so():
+    assert resuming(400, 401) == "resuming from step 400 of 401"
+    assert resuming(400, 400).startswith("nothing is left to train: the run is at step 400")
+    assert resuming(400, 40).endswith("--steps is 40")

@@ -150,7 +150,7 @@ def _open_hf(name: str) -> Mapping[str, Any]:
 
         return datasets.load_dataset("nyu-mll/glue", name)
     except ModuleNotFoundError as error:
-        raise UserError(f"--data_dir hf: needs {error.name}: pip install 'brl-jax[data]'") from error
+        raise UserError(f"--data_dir hf: needs {error.name}: pip install -e '.[data]'") from error
     except Exception as error:  # of the network, the hub, files
         raise UserError(f"--data_dir hf: nyu-mll/glue, {name}: {one_line(error)}") from error
 

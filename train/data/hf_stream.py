@@ -54,7 +54,7 @@ def open_stream(spec: str) -> tuple[dict[str, Any], str]:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
+        raise UserError(f"{option}: needs {error.name}: pip install -e '.[data]'") from error
     folder = Path(spec).expanduser()
     name, _, config = spec.partition(":")
     with naming(option):

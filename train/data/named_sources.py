@@ -98,7 +98,7 @@ def open_tfds(option: str, name: str) -> Mapping[str, Any]:
                 f"{option}: not prepared on this machine, and preparing it (once) needs TensorFlow: "
                 f"pip install tensorflow, or run `tfds build {name} --file_format=array_record` where it is"
             ) from error
-        raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
+        raise UserError(f"{option}: needs {error.name}: pip install -e '.[data]'") from error
     if not sources:
         raise UserError(f"{option}: the data set has no splits")
     return sources
@@ -143,7 +143,7 @@ def open_hf_text(rest: str, holdout: float) -> Source:
             else:
                 loaded = datasets.load_dataset(name, config or None)
     except ModuleNotFoundError as error:
-        raise UserError(f"{option}: needs {error.name}: pip install 'brl-jax[data]'") from error
+        raise UserError(f"{option}: needs {error.name}: pip install -e '.[data]'") from error
     tables: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     columns = {} if not tables else next(iter(tables.values())).features
     texts = [n for n, f in columns.items() if getattr(f, "dtype", None) in ("string", "large_string")]

@@ -64,7 +64,7 @@ class PretrainedTokenizer(Tokenizer):
                 return cls(spec, {_JSON: content.decode()})
             return cls(spec, {_SENTENCEPIECE: base64.b64encode(content).decode()})
         except ModuleNotFoundError as error:
-            raise UserError(f"--tokenizer {spec}: needs {error.name}: pip install 'brl-jax[data]'") from error
+            raise UserError(f"--tokenizer {spec}: needs {error.name}: pip install -e '.[data]'") from error
         except FileNotFoundError as error:
             raise UserError(f"--tokenizer: there is no file {spec}") from error
         except Exception as error:  # the libraries raise all kinds of errors about the hub, files and formats

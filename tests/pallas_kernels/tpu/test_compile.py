@@ -28,7 +28,7 @@ from pallas_kernels.tpu.block import plan
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
-        reason="libtpu is not installed (pip install 'brl-jax[tpu]')",
+        reason="libtpu is not installed (pip install -e '.[tpu]')",
     ),
     pytest.mark.usefixtures("uncached"),
 ]

@@ -65,7 +65,7 @@ def load_graph(config: GraphDataConfig) -> Graph:
     try:
         import sklearn  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError("train.graph needs scikit-learn: pip install 'brl-jax[graph]'") from error
+        raise UserError("train.graph needs scikit-learn: pip install -e '.[graph]'") from error
     if not config.data_dir:
         raise UserError("--data_dir: expected a folder or a file, got none")
     source = Path(config.data_dir).expanduser()
