@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.plotting import label_points, line_styles
+from eval.plotting import label_points, line_styles, plain_log_axis
 from train.data.in_context import one_step_errors
 
 Result = Mapping[str, Any]
@@ -74,8 +74,9 @@ def draw(results: Sequence[Result]) -> Figure:
     figure = Figure(figsize=(15, 9), layout="constrained")
     panels = figure.subplots(2, 2)
     (by_pairs, by_width), (by_flops, by_time) = panels
-    by_flops.set_xscale("log")
-    by_time.set_xscale("log")
+    for axes in (by_flops, by_time):
+        axes.set_xscale("log")
+        plain_log_axis(axes.xaxis)
     many_widths = len({run["d_model"] for run in results}) > 1
     many_batches = len({run["batch"] for run in results}) > 1
 
@@ -96,8 +97,8 @@ def draw(results: Sequence[Result]) -> Figure:
         ends[by_pairs].append((name, len(errors) - 1, errors[-1], colour))
         for i, run in enumerate(runs):
             curve = run["curve"]
-            flops = np.asarray(curve["step"]) * run["flops_per_step"]
-            for axes, x in ((by_flops, flops), (by_time, curve["seconds"])):
+            tflops = np.asarray(curve["step"]) * run["flops_per_step"] / 1e12
+            for axes, x in ((by_flops, tflops), (by_time, curve["seconds"])):
                 axes.plot(x, curve["error"], **style)
                 if i == 0:
                     ends[axes].append((name, x[-1], curve["error"][-1], colour))
@@ -112,7 +113,7 @@ def draw(results: Sequence[Result]) -> Figure:
     by_pairs.set(xlabel="pairs seen", ylabel="squared error", title="on test prompts")
     widths = sorted({run["d_model"] for run in results})
     by_width.set(xlabel="width", ylabel="squared error, all pairs", title="on test prompts", xticks=widths)
-    by_flops.set(xlabel="floating-point operations of training", ylabel="held-out squared error, all pairs")
+    by_flops.set(xlabel="TFLOP of training", ylabel="held-out squared error, all pairs")
     by_time.set(xlabel="seconds of training", ylabel="held-out squared error, all pairs")
     for axes in panels.ravel():
         axes.set_ylim(bottom=0)
