@@ -2,11 +2,12 @@
 
 The package libtpu compiles for real TPU chips on a CPU host and writes the final instruction bundles of every kernel
 to files (a bundle takes about one cycle). The cost of a kernel is the number of bundles in one grid step times the
-number of grid steps. The table compares sliding-window attention with JAX's splash attention at its best block sizes,
-and compress and propagate with the same functions in jax.numpy, whose cost is that of their fusions and copies: the
-bundles in one pass of an instruction's outer loop times the passes (`iteration_bounds`), where deeper loops count once.
+number of grid steps. The table compares sliding-window attention and, with --full, full causal attention with JAX's
+splash attention at its best block sizes, and compress and propagate with the same functions in jax.numpy, whose cost is
+that of their fusions and copies: the bundles in one pass of an instruction's outer loop times the passes
+(`iteration_bounds`), where deeper loops count once.
 Only issue slots are counted: a kernel that waits for memory is slower than its cost suggests, so the bytes that the
-block specs fetch are counted as well.
+block specs fetch are counted as well, except where those read scalars.
 
 For splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass
 steps over the other pairs as well.
@@ -36,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.dense import full_tpu
 from eval.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from pallas_kernels import tpu
 from train.config import parse_options
@@ -55,6 +57,8 @@ class ScheduleOptions:
     """Keys that a query sees, its own included; without any, sliding-window attention is left out."""
     compressed: tuple[int, ...] = (128,)
     """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
+    full: bool = False
+    """Compile full causal attention."""
     length: int = 16384
     """Sequence length in tokens."""
     heads: int = 8
@@ -80,6 +84,7 @@ class ScheduleCase:
     label: str
     build: Callable[..., tuple[Callable, tuple]]
     splash_blocks: tuple[int, int] | None = None
+    window: int | None = None
 
 
 def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, backward: bool):
@@ -93,6 +98,30 @@ def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, b
     def both(query, key, value, grad):
         out, pull = jax.vjp(attend, *(x.reshape(full) for x in (query, key, value)))
         return [x.reshape(query.shape) for x in (out, *pull(grad.reshape(full)))]
+
+    return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
+
+
+def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
+    full = (1, options.length, options.heads, options.head_dim)
+
+    # The kernel has two bodies where a call is causal. All pairs but those on the diagonal take the one without a mask,
+    # which is that of a call that is not causal.
+    def attend(query, key, value):
+        out = full_tpu.attend(
+            query, key, value, None, None, (None, None), jnp.int32(0), None, scale=options.head_dim**-0.5,
+            is_causal=False, offset=0, cap=None, return_residual=False, interpret=False,
+        )  # fmt: skip
+        assert isinstance(out, jax.Array)
+        return out
+
+    def forward(*arrays):
+        return attend(*(x.reshape(full) for x in arrays)).reshape(arrays[0].shape)
+
+    def both(*arrays):
+        *arrays, grad = (x.reshape(full) for x in arrays)
+        out, pull = jax.vjp(attend, *arrays)
+        return [x.reshape(shape.shape) for x in (out, *pull(grad))]
 
     return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
 
@@ -119,7 +148,9 @@ def _splash(
         use_fused_bwd_kernel=fused,
     )
     attend = kernel.make_splash_mha(
-        masks.MultiHeadMask([masks.LocalMask(size, (window - 1, 0), 0)]),
+        masks.MultiHeadMask(
+            [masks.LocalMask(size, (window - 1, 0), 0) if window < length else masks.CausalMask(size)]
+        ),
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
@@ -173,15 +204,19 @@ def _compressed(
 
 def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
     """All requested programs; those for forward + backward contain both kernels."""
-    for window, backward in itertools.product(options.windows, (False, True)):
-        kind = f"window {window} " + ("forward + backward" if backward else "forward")
-        yield ScheduleCase(kind, "ours", functools.partial(_window, window=window, backward=backward))
+    windows: list[tuple[int, str, Callable]]
+    windows = [(size, f"window {size}", functools.partial(_window, window=size)) for size in options.windows]
+    if options.full:
+        windows.append((options.length, "full causal", _full))
+    for (window, name, ours), backward in itertools.product(windows, (False, True)):
+        kind = f"{name} " + ("forward + backward" if backward else "forward")
+        yield ScheduleCase(kind, "ours", functools.partial(ours, backward=backward))
         sizes = [size for size in options.splash_blocks if options.length % size == 0]
         for blocks, mode in itertools.product(
             itertools.product(sizes, sizes), ("separate", "fused") if backward else ("forward",)
         ):
             build = functools.partial(_splash, window=window, blocks=blocks, mode=mode)
-            yield ScheduleCase(kind, f"splash {blocks[0]} x {blocks[1]} {mode}", build, blocks)
+            yield ScheduleCase(kind, f"splash {blocks[0]} x {blocks[1]} {mode}", build, blocks, window)
     for tokens, name, backward in itertools.product(
         options.compressed, ("compress", "propagate"), (False, True)
     ):
@@ -287,9 +322,13 @@ def measure(
         name = call.params["name"] if "name" in call.params else call.params["name_and_src_info"].name
         steps = math.prod(call.params["grid_mapping"].grid)
         if case.splash_blocks is not None:
-            window = int(case.kind.split()[1])
-            steps = options.heads * visible_blocks(options.length, window, *case.splash_blocks)
-        else:
+            assert case.window is not None
+            steps = options.heads * visible_blocks(options.length, case.window, *case.splash_blocks)
+        elif case.kind.startswith("full causal"):
+            batch, tiles, pairs, *group = call.params["grid_mapping"].grid
+            blocks = math.isqrt(pairs)
+            steps = math.prod((batch, tiles, blocks * (blocks + 1) // 2, *group))
+        elif not call.params["grid_mapping"].num_index_operands:
             fetched += bytes_fetched(call)
         matches = [kernel for kernel in found if re.sub(r"\W", "_", name) in kernel]
         if len(matches) != 1:

@@ -56,8 +56,9 @@ def attend(
         query,
         key,
         value,
-        mask=(lambda queries, keys: keys <= queries) if is_causal else None,
-        **_positions(is_causal, offset, query_offset),
+        causal=is_causal,
+        query_position=offset or 0,
+        shift=query_offset if is_causal and offset is None else None,
         scale=scale,
         logits_soft_cap=cap,
         query_segment_ids=segments[0],
@@ -86,12 +87,6 @@ def _blocks(queries: int, keys: int, is_causal: bool, offset: Any) -> dict[str, 
         stop = min((row + 1) * block_q, queries) + offset if known else keys
         lists.append(range(-(-max(min(stop, keys), 0) // block_k)))
     return {"key_blocks": lists, "block_q": block_q, "block_k": block_k}
-
-
-def _positions(is_causal: bool, offset: int | None, query_offset: Array) -> dict[str, Any]:
-    if not is_causal:
-        return {}
-    return {"query_position": offset} if offset is not None else {"shift": query_offset, "causal_shift": True}
 
 
 def _widened(x: Array, width: int) -> Array:

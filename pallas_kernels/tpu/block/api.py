@@ -90,7 +90,7 @@ def block_attention(
     query_position: int = 0,
     key_position: int = 0,
     shift: Int[Array, ""] | None = None,
-    causal_shift: bool = False,
+    causal: bool = False,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
@@ -118,8 +118,9 @@ def block_attention(
       granules: visibility that can only be looked up, in addition to the mask: see `Granules`.
       query_position, key_position: positions of the first query and the first key, for the mask and the granules.
       shift: an int32 scalar that is added to both, where they are known only at run time; not with granules.
-      causal_shift: adds the shift to the positions of queries alone. The mask must then hide all keys after the query,
-        and listed pairs in which it hides every key cost a grid step but no products.
+      causal: hides the keys at positions after the query's, in addition to the mask. The shift is then added to the
+        positions of queries alone. A listed pair of blocks in which all keys are hidden costs a grid step but no
+        products, and one in which none is hidden computes no mask.
       scale, logits_soft_cap, query_segment_ids, key_segment_ids, query_lengths, key_lengths, return_log_sum_exp, chip,
         interpret: as in `window_attention`.
 
@@ -144,8 +145,6 @@ def block_attention(
     heads, head_dim = query.shape[2:]
     if shift is not None and granules is not None:
         raise ValueError("granules lie at known positions: shift must be None with them")
-    if causal_shift and shift is None:
-        raise ValueError("causal_shift says what shift is added to: shift must be given with it")
     shift = None if shift is None else jnp.asarray(shift, jnp.int32).reshape(1)
     tokens = mark_tokens(
         query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths, shift
@@ -158,7 +157,7 @@ def block_attention(
         query_position=query_position,
         key_position=key_position,
         shifted=tokens.shift is not None,
-        causal_shift=causal_shift,
+        causal=causal,
         segments=tokens.segments is not None,
         scale=scale,
         logits_soft_cap=logits_soft_cap,

@@ -21,9 +21,11 @@ from pallas_kernels.tpu.core.pipeline import pipelined
 class GradientPair(BlockPair):
     """A pair of blocks with the gradients of the outputs of its queries and their statistics."""
 
-    def __init__(self, lists: StepLists, by_key: bool, operands: Sequence[Any], segment_refs: Sequence[Any]):
+    def __init__(
+        self, lists: StepLists, by_key: bool, cut: bool, operands: Sequence[Any], segment_refs: Sequence[Any]
+    ):
         self.query, key, value, self.grad, self.row_statistics = operands
-        super().__init__(lists, by_key, key, value, segment_refs)
+        super().__init__(lists, by_key, cut, key, value, segment_refs)
 
     def changes(self, unit: int, capped: bool = True):
         """Weights and the gradients of their products, both transposed, with the queries and their output gradients.
@@ -48,8 +50,8 @@ def _rest_kernel(*refs, call: BlockCall, scalars: int):
     def _():
         output[...] = jnp.zeros_like(output)
 
-    def meet():
-        pair = GradientPair(lists, False, operands, segment_refs)
+    def meet(cut):
+        pair = GradientPair(lists, False, cut, operands, segment_refs)
 
         def score(unit):
             return (pair.changes(unit, capped=False)[1],)
@@ -71,8 +73,8 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
     def _():
         sums[...] = jnp.zeros_like(sums)
 
-    def meet():
-        pair = GradientPair(lists, False, operands, segment_refs)
+    def meet(cut):
+        pair = GradientPair(lists, False, cut, operands, segment_refs)
 
         def score(unit):
             return (pair.changes(unit)[1].astype(pair.query.dtype),)
@@ -101,8 +103,8 @@ def _key_kernel(*refs, call: BlockCall, scalars: int):
         key_sums[...] = jnp.zeros_like(key_sums)
         value_sums[...] = jnp.zeros_like(value_sums)
 
-    def meet():
-        pair = GradientPair(lists, True, operands, segment_refs)
+    def meet(cut):
+        pair = GradientPair(lists, True, cut, operands, segment_refs)
         dtype = pair.query.dtype
 
         def score(unit):

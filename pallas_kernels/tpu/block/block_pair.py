@@ -38,19 +38,27 @@ class StepLists:
         return first, (self.step == last) | (self.own[jnp.minimum(self.step + 1, last)] != own)
 
     def meet(self, by_key: bool, body) -> None:
-        """Runs the body, except in the step of a block that meets no other or only keys after its queries."""
-        call, conditions = self.call, []
-        if not all(call.listed(by_key)):
-            conditions.append(self.other[self.step] >= 0)
-        if call.causal_shift:
-            assert self.shift is not None
-            query, key = self.blocks(by_key)
-            last_query = (query + 1) * call.block_q - 1 + call.query_position + self.shift[0]
-            conditions.append(key * call.block_k + call.key_position <= last_query)
-        if conditions:
-            pl.when(functools.reduce(jnp.logical_and, conditions))(body)
-        else:
-            body()
+        """Runs body(cut), except in the step of a block that meets no other or, in a causal call, only keys after its
+        queries. `cut` is whether some keys come after some queries; without it the body needs no causal mask.
+        """
+        call = self.call
+        meets = None if all(call.listed(by_key)) else self.other[self.step] >= 0
+        if not call.causal:
+            run = functools.partial(body, False)
+            if meets is None:
+                run()
+            else:
+                pl.when(meets)(run)
+            return
+        query, key = self.blocks(by_key)
+        first_query = query * call.block_q + call.query_position
+        if self.shift is not None:
+            first_query = first_query + self.shift[0]
+        first_key = key * call.block_k + call.key_position
+        whole = first_key + call.block_k - 1 <= first_query
+        cut = jnp.logical_not(whole) & (first_key <= first_query + call.block_q - 1)
+        for masked, runs in ((False, whole), (True, cut)):
+            pl.when(runs if meets is None else runs & meets)(functools.partial(body, masked))
 
     def blocks(self, by_key: bool):
         """(block of queries, block of keys)."""
@@ -59,10 +67,13 @@ class StepLists:
 
 
 class BlockPair:
-    """The queries, keys and mask of one pair of blocks; rows past the ends of the sequences are zero."""
+    """The queries, keys and mask of one pair of blocks; rows past the ends of the sequences are zero.
 
-    def __init__(self, lists: StepLists, by_key: bool, key, value, segment_refs):
-        self.call, self.lists = lists.call, lists
+    `cut` is whether keys after their queries must be masked.
+    """
+
+    def __init__(self, lists: StepLists, by_key: bool, cut: bool, key, value, segment_refs):
+        self.call, self.lists, self.cut = lists.call, lists, cut
         call = self.call
         q_block, k_block = lists.blocks(by_key)
         self.first_key, self.first_query = k_block * call.block_k, q_block * call.block_q
@@ -144,10 +155,12 @@ class BlockPair:
             seen.append(queries < call.queries)
         if self.segments is not None:
             seen.append(self.segments[1] == self.segments[0][0, :, rows])
-        if call.mask is not None or call.granules is not None:
+        if call.mask is not None or call.granules is not None or self.cut:
             shift = 0 if self.lists.shift is None else self.lists.shift[0]
-            key_shift = 0 if call.causal_shift else shift
+            key_shift = 0 if call.causal else shift
             queries, keys = queries + (call.query_position + shift), keys + (call.key_position + key_shift)
+            if self.cut:
+                seen.append(keys <= queries)
             if call.mask is not None:
                 seen.append(call.mask(queries, keys))
             if call.granules is not None:

@@ -28,8 +28,8 @@ def _forward_kernel(*refs, call: BlockCall, scalars: int):
         statistics[0, 0, :packed] = jnp.full_like(statistics[0, 0, :packed], NONE_YET)
         statistics[0, 0, packed:] = jnp.zeros_like(statistics[0, 0, packed:])
 
-    def meet():
-        pair = BlockPair(lists, False, key, value, segment_refs)
+    def meet(cut):
+        pair = BlockPair(lists, False, cut, key, value, segment_refs)
 
         def score(unit):
             return (arithmetic.dot(pair.key, pair.rows(query, unit), NT),)

@@ -72,8 +72,8 @@ class BlockCall:
       mask: which keys a query sees inside those blocks, from positions; None for all.
       query_position, key_position: positions of the first query and the first key.
       shifted: whether a number known only at run time is added to both positions.
-      causal_shift: whether it is added to the positions of queries alone, in a call whose mask hides the keys after the
-        query: pairs of blocks in which it hides all keys are then left out at run time.
+      causal: whether a query sees the keys at its position and before alone. That number is then added to the positions
+        of queries alone.
       segments: whether queries and keys have segment ids.
       scale: multiplies the scores; positive.
       logits_soft_cap: bounds the scaled scores; None for no bound.
@@ -92,7 +92,7 @@ class BlockCall:
     query_position: int = 0
     key_position: int = 0
     shifted: bool = False
-    causal_shift: bool = False
+    causal: bool = False
     segments: bool = False
     scale: float = 1.0
     logits_soft_cap: float | None = None
