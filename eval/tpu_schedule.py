@@ -119,8 +119,8 @@ def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
         return attend(*(x.reshape(full) for x in arrays)).reshape(arrays[0].shape)
 
     def both(*arrays):
-        *arrays, grad = (x.reshape(full) for x in arrays)
-        out, pull = jax.vjp(attend, *arrays)
+        *operands, grad = (x.reshape(full) for x in arrays)
+        out, pull = jax.vjp(attend, *operands)
         return [x.reshape(shape.shape) for x in (out, *pull(grad))]
 
     return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)

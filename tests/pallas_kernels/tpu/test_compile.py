@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import (
     BigBird,
@@ -187,6 +188,37 @@ def test_prefill_behind_a_cache():
 
     shapes = ((1, 512, 2, 128), *((1, 767, 2, 128),) * 2)
     assert "tpu_custom_call" in compile_both("v6e", f, shapes).as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "heads", "groups", "head_dim", "dtype"),
+    [
+        ("v5e", 8, 2, 64, jnp.bfloat16),
+        ("v4", 2, 2, 256, jnp.float32),
+        ("v6e", 8, 8, 128, jnp.bfloat16),
+    ],
+)
+def test_full_attention(chip, heads, groups, head_dim, dtype):
+    """Causal, at an offset that only the program knows."""
+
+    def f(query, key, value):
+        offset = (query[0, 0, 0, 0] > 0).astype(jnp.int32)
+        return full_attention(query, key, value, is_causal=True, query_offset=offset)
+
+    text = attend(chip, 4096, heads, groups, head_dim, f, dtype).as_text()
+    assert "block_attention_forward" in text
+    assert "block_attention_backward_key" in text
+
+
+@pytest.mark.slow
+def test_memory_of_full_attention_is_linear():
+    f = functools.partial(full_attention, is_causal=True)
+    small, large = (
+        attend("v5e", n, 2, 2, 64, f).memory_analysis().temp_size_in_bytes for n in (1 << 14, 1 << 17)
+    )
+    assert large <= 8 * small * 1.1
+    assert large < (1 << 17) ** 2 / 16
 
 
 def test_lists_longer_than_scalar_memory(monkeypatch):
