@@ -13,11 +13,16 @@ from pallas_kernels.tpu.compress.api import (
 )
 from pallas_kernels.tpu.core.chips import chip_name
 from pallas_kernels.tpu.propagate.api import propagate, propagate_obstacle
+from pallas_kernels.tpu.recurrent.api import Factors, Sums, recurrence, recurrence_obstacle
+from pallas_kernels.tpu.recurrent.chunk import CHUNK
 from pallas_kernels.tpu.window.api import window_attention, window_obstacle
 from pallas_kernels.tpu.window.sizes import WindowBlocks
 
 __all__ = [
+    "CHUNK",
+    "Factors",
     "Granules",
+    "Sums",
     "WindowBlocks",
     "block_attention",
     "block_obstacle",
@@ -28,6 +33,8 @@ __all__ = [
     "compress_obstacle",
     "propagate",
     "propagate_obstacle",
+    "recurrence",
+    "recurrence_obstacle",
     "window_attention",
     "window_obstacle",
 ]

@@ -140,7 +140,12 @@ def bias_obstacle(bias: Any) -> str | None:
 def _identity(name: str) -> Primitive:
     """An identity, so that its lowering rules can look at the platform that a call is lowered for."""
     primitive = Primitive(name)
-    primitive.def_impl(lambda x, **_: x)
+
+    @functools.partial(jax.jit, static_argnames=("platform", "message"))
+    def lower(x: Any, *, platform: str, message: str) -> Any:
+        return primitive.bind(x, platform=platform, message=message)
+
+    primitive.def_impl(lower)
     primitive.def_abstract_eval(lambda x, **_: x)
     ad.deflinear2(primitive, lambda cotangent, x, **_: [cotangent])
     batching.defvectorized(primitive)

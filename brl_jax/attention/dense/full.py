@@ -73,11 +73,13 @@ def full_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Softmax attention over all keys (Vaswani et al. 2017, eq. 1), in O(T S) time and, in a kernel, O(T + S) memory.
+    """Softmax attention over all keys (Vaswani et al. 2017, eq. 1), in O(T S) time.
 
     (B, T, N, H), (B, S, K, H), (B, S, K, V) -> (B, T, N, V)::
 
         out = full_attention(query, key, value, is_causal=True)
+
+    Memory is O(T + S) except through XLA on a GPU, or with a bias or mask that is itself an array of all pairs.
 
     It differs from `jax.nn.dot_product_attention` in special cases: a query that sees no key gives 0 and zero gradients
     instead of the mean of all values, padding may contain NaN, the residual has gradients, and queries may be at an
@@ -109,7 +111,8 @@ def full_attention(
         are at least 1,024; cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call; and XLA
         otherwise. "xla" works everywhere; "cudnn" and "pallas" raise if they do not support the call;
         "pallas_interpret" interprets the kernel on any platform. The kernel takes float32 and bfloat16, heads of up to
-        256, and neither bias nor mask.
+        256, and neither bias nor mask. The compiler cannot share a kernel among the devices of a mesh: use
+        `jax.shard_map` there, or "xla".
       return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. cuDNN
         does not serve it.
 
@@ -164,14 +167,14 @@ def full_attention(
 
 
 def _many_with_xla(*arguments, **static):
-    """By XLA, where the scores of all pairs are many: on a TPU they never exist all at once.
+    """By XLA, where the scores of all pairs are many: on a CPU or TPU they never exist all at once.
 
-    Elsewhere they do, but not from the forward pass to the backward pass: under `jax.grad` what one platform keeps for
-    the backward pass is an array of the program of every platform.
+    A CPU is faster so, in its caches. A GPU computes all at once, but keeps no scores for the backward pass: under
+    `jax.grad`, what one platform keeps for the backward pass is an array of the program of every platform.
     """
     at_once = jax.checkpoint(functools.partial(attend_at_once, **static))
     in_blocks = functools.partial(attend_in_blocks, **static)
-    return lax.platform_dependent(*arguments, tpu=in_blocks, default=at_once)
+    return lax.platform_dependent(*arguments, cpu=in_blocks, tpu=in_blocks, default=at_once)
 
 
 # Compiled on its own, so that a call outside jit traces the kernel once and not every time.

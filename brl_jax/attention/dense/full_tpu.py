@@ -9,11 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
+from brl_jax.attention.core.tpu_blocks import all_blocks
 from pallas_kernels import tpu
-
-#: Rows in a block. The lists name (T / 512) (S / 512) / 2 pairs where a call is causal: 4 KiB for 16,384 tokens and
-#: 257 KiB for 131,072, of a scalar memory of 1 MiB.
-_BLOCK = 512
 
 
 def obstacle(
@@ -25,7 +22,7 @@ def obstacle(
             return f"{name} must be None, got {type(given).__name__ if name == 'bias' else 'an array'}"
     width = max(query.shape[3], value.shape[3])
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key, value)]
-    return tpu.block_obstacle(*shapes, **_blocks(query.shape[1], key.shape[1], is_causal, offset))
+    return tpu.block_obstacle(*shapes, **all_blocks(query.shape[1], key.shape[1], is_causal, offset))
 
 
 def attend(
@@ -67,7 +64,7 @@ def attend(
         key_lengths=key_lengths,
         return_log_sum_exp=True,
         interpret=interpret,
-        **_blocks(query.shape[1], key.shape[1], is_causal, offset),
+        **all_blocks(query.shape[1], key.shape[1], is_causal, offset),
     )
     out = out[..., :value_dim]
     if sinks is not None:
@@ -76,17 +73,6 @@ def attend(
         out, log_sums = normalise(merged)
         out, log_sums = out.astype(query.dtype), residual(log_sums)
     return (out, log_sums) if return_residual else out
-
-
-def _blocks(queries: int, keys: int, is_causal: bool, offset: Any) -> dict[str, Any]:
-    """The lists of the kernel, with no block of keys after the queries where the call is causal at a known offset."""
-    block_q, block_k = (min(_BLOCK, -(-length // 128) * 128) for length in (queries, keys))
-    lists = []
-    for row in range(-(-queries // block_q)):
-        known = is_causal and offset is not None
-        stop = min((row + 1) * block_q, queries) + offset if known else keys
-        lists.append(range(-(-max(min(stop, keys), 0) // block_k)))
-    return {"key_blocks": lists, "block_q": block_q, "block_k": block_k}
 
 
 def _widened(x: Array, width: int) -> Array:

@@ -38,8 +38,16 @@ def attend_at_once(
     promotion."""
     query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
     (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
-    grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32) * scale
+    single = num_queries == 1
+    if single:
+        # Heads before tokens, as decoding caches keep them: then neither product needs a copy of the keys or values.
+        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        rows = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+        products = jnp.einsum("bkgh,bksh->bkgs", rows, key, preferred_element_type=jnp.float32)[:, :, :, None]
+    else:
+        grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
+        products = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
+    scores = products * scale
     scores = scores if cap is None else soft_cap(scores, cap)
     positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
     visible = _visible(positions, num_keys, mask, key_lengths, segments, is_causal)
@@ -60,9 +68,11 @@ def attend_at_once(
         scores = jnp.where(mask.reshape(mask.shape[0], *split, *mask.shape[2:]), scores, MASKED)
         seen = jnp.swapaxes(mask.any(-1), 1, 2)[..., None]
     weights = jax.nn.softmax(scores, axis=-1) if sinks is None else _softmax_with_sinks(scores, sinks)
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
+    weights = weights.astype(value.dtype)
+    if single:
+        out = jnp.einsum("bkgs,bksh->bkgh", weights[:, :, :, 0], value, preferred_element_type=jnp.float32)
+    else:
+        out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
     out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
     out = zero_unseen(out, seen, query_lengths)
     if not return_residual:

@@ -26,22 +26,22 @@ def dense_on_mesh(
     sinks: Any = None,
     **static: Any,
 ) -> Float[Array, "B T N V"]:
-    """function(...), computed by each device of a mesh for its own rows, heads and queries where a kernel may serve it.
+    """function(...), computed by each device of a mesh for its own rows, heads and queries where there are many tokens.
 
-    Each device reads all keys of its rows. Calls with few tokens and calls through XLA are the compiler's to share, as
-    is every call without a mesh.
+    Each device reads all keys of its rows. The compiler shares calls with few tokens and those through cuDNN. Without a
+    mesh it is a plain call.
 
     Args:
       function: `full_attention`, or a function with these arguments of its.
       query, key, value, ...: as for `full_attention`; `static` has no arrays.
     """
-    kernel = implementation in ("pallas", "pallas_interpret") or (
-        implementation is None and min(query.shape[1], key.shape[1]) >= MANY_TOKENS
+    shared = implementation in ("pallas", "pallas_interpret") or (
+        implementation in (None, "xla") and min(query.shape[1], key.shape[1]) >= MANY_TOKENS
     )
     static["implementation"] = implementation
     if not isinstance(segment_ids, (tuple, list)):
         segment_ids = (segment_ids, segment_ids)
-    axis = sequence_axis(query.shape[1]) if kernel else None
+    axis = sequence_axis(query.shape[1]) if shared else None
     traced = not is_int(query_offset)
 
     def attend(query, key, value, lengths, query_segments, key_segments, offset, sinks):
@@ -62,7 +62,7 @@ def dense_on_mesh(
 
     offset = query_offset if traced else None
     operands = (query, key, value, key_value_seq_lengths, *segment_ids, offset, sinks)
-    if not kernel:
+    if not shared:
         return attend(*operands)
     tokens = None if axis is None else "length"
     queries, keys = ("batch", tokens, "heads", None), ("batch", None, "kv_heads", None)

@@ -89,10 +89,14 @@ def synthesizer_attention(
         # Where nothing is visible the softmax is uniform, and the second mask leaves zeros.
         weights = jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1), 0)
         weights = weights.reshape(weights.shape[0], kv_heads, heads // kv_heads, length, num_values)
-        if weights.shape[0] == 1:
+        if weights.shape[0] == 1 and length > 1:
             out = jnp.einsum("kgts,bskv->btkgv", weights[0], values)
         else:
-            out = jnp.einsum("bkgts,bskv->btkgv", weights, values)
+            # Heads before tokens, as the decoding cache keeps them, and one axis of rows: else the values are copied.
+            weights = jnp.broadcast_to(weights, (batch, *weights.shape[1:]))
+            grouped = weights.reshape(batch, kv_heads, -1, num_values)
+            out = jnp.einsum("bkrs,bksv->bkrv", grouped, jnp.swapaxes(values, 1, 2))
+            out = jnp.moveaxis(out.reshape(*weights.shape[:4], -1), 3, 1)
         out = out.reshape(batch, length, heads, value.shape[3])
         # The blocks of rows without a batch are joined along the second axis, too.
         return jnp.swapaxes(out, 0, 1)[None] if shared else out

@@ -223,7 +223,12 @@ def attend_in_buckets(
 
 def unit_keys(query: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
     """The queries at length 1."""
-    return query * lax.rsqrt(jnp.square(query).sum(-1, keepdims=True) + 1e-12)
+    return query * inverse_lengths(query)[..., None]
+
+
+def inverse_lengths(query: Float[Array, "*rows H"]) -> Float[Array, "*rows"]:
+    """What turns the queries into those of `unit_keys`."""
+    return lax.rsqrt(jnp.square(query).sum(-1) + 1e-12)
 
 
 def bucket_codes(buckets: Int[Array, "..."], chunks: Int[Array, "..."], most: int) -> Int[Array, "..."]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import MASKED, block_sums
 from brl_jax.attention.sorting.lsh import (
     alone_sees_itself,
@@ -18,9 +19,9 @@ from brl_jax.attention.sorting.lsh import (
     check_buckets,
     check_lsh_arguments,
     hash_buckets,
+    inverse_lengths,
     ranks,
     share_chunks,
-    unit_keys,
     unsort,
 )
 
@@ -107,16 +108,24 @@ def lsh_step(
         homes = jnp.where(state.codes < 0, num_buckets, state.codes // _code_size(room, chunk_size))
         out = attend_in_buckets(past_query, past_value, homes, num_buckets, chunk_size, scale, True)
         return jnp.take(out, jnp.minimum(start + numbers, room - 1), axis=1).astype(dtype), state
-    value = jnp.repeat(past_value, query.shape[2] // past_value.shape[2], axis=2)
+    # Heads before tokens, as `KeyValueCache` keeps them: then no product needs a copy of the past.
+    past_query, past_value = jnp.swapaxes(past_query, 1, 2), jnp.swapaxes(past_value, 1, 2)
     seen = functools.reduce(
         jnp.logical_or, (share_chunks(a[..., None], b[:, :, None]) for a, b in zip(own, state.codes))
     )
     earlier = jnp.arange(room, dtype=jnp.int32)[None] < (start + numbers)[:, None]
-    scores = jnp.einsum("btnh,bsnh->bnts", query, unit_keys(past_query)) * scale
+    # The products are divided by the keys' lengths, as there are fewer of them than of the keys' entries.
+    scores = jnp.einsum("bnth,bnsh->bnts", jnp.swapaxes(query, 1, 2), past_query) * scale
+    scores = scores * inverse_lengths(past_query)[:, :, None]
     scores = jnp.where(seen & earlier[None, None], scores, MASKED)
-    sums = block_sums(scores, lambda weights: jnp.einsum("bnts,bsnv->bntv", weights, value))
-    latest = jnp.take(value, jnp.minimum(start + numbers, room - 1), axis=1)
-    out = alone_sees_itself(sums, jnp.moveaxis(latest, 2, 1))
+
+    def read(weights: Array) -> Array:
+        grouped = weights.reshape(weights.shape[0], past_value.shape[1], -1, room)
+        return jnp.einsum("bkrs,bksv->bkrv", grouped, past_value).reshape(*weights.shape[:3], -1)
+
+    latest = jnp.take(past_value, jnp.minimum(start + numbers, room - 1), axis=2)
+    latest = jnp.repeat(latest, past_query.shape[1] // past_value.shape[1], axis=1)
+    out = alone_sees_itself(block_sums(scores, read), latest)
     return jnp.moveaxis(out, 1, 2).astype(dtype), state
 
 
@@ -145,4 +154,4 @@ def _append(
     added = buckets[..., None] == jnp.arange(num_buckets, dtype=jnp.int32)[None, None, None, None]
     added = added.sum(3, dtype=jnp.int32)
     counts = state.counts + added
-    return codes, LSHState(state.codes.at[..., places].set(codes, mode="drop"), counts)
+    return codes, LSHState(write_places(state.codes, codes, places, axis=3), counts)

@@ -25,7 +25,7 @@ _QUERY_BLOCK = 64
 # Blocks that every query reads whatever their weight: its own, the one before that, and the first of the sequence.
 _FIXED = 3
 # The implementations of a window that there are for the chosen blocks too.
-_OF_BLOCKS = ("xla", "triton", "triton_interpret")
+_OF_BLOCKS = ("xla", "pallas", "pallas_interpret", "triton", "triton_interpret")
 
 
 class BlockSizes(NamedTuple):
@@ -196,6 +196,8 @@ def far_attention(
     sizes: BlockSizes,
     scale: float,
     offset: Any = 0,
+    *,
+    aligned: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N V"]]:
     """What queries read from compressed blocks, and from the blocks that these choose, in float32.
@@ -203,6 +205,7 @@ def far_attention(
     Args:
       tokens: of all places up to the queries' own. lists: their places count from the first of these.
       offset: the place of the first query.
+      aligned: whether all sequences begin at the first place.
       implementation: that of the window; what it names serves the chosen blocks too where it has a kernel for them.
     """
     num_keys, kv_heads = tokens.key.shape[1:3]
@@ -234,6 +237,7 @@ def far_attention(
         offset,
         size=sizes.selected,
         scale=scale,
+        aligned=aligned,
         implementation=implementation if implementation in _OF_BLOCKS else None,
     )
     return far, near
@@ -290,8 +294,9 @@ def native_sparse_attention(
       segment_ids: (B, T) ints, equal for the tokens of one of several sequences that lie one after the other in a row.
         Blocks are counted from a sequence's first token, and no token sees another sequence.
       scale: the scale of the scores; 1 / sqrt(H) by default.
-      implementation: that of the window, as for `local_attention`. "xla" and "triton" are that of the chosen blocks as
-        well, which otherwise take a kernel on a GPU and XLA elsewhere; compressed blocks always run through XLA.
+      implementation: that of the window, as for `local_attention`. "xla", "pallas" and "triton" are that of the
+        chosen blocks as well, which otherwise take a kernel on a TPU and a GPU, and XLA elsewhere. Compressed blocks
+        always run through XLA.
 
     Returns:
       (B, T, N, H) in the dtype of the query. Softmax and gates are computed in float32.
@@ -331,6 +336,7 @@ def native_sparse_attention(
         lists,
         sizes,
         scale,
+        aligned=segment_ids is None,
         implementation=implementation,
     )
     last = local_attention_on_mesh(

@@ -245,14 +245,15 @@ def _measures(
     batch, length, heads, head_dim = query.shape
     query, key = lax.stop_gradient((query, key))
     rows = query.reshape(batch, length, key.shape[2], -1, head_dim)
+    key = jnp.swapaxes(key, 1, 2)  # heads before tokens, as `KeyValueCache` keeps them
     numbers = budget(seen, factor)
 
     def sample(sums: tuple[Array, Array], number: Array) -> tuple[tuple[Array, Array], None]:
         fractions = sampled_fractions(rng, positions, number)
         place = jnp.floor(fractions[None] * seen.astype(jnp.float32)).astype(jnp.int32)
         place = jnp.broadcast_to(jnp.minimum(place, seen - 1), (batch, length))
-        sampled = jnp.take_along_axis(key, place[..., None, None], axis=1)
-        scores = jnp.einsum("btkgh,btkh->bkgt", rows, sampled).reshape(batch, heads, length)
+        sampled = jnp.take_along_axis(key, place[:, None, :, None], axis=2)
+        scores = jnp.einsum("btkgh,bkth->bkgt", rows, sampled).reshape(batch, heads, length)
         counts = (number < numbers)[:, None]
         largest, total = sums
         return (
@@ -317,12 +318,14 @@ def _attend(
     places = jnp.minimum(chosen, query.shape[1] - 1)
     rows = jnp.take_along_axis(jnp.moveaxis(query, 2, 1), places[..., None], axis=2)
     indices = jnp.arange(key.shape[1], dtype=jnp.int32)
+    # Heads before tokens, as `KeyValueCache` keeps them: then no product needs a copy of the past.
+    key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
 
     def attend(piece: tuple[Array, Array]) -> Array:
-        rows, ends = (x.reshape(batch, key.shape[2], -1, *x.shape[2:]) for x in piece)
-        scores = jnp.einsum("bkguh,bskh->bkgus", rows, key) * scale
-        weights = softmax_weights(scores, indices[None, None, None, None] < ends[..., None])
-        return jnp.einsum("bkgus,bskv->bkguv", weights, value).reshape(batch, heads, -1, value.shape[3])
+        rows, ends = (x.reshape(batch, key.shape[1], -1, *x.shape[3:]) for x in piece)
+        scores = jnp.einsum("bkrh,bksh->bkrs", rows, key) * scale
+        weights = softmax_weights(scores, indices[None, None, None] < ends[..., None])
+        return jnp.einsum("bkrs,bksv->bkrv", weights, value).reshape(batch, heads, -1, value.shape[3])
 
     if number <= _QUERY_BLOCK:
         return jnp.moveaxis(attend((rows, ends)), 1, 2)

@@ -12,10 +12,18 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.sharding import shard_call
 
 # Queries at a time: each has M * size keys of its own, which are the largest array in memory.
 _QUERY_BLOCK = 64
+# Fewer queries, as in a decoding step, would fill a fraction of the TPU kernel's registers. The kernel may visit all
+# keys, and from about this many on that takes as long as reading each query's own (docs/sparse.md).
+_TPU_SHORTEST, _TPU_LONGEST = 64, 65536
+# Up to this many times the keys of a list, XLA scores all keys and hides those outside of the list: a matrix product is
+# that much faster than a gather for each query. The mask takes one comparison for each block of a list.
+_ALL_KEYS = 4
+_MOST_COMPARISONS = 32
 
 
 def selected_attention(
@@ -27,12 +35,14 @@ def selected_attention(
     *,
     size: int,
     scale: float,
+    aligned: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """Softmax attention of each query to the keys of M blocks, up to its own place, in float32.
 
     Native Sparse Attention (Yuan et al. 2025, arXiv:2502.11089), equation 5 with the keys of equation 12. O(T M size)
-    time; O(T M) memory and the keys of 64 queries, on a GPU without the latter.
+    time; O(T M) memory and the keys of 64 queries, on a GPU without the latter. The kernel for TPUs visits the blocks
+    that any of 512 queries chose and masks the others' scores: at most O(T S) time, in O(T M) memory.
 
     Args:
       query: (B, T, N, H), one after the other at the places from `offset` on among the keys.
@@ -41,7 +51,8 @@ def selected_attention(
         no block. They have no gradient.
       offset: the place of the first query.
       size: keys of a block. scale: that of the scores.
-      implementation: as for `dispatch`; "triton" on a GPU.
+      aligned: whether all blocks begin at multiples of `size`.
+      implementation: as for `dispatch`; "pallas" on a TPU, "triton" on a GPU.
 
     Returns:
       (B, T, N, V), 0 where a query sees nothing.
@@ -49,12 +60,16 @@ def selected_attention(
 
     def attend(query, key, value, starts, offset):
         xla = functools.partial(_through_xla, size=size, scale=scale)
-        backends = {"cuda": (_triton(query, key, value, size=size, scale=scale),)}
+        backends = {
+            "tpu": (_pallas(query, key, value, starts, known, size=size, scale=scale, aligned=aligned),),
+            "cuda": (_triton(query, key, value, size=size, scale=scale),),
+        }
         return dispatch(
             "native_sparse_attention", implementation, backends, xla, query, key, value, starts, offset
         )
 
     queries, keys = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+    known = offset if isinstance(offset, int) else None
     offset = jnp.asarray(offset, jnp.int32)
     return shard_call(attend, (query, key, value, starts, offset), [queries, keys, keys, keys, ()], queries)
 
@@ -62,26 +77,115 @@ def selected_attention(
 def _through_xla(
     query: Array, key: Array, value: Array, starts: Array, offset: Array, *, size: int, scale: float
 ) -> Array:
-    kv_heads, keys = key.shape[2], key.shape[1]
-    by_head = [jnp.moveaxis(x, 2, 1) for x in (key, value)]
+    blocks = starts.shape[3]
+    few = blocks <= _MOST_COMPARISONS and key.shape[1] <= _ALL_KEYS * blocks * size
+    read = functools.partial(_read_all if few else _read_lists, key=key, value=value, size=size, scale=scale)
 
     def attend(query: Array, starts: Any, offset: Any) -> Array:
         batch, length, heads, head_dim = query.shape
         positions = offset + jnp.arange(length, dtype=jnp.int32)
-        places = starts[..., None] + jnp.arange(size, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-        seen = (places <= positions.reshape(1, -1, 1, 1, 1)).reshape(batch, length, kv_heads, -1)
-        places = jnp.clip(places.reshape(seen.shape), 0, keys - 1)
-        # (B, K, S, F) at the places: (B, T, K, P, F).
-        chosen_key, chosen_value = (
-            jax.vmap(jax.vmap(lambda x, at: x[at], (0, 1), 1))(x, places) for x in by_head
-        )
-        rows = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-        scores = jnp.einsum("btkgh,btkph->btkgp", rows, chosen_key, preferred_element_type=jnp.float32)
-        weights = softmax_weights(scores * scale, seen[:, :, :, None]).astype(value.dtype)
-        out = jnp.einsum("btkgp,btkpv->btkgv", weights, chosen_value, preferred_element_type=jnp.float32)
-        return out.reshape(batch, length, heads, -1)
+        rows = query.reshape(batch, length, key.shape[2], -1, head_dim)
+        return read(rows, starts, positions.reshape(1, -1, 1, 1)).reshape(batch, length, heads, -1)
 
     return by_query_blocks(attend, _QUERY_BLOCK, query, starts, offset)
+
+
+def _read_lists(
+    rows: Float[Array, "B T K G H"],
+    starts: Int[Array, "B T K M"],
+    positions: Int[Array, "1 T 1 1"],
+    *,
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    size: int,
+    scale: float,
+) -> Float[Array, "B T K G V"]:
+    """The keys and values of each query's blocks are gathered."""
+    places = starts[..., None] + jnp.arange(size, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+    places = places.reshape(*starts.shape[:3], -1)
+    seen = places <= positions
+    places = jnp.clip(places, 0, key.shape[1] - 1)
+    # (B, K, S, F) at the places: (B, T, K, P, F).
+    chosen_key, chosen_value = (
+        jax.vmap(jax.vmap(lambda x, at: x[at], (0, 1), 1))(jnp.moveaxis(x, 2, 1), places)
+        for x in (key, value)
+    )
+    scores = jnp.einsum("btkgh,btkph->btkgp", rows, chosen_key, preferred_element_type=jnp.float32)
+    weights = softmax_weights(scores * scale, seen[:, :, :, None]).astype(value.dtype)
+    return jnp.einsum("btkgp,btkpv->btkgv", weights, chosen_value, preferred_element_type=jnp.float32)
+
+
+def _read_all(
+    rows: Float[Array, "B T K G H"],
+    starts: Int[Array, "B T K M"],
+    positions: Int[Array, "1 T 1 1"],
+    *,
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    size: int,
+    scale: float,
+) -> Float[Array, "B T K G V"]:
+    """All keys have scores, and those outside of a query's blocks are hidden."""
+    places = jnp.arange(key.shape[1], dtype=jnp.int32).reshape(1, 1, 1, -1)
+    # As unsigned numbers, negative distances are large.
+    distances = ((places - starts[..., m, None]).astype(jnp.uint32) for m in range(starts.shape[3]))
+    seen = functools.reduce(jnp.logical_or, (distance < size for distance in distances))
+    seen = jnp.moveaxis(seen & (places <= positions), 2, 1)[:, :, :, None]
+    # Heads before tokens, as `KeyValueCache` keeps them: then no product needs a copy of the past.
+    key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+    rows = jnp.moveaxis(rows, 2, 1)
+    shape = rows.shape[:4]
+    rows = rows.reshape(*shape[:2], -1, rows.shape[4])
+    scores = jnp.einsum("bkrh,bksh->bkrs", rows, key, preferred_element_type=jnp.float32)
+    weights = softmax_weights(scores.reshape(*shape, -1) * scale, seen).astype(value.dtype)
+    weights = weights.reshape(scores.shape)
+    out = jnp.einsum("bkrs,bksv->bkrv", weights, value, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(out.reshape(*shape, -1), 1, 2)
+
+
+def _pallas(
+    query: Array,
+    key: Array,
+    value: Array,
+    starts: Array,
+    known: int | None,
+    *,
+    size: int,
+    scale: float,
+    aligned: bool,
+) -> Backend:
+    """The TPU kernel for operands (query, key, value, starts, offset): all blocks of keys up to the queries' own, in
+    which the keys that a query did not choose are masked. `known` is the offset where it is known."""
+    blocks = all_blocks(query.shape[1], key.shape[1], True, known)
+    unsuited = query.shape[1] < _TPU_SHORTEST or key.shape[1] > _TPU_LONGEST
+
+    # Pallas is imported where it is needed: it costs import time.
+    def obstacle() -> str | None:
+        from pallas_kernels import tpu
+
+        return tpu.block_obstacle(query, key, value, chosen_runs=starts.shape[3], **blocks)
+
+    def run(query, key, value, starts, offset, *, interpret):
+        from pallas_kernels import tpu
+
+        out = tpu.block_attention(
+            query,
+            key,
+            value,
+            causal=True,
+            query_position=known or 0,
+            shift=offset if known is None else None,
+            chosen_starts=starts,
+            chosen_size=size,
+            chosen_aligned=aligned,
+            scale=scale,
+            interpret=interpret,
+            **blocks,
+        )
+        assert isinstance(out, jax.Array)
+        return out.astype(jnp.float32)
+
+    return Backend("pallas", run, obstacle, unsuited)
 
 
 def _triton(query: Array, key: Array, value: Array, *, size: int, scale: float) -> Backend:

@@ -152,7 +152,7 @@ def sinkhorn_step(
     Args:
       query: of the new tokens.
       key, value: of all tokens, with room for later ones: those at start .. start + T are of the new tokens. Room that
-        no token has filled must be finite.
+        no token has filled must be finite. A multiple of `block_size` needs no copy of them.
       sort_logits: the rows of the blocks that have begun; the others may contain any finite number.
       start: the number of earlier tokens.
       block_size, iterations, temperature, scale: as there.
@@ -163,19 +163,21 @@ def sinkhorn_step(
     batch, length = query.shape[:2]
     scale = check_scale(scale, query.shape[3])
     dtype = query.dtype
-    blocks = _Blocks(*(_cut(x.astype(jnp.float32), block_size) for x in (key, value)))
-    last = blocks.key.shape[1] - 1
+    # Heads before tokens, as `KeyValueCache` keeps them: (B, K, C, W, H).
+    blocks = [_cut(jnp.swapaxes(x, 1, 2).astype(jnp.float32), block_size, axis=2) for x in (key, value)]
+    last = blocks[0].shape[2] - 1
     weights = balanced(sort_logits, None, iterations, temperature, True, None)
     # The blocks that the new tokens may lie in.
     touched = -(-length // block_size) + 1
     numbers = start // block_size + jnp.arange(touched, dtype=jnp.int32)
     within = jnp.minimum(numbers, last)
-    own = _Blocks(*(jnp.take(x, within, axis=1) for x in blocks))
+    own = _Blocks(*(jnp.transpose(jnp.take(x, within, axis=2), (0, 2, 3, 1, 4)) for x in blocks))
     offset = jnp.asarray(start % block_size, jnp.int32)
     rows = jnp.zeros((batch, touched * block_size, *query.shape[2:]), jnp.float32)
     rows = lax.dynamic_update_slice(rows, query.astype(jnp.float32), starts(0, offset, 0, 0))
     read = jnp.broadcast_to((numbers > 0)[None, :, None], (batch, touched, block_size))
-    mixed = _mix(jnp.take(weights, within, axis=2), blocks)
+    mixing = jnp.take(weights, within, axis=2)
+    mixed = _Blocks(*(_mix_heads(mixing, x) for x in blocks))
     out = _attend(_cut(rows, block_size), mixed, own, read, jnp.ones_like(read), scale, True)
     out = out.reshape(batch, touched * block_size, *out.shape[3:])
     return lax.dynamic_slice_in_dim(out, offset, length, axis=1).astype(dtype)
@@ -238,16 +240,25 @@ def _check_logits(sort_logits: Any, shape: tuple[int, ...]) -> None:
     )
 
 
-def _cut(x: Float[Array, "B T ..."], block_size: int) -> Float[Array, "B R W ..."]:
-    """x in blocks, with zeros after the last token."""
-    count = -(-x.shape[1] // block_size)
-    room = [(0, 0), (0, count * block_size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, room).reshape(x.shape[0], count, block_size, *x.shape[2:])
+def _cut(x: Float[Array, "B *T"], block_size: int, axis: int = 1) -> Float[Array, "B *R"]:
+    """x with its axis of tokens cut in blocks of tokens, with zeros after the last token."""
+    count = -(-x.shape[axis] // block_size)
+    room = [(0, 0)] * x.ndim
+    room[axis] = (0, count * block_size - x.shape[axis])
+    return jnp.pad(x, room).reshape(*x.shape[:axis], count, block_size, *x.shape[axis + 1 :])
 
 
 def _mix(weights: Float[Array, "B K R C"], blocks: _Blocks) -> _Blocks:
     """For each of R rows of weights the mixture of the C blocks, place by place."""
     return _Blocks(*(jnp.einsum("bkrc,bcwkh->brwkh", weights, x) for x in blocks))
+
+
+def _mix_heads(weights: Float[Array, "B K R C"], blocks: Float[Array, "B K C W H"]) -> Array:
+    """The same for one array with its heads first; the result is (B, R, W, K, H). A block's places and features are one
+    axis of the product, as otherwise the compiler would transpose all blocks."""
+    batch, heads, count, size, width = blocks.shape
+    mixed = jnp.einsum("bkrc,bkcx->bkrx", weights, blocks.reshape(batch, heads, count, size * width))
+    return jnp.transpose(mixed.reshape(batch, heads, -1, size, width), (0, 2, 3, 1, 4))
 
 
 def _attend(

@@ -50,9 +50,10 @@ class SynthesizerConfig(Mechanism):
 
 
 class SynthesizerCache(NamedTuple):
-    """A decoding cache: the values of all tokens so far, each at its position, and how many tokens there are."""
+    """A decoding cache: the values of all tokens so far, each at its position, and how many tokens there are. Heads
+    come before tokens, so that no product with a new token's weights copies the values."""
 
-    value: Float[Array, "B S K H"]
+    values: Float[Array, "B K S H"]
     num_tokens: Int[Array, ""]
 
 
@@ -65,8 +66,8 @@ class SynthesizerAttention(MechanismLayer):
     def init_cache(self, batch: int, length: int) -> SynthesizerCache:
         d = self.dimensions
         self.mechanism.check_length(length)
-        value = jnp.zeros((batch, length, d.num_kv_heads, d.head_dim), d.dtype)
-        return SynthesizerCache(value, jnp.zeros((), jnp.int32))
+        values = jnp.zeros((batch, d.num_kv_heads, length, d.head_dim), d.dtype)
+        return SynthesizerCache(values, jnp.zeros((), jnp.int32))
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, length = self.dimensions, x.shape[1]
@@ -84,9 +85,10 @@ class SynthesizerAttention(MechanismLayer):
             implementation=d.implementation,
         )
         if call.cache is not None:
-            values = write_tokens(call.cache.value, value, call.start, call.count)
+            new = jnp.swapaxes(value, 1, 2)
+            values = write_tokens(call.cache.values, new, call.start, call.count, axis=2)
             cache = SynthesizerCache(values, call.start + call.num_new(length))
-            return merge_heads(d, attend(values)), cache
+            return merge_heads(d, attend(jnp.swapaxes(values, 1, 2))), cache
         sow_weights(self, attend, value)
         return merge_heads(d, attend(value)), None
 

@@ -13,6 +13,7 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
 from brl_jax.attention.local.patterns import SlidingWindow
@@ -203,7 +204,8 @@ class NativeSparseAttention(MechanismLayer):
             m.sizes,
             d.head_dim**-0.5,
             start,
-            d.implementation,
+            aligned=True,
+            implementation=d.implementation,
         )
         reach = cache.window.key.shape[1]
         key, last_keys = slide(cache.window.key, window.key, count)
@@ -236,4 +238,4 @@ class NativeSparseAttention(MechanismLayer):
         blocks = Tokens(*(jnp.take(x, places, axis=1) for x in raw))
         done = self._compress(blocks, call.positions[:, :1] - start + begins[None])
         slots = jnp.where(begins + size <= start + call.num_new(length), numbers, room)
-        return Tokens(*(x.at[:, slots].set(new, mode="drop") for x, new in zip(compressed, done)))
+        return Tokens(*(write_places(x, new, slots) for x, new in zip(compressed, done)))

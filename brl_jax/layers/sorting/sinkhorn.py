@@ -87,7 +87,8 @@ class SinkhornAttention(MechanismLayer):
     def init_cache(self, batch: int, length: int) -> SinkhornCache:
         d = self.dimensions
         count = self.mechanism.blocks(length)
-        shape = (batch, length, d.num_kv_heads, d.head_dim)
+        # Whole blocks, into which `sinkhorn_step` can cut them in place.
+        shape = (batch, count * self.mechanism.block_size, d.num_kv_heads, d.head_dim)
         return SinkhornCache(
             KeyValueCache.empty(shape, shape, d.dtype),
             jnp.zeros((batch, d.d_model), jnp.float32),

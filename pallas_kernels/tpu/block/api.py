@@ -13,25 +13,26 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.block.backward import block_backward
 from pallas_kernels.tpu.block.forward import block_forward
-from pallas_kernels.tpu.block.plan import BlockCall, Granules, PositionMask, plan_block
+from pallas_kernels.tpu.block.launch import Hidden
+from pallas_kernels.tpu.block.plan import BlockCall, ChosenKeys, Granules, PositionMask, plan_block
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
-from pallas_kernels.tpu.core.heads import pack, unpack, unpack_rows
+from pallas_kernels.tpu.core.heads import pack, pack_rows, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _packed(query, key, value, segments, shift, call: BlockCall, with_log_sum: bool):
-    return _packed_fwd(query, key, value, segments, shift, call, with_log_sum)[0]
+def _packed(query, key, value, hidden, shift, call: BlockCall, with_log_sum: bool):
+    return _packed_fwd(query, key, value, hidden, shift, call, with_log_sum)[0]
 
 
-def _packed_fwd(query, key, value, segments, shift, call: BlockCall, with_log_sum: bool):
-    out, statistics = block_forward(query, key, value, segments, shift, call)
+def _packed_fwd(query, key, value, hidden, shift, call: BlockCall, with_log_sum: bool):
+    out, statistics = block_forward(query, key, value, hidden, shift, call)
     result = (out, log_sum_exp(statistics, call.scale)) if with_log_sum else out
-    return result, (query, key, value, segments, shift, out, statistics)
+    return result, (query, key, value, hidden, shift, out, statistics)
 
 
 def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
-    query, key, value, segments, shift, out, statistics = residuals
+    query, key, value, hidden, shift, out, statistics = residuals
     grad, grad_log_sum = grads if with_log_sum else (grads, None)
     # A product with ones, not a reduction over (heads, head_dim): that shape would be copied into another layout.
     number = jnp.arange(out.shape[2], dtype=jnp.int32) // call.layout.head_dim
@@ -43,7 +44,7 @@ def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
         precision=jax.lax.Precision.HIGHEST,
     )
     mean = mean.reshape(*statistics.shape[:2], call.layout.packed, -1)
-    grads = block_backward(query, key, value, segments, shift, grad, statistics, mean, grad_log_sum, call)
+    grads = block_backward(query, key, value, hidden, shift, grad, statistics, mean, grad_log_sum, call)
     return *grads, None, None
 
 
@@ -59,6 +60,7 @@ def block_obstacle(
     block_q: int,
     block_k: int,
     granules: Granules | None = None,
+    chosen_runs: int = 0,
     chip: str | None = None,
 ) -> str | None:
     """Why `block_attention` cannot serve a call, known from shapes, dtypes and lists without tracing it.
@@ -67,6 +69,7 @@ def block_obstacle(
       query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the mesh
         count.
       key_blocks, block_q, block_k, granules, chip: as in `block_attention`.
+      chosen_runs: M of its chosen_starts, 0 without them.
 
     Returns:
       The message of the error that `block_attention` would raise: a dtype or head dimension that no kernel supports,
@@ -74,6 +77,7 @@ def block_obstacle(
       where nothing stands in the way.
     """
     options = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
+    options["chosen_runs"] = chosen_runs
     return obstacle_of(plan_block, query, key, value, key_blocks=key_blocks, **options)
 
 
@@ -91,6 +95,9 @@ def block_attention(
     key_position: int = 0,
     shift: Int[Array, ""] | None = None,
     causal: bool = False,
+    chosen_starts: Int[Array, "B T K M"] | None = None,
+    chosen_size: int = 1,
+    chosen_aligned: bool = False,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
@@ -121,6 +128,12 @@ def block_attention(
       causal: hides the keys at positions after the query's, in addition to the mask. The shift is then added to the
         positions of queries alone. A listed pair of blocks in which all keys are hidden costs a grid step but no
         products, and one in which none is hidden computes no mask.
+      chosen_starts: (B, T, K, M) ints, the positions of the first keys of M runs for each query and key head, or any
+        position past the last key: queries see no other keys. The lists are not shortened by them, but where
+        chosen_aligned holds, a pair of blocks of which no query chooses a key costs no products.
+      chosen_size: keys in a run.
+      chosen_aligned: whether all runs begin at multiples of chosen_size. Where block_k is a multiple of it and it is
+        one of 8, visibility is then computed for whole runs.
       scale, logits_soft_cap, query_segment_ids, key_segment_ids, query_lengths, key_lengths, return_log_sum_exp, chip,
         interpret: as in `window_attention`.
 
@@ -140,6 +153,7 @@ def block_attention(
         block_q=block_q,
         block_k=block_k,
         granules=granules,
+        chosen_runs=0 if chosen_starts is None else chosen_starts.shape[3],
         chip=chip,
     )
     heads, head_dim = query.shape[2:]
@@ -159,13 +173,16 @@ def block_attention(
         shifted=tokens.shift is not None,
         causal=causal,
         segments=tokens.segments is not None,
+        chosen=None
+        if chosen_starts is None
+        else ChosenKeys(chosen_size, chosen_starts.shape[3], chosen_aligned and key_position == 0),
         scale=scale,
         logits_soft_cap=logits_soft_cap,
         interpret=interpret,
     )
-    result = _packed(
-        packed_query, packed_key, packed_value, tokens.segments, tokens.shift, call, return_log_sum_exp
-    )
+    rows = None if chosen_starts is None else pack_rows(chosen_starts, heads, layout)
+    hidden = Hidden(tokens.segments, rows)
+    result = _packed(packed_query, packed_key, packed_value, hidden, tokens.shift, call, return_log_sum_exp)
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
     out = zero_absent(out, tokens.query_exists)
     if not return_log_sum_exp:

@@ -10,22 +10,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tpu.block.block_pair import BlockPair, StepLists, split_refs
-from pallas_kernels.tpu.block.launch import BlockLaunch, Segments
+from pallas_kernels.tpu.block.block_pair import BlockPair, StepLists, VisibleRefs, split_refs
+from pallas_kernels.tpu.block.launch import BlockLaunch, Hidden
 from pallas_kernels.tpu.block.plan import BlockCall
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import LOG2E, NN, NT
-from pallas_kernels.tpu.core.pipeline import pipelined
 
 
 class GradientPair(BlockPair):
     """A pair of blocks with the gradients of the outputs of its queries and their statistics."""
 
     def __init__(
-        self, lists: StepLists, by_key: bool, cut: bool, operands: Sequence[Any], segment_refs: Sequence[Any]
+        self, lists: StepLists, by_key: bool, cut: bool, operands: Sequence[Any], visible: VisibleRefs
     ):
         self.query, key, value, self.grad, self.row_statistics = operands
-        super().__init__(lists, by_key, cut, key, value, segment_refs)
+        super().__init__(lists, by_key, cut, key, value, visible)
 
     def changes(self, unit: int, capped: bool = True):
         """Weights and the gradients of their products, both transposed, with the queries and their output gradients.
@@ -43,7 +42,7 @@ class GradientPair(BlockPair):
 
 
 def _rest_kernel(*refs, call: BlockCall, scalars: int):
-    lists, operands, segment_refs, (output,) = split_refs(call, refs, scalars, 5)
+    lists, operands, visible, (output,) = split_refs(call, refs, scalars, 5)
     first = lists.ends()[0]
 
     @pl.when(first)
@@ -51,7 +50,7 @@ def _rest_kernel(*refs, call: BlockCall, scalars: int):
         output[...] = jnp.zeros_like(output)
 
     def meet(cut):
-        pair = GradientPair(lists, False, cut, operands, segment_refs)
+        pair = GradientPair(lists, False, cut, operands, visible)
 
         def score(unit):
             return (pair.changes(unit, capped=False)[1],)
@@ -60,13 +59,13 @@ def _rest_kernel(*refs, call: BlockCall, scalars: int):
             head, lanes = pair.split(unit)
             output[0, 0, head : head + 1, lanes] += changes.sum(axis=0, keepdims=True)
 
-        pipelined(call.units, score, add)
+        pair.each_unit(score, add)
 
     lists.meet(False, meet)
 
 
 def _query_kernel(*refs, call: BlockCall, scalars: int):
-    lists, operands, segment_refs, (output, sums) = split_refs(call, refs, scalars, 5)
+    lists, operands, visible, (output, sums) = split_refs(call, refs, scalars, 5)
     first, last = lists.ends()
 
     @pl.when(first)
@@ -74,7 +73,7 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
         sums[...] = jnp.zeros_like(sums)
 
     def meet(cut):
-        pair = GradientPair(lists, False, cut, operands, segment_refs)
+        pair = GradientPair(lists, False, cut, operands, visible)
 
         def score(unit):
             return (pair.changes(unit)[1].astype(pair.query.dtype),)
@@ -83,7 +82,7 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
             head, lanes = pair.split(unit)
             sums[pair.lanes_of(unit), lanes] += heads.transposed_product(pair.key, changes, head, call.layout)
 
-        pipelined(call.units, score, read_out)
+        pair.each_unit(score, read_out)
 
     lists.meet(False, meet)
 
@@ -93,7 +92,7 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
 
 
 def _key_kernel(*refs, call: BlockCall, scalars: int):
-    lists, operands, segment_refs, results = split_refs(call, refs, scalars, 5)
+    lists, operands, visible, results = split_refs(call, refs, scalars, 5)
     grad_key, grad_value, key_sums, value_sums = results
     member = pl.program_id(3)
     first, last = lists.ends()
@@ -104,7 +103,7 @@ def _key_kernel(*refs, call: BlockCall, scalars: int):
         value_sums[...] = jnp.zeros_like(value_sums)
 
     def meet(cut):
-        pair = GradientPair(lists, True, cut, operands, segment_refs)
+        pair = GradientPair(lists, True, cut, operands, visible)
         dtype = pair.query.dtype
 
         def score(unit):
@@ -115,7 +114,7 @@ def _key_kernel(*refs, call: BlockCall, scalars: int):
             value_sums[...] += arithmetic.dot(weights, g, NN)
             key_sums[...] += arithmetic.dot(changes, q, NN)
 
-        pipelined(call.units, score, read_out)
+        pair.each_unit(score, read_out)
 
     lists.meet(True, meet)
 
@@ -129,7 +128,7 @@ def block_backward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B S M"],
     value: Float[Array, "B S M"],
-    segments: Segments,
+    hidden: Hidden,
     shift: Int[Array, "1"] | None,
     grad: Float[Array, "B T L"],
     statistics: Float[Array, "B tiles statistics T"],
@@ -150,13 +149,13 @@ def block_backward(
         return [("q", query), ("k", key), ("k", value), ("q", grad), ("s", every)]
 
     (rest,) = BlockLaunch(_rest_kernel, "block_attention_backward_rest", call, "r").run(
-        operands(jnp.zeros_like(mean)), segments, shift
+        operands(jnp.zeros_like(mean)), hidden, shift
     )
     given = operands(rest if grad_log_sum is None else rest - grad_log_sum)
     (grad_query,) = BlockLaunch(
         _query_kernel, "block_attention_backward_query", call, "q", [(width, call.block_q)]
-    ).run(given, segments, shift)
+    ).run(given, hidden, shift)
     grad_key, grad_value = BlockLaunch(
         _key_kernel, "block_attention_backward_key", call, "kk", [(call.block_k, width)] * 2, by_key=True
-    ).run(given, segments, shift)
+    ).run(given, hidden, shift)
     return grad_query, grad_key, grad_value

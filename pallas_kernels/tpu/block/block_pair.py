@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from pallas_kernels.positions import floor_divide
 from pallas_kernels.tpu.block.plan import TILE, WORD, BlockCall
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import MASKED
+from pallas_kernels.tpu.core.pipeline import pipelined
 
 
 class StepLists:
@@ -66,13 +67,20 @@ class StepLists:
         return (other, own) if by_key else (own, other)
 
 
+class VisibleRefs(NamedTuple):
+    """References to what decides which keys a query sees: their segment ids, none or two, and the runs it chooses."""
+
+    segments: Sequence[Any]
+    chosen: Any
+
+
 class BlockPair:
     """The queries, keys and mask of one pair of blocks; rows past the ends of the sequences are zero.
 
     `cut` is whether keys after their queries must be masked.
     """
 
-    def __init__(self, lists: StepLists, by_key: bool, cut: bool, key, value, segment_refs):
+    def __init__(self, lists: StepLists, by_key: bool, cut: bool, key, value, visible: VisibleRefs):
         self.call, self.lists, self.cut = lists.call, lists, cut
         call = self.call
         q_block, k_block = lists.blocks(by_key)
@@ -81,9 +89,52 @@ class BlockPair:
             self._below(x[0], call.keys - self.first_key, call.keys % call.block_k) for x in (key, value)
         )
         self.segments = None
-        if segment_refs:
-            query_segments, key_segments = segment_refs
+        if visible.segments:
+            query_segments, key_segments = visible.segments
             self.segments = query_segments, arithmetic.column(key_segments[0], TILE)
+        self.chosen = visible.chosen
+        self.granules = None
+        if call.granulated:
+            queries = slice(0, call.block_q)
+            self.granules = [self._chosen_rows(head, queries) for head in range(call.layout.packed)]
+
+    def each_unit(self, *stages) -> None:
+        """`pipelined` over the units of this pair, unless no query chooses a key of it."""
+        run = functools.partial(pipelined, self.call.units, *stages)
+        if self.granules is None:
+            run()
+        else:
+            pl.when(functools.reduce(jnp.maximum, self.granules).max() > 0)(run)
+
+    def _chosen_rows(self, head: int, queries: slice) -> Float[Array, "rows queries"]:
+        """1 where a query of one head chooses the keys of a row, else 0: a row for each granule of keys that all runs
+        consist of, or for each key.
+        """
+        chosen = self.call.chosen
+        assert chosen is not None
+        starts = self.chosen[0, 0, head * chosen.runs : (head + 1) * chosen.runs, queries]
+        step = chosen.size if self.call.granulated else 1
+        row = jax.lax.broadcasted_iota(jnp.int32, (self.call.block_k // step, 1), 0)
+        first = self.first_key + self.call.key_position + row * step
+        found = jnp.zeros((row.shape[0], starts.shape[1]), jnp.float32)
+        for n in range(chosen.runs):
+            start = starts[n : n + 1]
+            hit = first == start if step > 1 else (first >= start) & (first < start + chosen.size)
+            found = jnp.where(hit, 1.0, found)
+        return found
+
+    def _chosen_keys(self, unit: int) -> Bool[Array, "block_k tile"]:
+        """Whether the queries of a unit choose the keys of this pair."""
+        head, queries = self.split(unit)
+        if self.granules is None:
+            return self._chosen_rows(head, queries) > 0
+        rows = self.granules[head][:, queries]
+        assert self.call.chosen is not None
+        shape = (self.call.chosen.size, rows.shape[1])
+        return (
+            jnp.concatenate([jnp.broadcast_to(rows[n : n + 1], shape) for n in range(rows.shape[0])], axis=0)
+            > 0
+        )
 
     @staticmethod
     def _below(x, limit, ragged):
@@ -155,6 +206,8 @@ class BlockPair:
             seen.append(queries < call.queries)
         if self.segments is not None:
             seen.append(self.segments[1] == self.segments[0][0, :, rows])
+        if self.chosen is not None:
+            seen.append(self._chosen_keys(unit))
         if call.mask is not None or call.granules is not None or self.cut:
             shift = 0 if self.lists.shift is None else self.lists.shift[0]
             key_shift = 0 if call.causal else shift
@@ -172,8 +225,10 @@ class BlockPair:
 
 def split_refs(
     call: BlockCall, refs: Sequence[Any], scalars: int, operands: int
-) -> tuple[StepLists, Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """The references of a kernel: its lists, its operands, their segment ids (none or two), results and scratch."""
+) -> tuple[StepLists, Sequence[Any], VisibleRefs, Sequence[Any]]:
+    """The references of a kernel: its lists, its operands, what hides keys, and results and scratch."""
     stop = scalars + operands
-    last = stop + (2 if call.segments else 0)
-    return StepLists(call, refs[:scalars]), refs[scalars:stop], refs[stop:last], refs[last:]
+    after = stop + (2 if call.segments else 0)
+    last = after + (0 if call.chosen is None else 1)
+    visible = VisibleRefs(refs[stop:after], refs[after] if last > after else None)
+    return StepLists(call, refs[:scalars]), refs[scalars:stop], visible, refs[last:]

@@ -10,15 +10,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.block.block_pair import BlockPair, split_refs
-from pallas_kernels.tpu.block.launch import BlockLaunch, Segments
+from pallas_kernels.tpu.block.launch import BlockLaunch, Hidden
 from pallas_kernels.tpu.block.plan import BlockCall
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import EMPTY, LOG2E, NONE_YET, NT
-from pallas_kernels.tpu.core.pipeline import pipelined
 
 
 def _forward_kernel(*refs, call: BlockCall, scalars: int):
-    lists, (query, key, value), segment_refs, (output, statistics, sums) = split_refs(call, refs, scalars, 3)
+    lists, (query, key, value), visible, (output, statistics, sums) = split_refs(call, refs, scalars, 3)
     first, last = lists.ends()
     layout, packed, factor = call.layout, call.layout.packed, call.scale * LOG2E
 
@@ -29,7 +28,7 @@ def _forward_kernel(*refs, call: BlockCall, scalars: int):
         statistics[0, 0, packed:] = jnp.zeros_like(statistics[0, 0, packed:])
 
     def meet(cut):
-        pair = BlockPair(lists, False, cut, key, value, segment_refs)
+        pair = BlockPair(lists, False, cut, key, value, visible)
 
         def score(unit):
             return (arithmetic.dot(pair.key, pair.rows(query, unit), NT),)
@@ -54,7 +53,7 @@ def _forward_kernel(*refs, call: BlockCall, scalars: int):
                 pair.value, weights, head, layout
             )
 
-        pipelined(call.units, score, weigh, read_out)
+        pair.each_unit(score, weigh, read_out)
 
     lists.meet(False, meet)
 
@@ -76,12 +75,12 @@ def block_forward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B S M"],
     value: Float[Array, "B S M"],
-    segments: Segments,
+    hidden: Hidden,
     shift: Int[Array, "1"] | None,
     call: BlockCall,
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles statistics T"]]:
     """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`."""
     scratch = [(call.layout.width, call.block_q)]
     launch = BlockLaunch(_forward_kernel, "block_attention_forward", call, "qs", scratch)
-    out, statistics = launch.run([("q", query), ("k", key), ("k", value)], segments, shift)
+    out, statistics = launch.run([("q", query), ("k", key), ("k", value)], hidden, shift)
     return out, statistics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,14 @@ from jaxtyping import Array, Int
 from pallas_kernels.tpu.block.plan import BlockCall, BlockSteps
 from pallas_kernels.varying import result_like, vary_alike
 
-Segments = tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None
+
+class Hidden(NamedTuple):
+    """What hides keys from queries: segment ids of both, and the first keys of the runs that queries choose."""
+
+    segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 S"]] | None
+    chosen: Int[Array, "B tiles runs T"] | None
+
+
 #: An array, and what it has rows of: "q" queries, "k" keys, "s" statistics.
 Operand = tuple[str, Array]
 
@@ -44,12 +51,10 @@ class BlockLaunch:
     by_key: bool = False
 
     def run(
-        self, operands: Sequence[Operand], segments: Segments, shift: Int[Array, "1"] | None
+        self, operands: Sequence[Operand], hidden: Hidden, shift: Int[Array, "1"] | None
     ) -> Sequence[Array]:
         """The results over all pairs; the first two operands are query and key."""
-        pieces = [
-            self._run_piece(steps, operands, segments, shift) for steps in self.call.pieces(self.by_key)
-        ]
+        pieces = [self._run_piece(steps, operands, hidden, shift) for steps in self.call.pieces(self.by_key)]
         if len(pieces) == 1:
             return pieces[0]
         return [
@@ -58,7 +63,7 @@ class BlockLaunch:
         ]
 
     def _run_piece(
-        self, steps: BlockSteps, operands: Sequence[Operand], segments: Segments, shift
+        self, steps: BlockSteps, operands: Sequence[Operand], hidden: Hidden, shift
     ) -> Sequence[Array]:
         call, layout, group = self.call, self.call.layout, self.call.layout.group
         query, key = operands[0][1], operands[1][1]
@@ -68,7 +73,8 @@ class BlockLaunch:
             grid = (batch, tiles // group, len(steps.own), group)
         lists = [x for x in (steps.own, steps.other, steps.words) if x is not None]
         scalars = [*(jnp.asarray(x) for x in lists), *([] if shift is None else [shift])]
-        given = [*operands, *zip("ij", segments or ())]
+        given = [*operands, *zip("ij", hidden.segments or ())]
+        given += [] if hidden.chosen is None else [("s", hidden.chosen)]
         own_block, own_length = (call.block_k, call.keys) if self.by_key else (call.block_q, call.queries)
         length = min(steps.stop * own_block, own_length) - steps.first * own_block
         rows = {"s": 2 * layout.packed, "r": layout.packed}

@@ -43,6 +43,20 @@ class Granules(NamedTuple):
         return 1 + (rows + size - 2) // size
 
 
+class ChosenKeys(NamedTuple):
+    """Runs of keys that each query sees alone, in addition to the mask.
+
+    Attributes:
+      size: keys of a run.
+      runs: of a query, some of which may begin past the last key.
+      aligned: whether all begin at multiples of the size.
+    """
+
+    size: int
+    runs: int
+    aligned: bool
+
+
 class BlockSteps(NamedTuple):
     """Grid steps of one launch: those of the blocks `first` to `stop` of queries (or of keys).
 
@@ -75,6 +89,7 @@ class BlockCall:
       causal: whether a query sees the keys at its position and before alone. That number is then added to the positions
         of queries alone.
       segments: whether queries and keys have segment ids.
+      chosen: the runs of keys that queries see; None for all keys.
       scale: multiplies the scores; positive.
       logits_soft_cap: bounds the scaled scores; None for no bound.
       interpret: as `pl.pallas_call` takes it.
@@ -94,6 +109,7 @@ class BlockCall:
     shifted: bool = False
     causal: bool = False
     segments: bool = False
+    chosen: ChosenKeys | None = None
     scale: float = 1.0
     logits_soft_cap: float | None = None
     interpret: bool | pltpu.InterpretParams = False
@@ -107,6 +123,12 @@ class BlockCall:
     def units(self) -> int:
         """Products that a pair of blocks consists of: one for each tile of queries and head."""
         return self.block_q // TILE * self.layout.packed
+
+    @property
+    def granulated(self) -> bool:
+        """Whether each run of keys that a query chooses is a number of whole rows of a block of keys."""
+        chosen = self.chosen
+        return chosen is not None and chosen.aligned and self.block_k % chosen.size == chosen.size % 8 == 0
 
     @property
     def words(self) -> int:
@@ -208,6 +230,7 @@ def plan_block(
     block_k: int,
     granules: Granules | None,
     chip: str | None,
+    chosen_runs: int = 0,
 ) -> BlockCall:
     """The part of a call that shapes, dtypes and lists determine; arguments as for `block_attention`.
 
@@ -223,6 +246,7 @@ def plan_block(
     _check_key_blocks(rows, -(-queries // block_q), -(-keys // block_k), granules)
     layout = layout_of(heads, key_heads, head_dim)
     needed = pair_bytes(block_q, block_k, layout.width, query.dtype.itemsize)
+    needed += 2 * 4 * layout.packed * chosen_runs * block_q
     limit = vmem_limit("block_attention", needed, chip, "choose smaller blocks")
     call = BlockCall(queries, keys, block_q, block_k, rows, granules, layout, limit)
     call.check_lists()

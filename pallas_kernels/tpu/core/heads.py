@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.core.arithmetic import NN, TN, dot
 
@@ -79,6 +79,14 @@ def unpack(
 def unpack_rows(rows: Float[Array, "B tiles packed T"], heads: int) -> Float[Array, "B T N"]:
     """One number for each head and query as (batch, length, heads)."""
     return rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :heads].swapaxes(1, 2)
+
+
+def pack_rows(x: Int[Array, "B T K M"], heads: int, layout: HeadLayout) -> Int[Array, "B tiles rows T"]:
+    """M numbers for each query and key head, as M rows for each of the query heads packed in a tile."""
+    extra = -heads % layout.packed
+    rows = jnp.repeat(jnp.moveaxis(x, 1, 3), heads // x.shape[2], axis=1)
+    rows = jnp.pad(rows, ((0, 0), (0, extra), (0, 0), (0, 0)), mode="edge")
+    return rows.reshape(x.shape[0], -1, layout.packed * x.shape[3], x.shape[1])
 
 
 def lanes_of_head(x: Float[Array, "rows width"], head: int, layout: HeadLayout) -> Float[Array, "rows width"]:

@@ -112,12 +112,12 @@ def _all_pairs(text, length):
     ids=["kernel", "xla", "bias"],
 )
 def test_many_tokens_on_a_tpu_take_no_array_of_all_pairs(options):
-    """Law 8 for full attention, forward and backward; on a CPU the scores do exist."""
+    """Law 8 for full attention, forward and backward; through XLA on a GPU the scores do exist."""
     length = MANY_TOKENS + 1
     text = _program("tpu", length, **options)
     assert not _all_pairs(text, length)
     assert ("tpu_custom_call" in text) == ("is_causal" in options)
-    assert _all_pairs(_program("cpu", length, **options), length)
+    assert _all_pairs(_program("cuda", length, **options), length)
 
 
 def test_few_tokens_go_through_xla():

@@ -47,6 +47,24 @@ def test_the_function_is_its_reference(sizes, monkeypatch):
     assert relative_error(got, expected) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_tpu_kernel_is_the_reference_too(packed):
+    query, key, value, gates = arguments(70)
+    segments = jnp.asarray(np.arange(70)[None] // [[31], [44]], jnp.int32) if packed else None
+
+    def both(implementation):
+        def loss(*arrays):
+            out = attend(*arrays, segment_ids=segments, implementation=implementation)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(query, key, value, gates)
+
+    expected, got = both("xla"), both("pallas_interpret")
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        assert relative_error(x, y) < 1e-5
+
+
 def test_with_all_blocks_the_second_branch_is_full_attention():
     query, key, value, _ = arguments(30)
     second = jnp.broadcast_to(jnp.asarray([0.0, 1.0, 0.0]), (2, 30, 4, 3))

@@ -42,7 +42,7 @@ def test_mlr_cache_is_as_large_as_the_formula_says():
     assert sum(keys.size for keys in state.keys) == 3 * 2 * sum(r * 256 // 2**i for i, r in enumerate(ranks))
     # Longer sequences add to the coarsest level only.
     longer = layer.init_cache(3, 1024)
-    assert [k.shape[1] for k in longer.keys] == [1024, *(k.shape[1] for k in state.keys[1:])]
+    assert [k.shape[2] for k in longer.keys] == [1024, *(k.shape[2] for k in state.keys[1:])]
 
 
 def test_sizes_that_grow_with_the_sequence():
@@ -54,7 +54,7 @@ def test_sizes_that_grow_with_the_sequence():
     expected, _, _ = jax.jit(layer.apply)(variables, x)
     step = jax.jit(lambda v, x, cache: layer.apply(v, x, cache=cache))
     cache, outputs = layer.init_cache(2, 12), []
-    assert [keys.shape[1] for keys in cache.keys] == [12, 6, 3]
+    assert [keys.shape[2] for keys in cache.keys] == [12, 6, 3]
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)):
         y, _, cache = step(variables, x[:, start:stop], cache)
         outputs.append(y)
