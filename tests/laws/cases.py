@@ -172,7 +172,10 @@ VARIANTS: dict[str, dict[str, Case]] = {
     "linear": {
         "": Case(LinearConfig(chunk_size=8)),
     },
-    "deltanet": {"": Case(DeltaNetConfig(chunk_size=8))},
+    "deltanet": {
+        "": Case(DeltaNetConfig(chunk_size=8)),
+        "plain": Case(DeltaNetConfig(chunk_size=8, conv_size=0), repeats="deltanet"),
+    },
     # Two value heads share a key head; tests/attention has convolutions over packed rows and the decays.
     "gated_deltanet": {
         "": Case(GatedDeltaNetConfig(chunk_size=8), repeats="deltanet"),
@@ -256,6 +259,7 @@ _ANY_PATTERN = (
 )
 _COMPRESS = ("compress_forward", "compress_backward")
 _PROPAGATE = ("propagate_forward", "propagate_backward")
+_RECURRENT = ("recurrent_forward", "recurrent_backward")
 # The TPU kernels in the training programs of COMPILED in bfloat16; the others run through XLA there. A segment of BRL's
 # with memory per output is short of a window's tiles, so its windows go through the kernel for any pattern.
 KERNELS = {
@@ -267,14 +271,17 @@ KERNELS = {
     "brl-layer-laplace": _WINDOW,
     "bsbr": _ANY_PATTERN,
     "global_window": _WINDOW,
-    "native_sparse": _WINDOW,
+    "native_sparse": (*_ANY_PATTERN, *_WINDOW),
     "tlinformer": _COMPRESS,
     "full": _ANY_PATTERN,
     "hopfield": _ANY_PATTERN,
+    **dict.fromkeys(
+        ("linear", "norm", "cosformer", "deltanet", "gated_deltanet", "retnet", "mamba2"), _RECURRENT
+    ),
 }
 
-# The cases of law 8 that are fast: each combination of kernels once, and a program without one.
-FAST_KERNELS = ("linear", *{tuple(kernels): name for name, kernels in reversed(KERNELS.items())}.values())
+# The cases of law 8 that are fast: each kernel once, and a program without one.
+FAST_KERNELS = ("diag-relu", "local-sliding", "local-bigbird", "brl-layer", "linear")
 
 
 def dimensions(is_causal: bool, **changes) -> Dimensions:

@@ -362,7 +362,9 @@ def brl_regulariser(p, m, d, u, ct, source, history, length):
                 s = s - gamma * sigma(q[:, a] @ k2[:, a].T * scale + bias, every, m.score)
             outs.append(norm(s @ v[:, a], {"scale": c["compress_norm"]["scale"][a]}, d.norm))
         read = np.concatenate(outs, -1)
-    evolved = (1 - m.beta) * norm(read, c["read_norm"], d.norm) + m.beta * (ct @ c["carry"]["kernel"])
+    evolved = (1 - m.beta) * norm(read, c["read_norm"], d.norm)
+    if m.beta:
+        evolved = evolved + m.beta * (ct @ c["carry"]["kernel"])
     if equations:
         evolved = relu(evolved)
     zq = project(u, p["propagate_query"])

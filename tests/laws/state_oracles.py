@@ -75,14 +75,19 @@ def delta_mix(u, p, m, d):
     beta = sigmoid(u @ p["beta"]["kernel"])
     group = d.num_heads // d.num_kv_heads
     heads = []
-    for a, (q, k, v) in enumerate(head_inputs(u, p, d, rotated=False)):
-        q, k, v = silu(q), silu(k), silu(v)
-        k = k / np.sqrt((k * k).sum(-1, keepdims=True))
-        state = np.zeros((k.shape[1], v.shape[1]), u.dtype)
+    projected = {name: project(u, p[name]) for name in ("query", "key", "value")}
+    if m.conv_size:
+        q, k, v = (short_convolved(x, p[f"{name}_conv"]) for name, x in projected.items())
+    else:
+        q, k, v = (silu(x) for x in projected.values())
+    q, k = unit(q), k / np.sqrt((k * k).sum(-1, keepdims=True))
+    for a in range(d.num_heads):
+        query, key, value = q[:, a], k[:, a // group], v[:, a // group]
+        state = np.zeros((key.shape[1], value.shape[1]), u.dtype)
         out = []
         for t in range(len(u)):
-            state = state + beta[t, a // group] * np.outer(k[t], v[t] - state.T @ k[t])
-            out.append(state.T @ q[t])
+            state = state + beta[t, a // group] * np.outer(key[t], value[t] - state.T @ key[t])
+            out.append(state.T @ query[t])
         heads.append(norm(np.stack(out), {"scale": p["head_norm"]["scale"][a]}, d.norm))
     return merge(heads, p)
 

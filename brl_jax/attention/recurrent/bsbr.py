@@ -16,6 +16,7 @@ from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padd
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.local.on_mesh import local_attention_on_mesh
@@ -329,10 +330,9 @@ def _prompt(
     index = jnp.arange(chunks, dtype=jnp.int32)[None]
     number = state.length[:, None] // chunk_size + index
     slot = jnp.where((index + 1) * chunk_size <= prompt.total, number, room)
-    row = jnp.arange(batch)[:, None]
-    summaries = state.summary.at[row, slot].set(summary, mode="drop")
+    summaries = write_places(state.summary, summary, slot)
     new_keys = split("retrieval_key")[:, :, -1]
-    retrieval_key = state.retrieval_key.at[row, slot].set(new_keys, mode="drop")
+    retrieval_key = write_places(state.retrieval_key, new_keys, slot)
     seen = jnp.arange(room, dtype=jnp.int32)[None, None] < number[..., None]
     queries = split("retrieval_query")[:, :, 0]
     matrix = retrieval.mix(queries, retrieval_key, summaries, seen, key.shape[-1])
@@ -372,7 +372,7 @@ def _piece(
 
     completed = zero_unless(positions.in_completed_chunk(chunk_size)[:, None], key)
     summary = retrieval.summarize(jnp.einsum("bksh,bksv->bkhv", completed, value))
-    row, room = jnp.arange(batch), state.summary.shape[1]
+    room = state.summary.shape[1]
     slot = jnp.where(positions.total >= chunk_size, chunk, room)
 
     def token_at(x: Array, position: Array) -> Array:
@@ -380,8 +380,8 @@ def _piece(
         return jnp.take_along_axis(x, index[:, None, None, None], axis=1)
 
     new_key = token_at(piece["retrieval_key"], jnp.full_like(filled, chunk_size - 1))[:, 0]
-    summaries = state.summary.at[row, slot].set(summary, mode="drop")
-    retrieval_key = state.retrieval_key.at[row, slot].set(new_key, mode="drop")
+    summaries = write_places(state.summary, summary[:, None], slot[:, None])
+    retrieval_key = write_places(state.retrieval_key, new_key[:, None], slot[:, None])
 
     def retrieve_anew(
         begins: Array, position: Array, number: Array, keys: Array, chunks: Array, old: Array
@@ -397,8 +397,9 @@ def _piece(
         # The summaries of all chunks are read once for each chunk, when it begins, and not for each of its tokens.
         return lax.cond(jnp.any(begins), new, lambda: old)
 
-    # The chunks before this one are in the old arrays; reading those avoids a copy when the new ones are written.
-    current = retrieve_anew(filled == 0, filled, chunk, state.retrieval_key, state.summary, state.retrieved)
+    # Only the new arrays are read: reads of the old ones would keep the compiler from writing in place. A chunk that
+    # these tokens complete is not among those before it.
+    current = retrieve_anew(filled == 0, filled, chunk, retrieval_key, summaries, state.retrieved)
     far = retrieval.read(piece["query"], current[:, None])
     retrieved = current
     if length > 1:

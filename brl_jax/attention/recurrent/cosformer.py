@@ -54,7 +54,7 @@ def cosformer_attention(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     *,
-    max_length: int,
+    max_length: int | Int[Array, ""],
     is_causal: bool = False,
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -76,7 +76,7 @@ def cosformer_attention(
     Args:
       query, key, value: as for `linear_attention`.
       max_length: M, at least the number of tokens of the whole sequence, including earlier and later pieces: two
-        tokens that are more than M apart would have a negative weight.
+        tokens that are more than M apart would have a negative weight. An int32 scalar is taken as it is.
       is_causal, key_value_seq_lengths, segment_ids, chunk_size, implementation: as for `linear_attention`.
       state, return_state: as for `linear_attention`, with a `CosformerState`.
 
@@ -88,10 +88,13 @@ def cosformer_attention(
     """
     check_qkv(query, key, value)
     length = max(query.shape[1], key.shape[1])
-    require(
-        is_int(max_length) and max_length >= length,
-        f"max_length must be an int of at least the sequence's length {length}, got {max_length!r}",
-    )
+    if isinstance(max_length, jax.Array) and max_length.shape == () and max_length.dtype == jnp.int32:
+        max_length = max_length.astype(jnp.float32)
+    else:
+        require(
+            is_int(max_length) and bool(max_length >= length),
+            f"max_length must be an int of at least the sequence's length {length}, got {max_length!r}",
+        )
     batch, _, kv_heads, head_dim = key.shape
     fresh = init_cosformer_state(batch, kv_heads, head_dim, value.shape[3])
     given = None if state is None else check_state(state, fresh, "init_cosformer_state")
@@ -110,7 +113,7 @@ def cosformer_attention(
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids,
         state=None if given is None else LinearState(given.key_value, given.key), return_state=return_state,
         chunk_size=chunk_size, implementation=implementation,
-        positions=(positions(query.shape[1]), positions(key.shape[1])),
+        positions=(positions(query.shape[1]), positions(key.shape[1])), name="cosformer_attention",
     )  # fmt: skip
     assert weight is not None
     assert sums.key is not None

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility, Recurrence, scan_chunks
 from brl_jax.attention.recurrent.decay import FeatureDecay, HeadDecay, feature_decay, for_rows, head_decay
@@ -25,6 +25,7 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
+from brl_jax.attention.recurrent.tpu import Walked, recurrence_backend, walk
 from brl_jax.attention.recurrent.unit_lower import multiply_precisely, solve_unit_lower
 
 
@@ -107,7 +108,7 @@ def delta_rule(
         "chunk_size": chunk_size,
         "implementation": implementation,
     }
-    return _attend(query, key, value, beta, None, normalize_keys, **options)
+    return _attend(query, key, value, beta, None, normalize_keys, "delta_rule", **options)
 
 
 @attention_function
@@ -157,7 +158,7 @@ def gated_delta_rule(
         "chunk_size": chunk_size,
         "implementation": implementation,
     }
-    return _attend(query, key, value, beta, log_decay, normalize_keys, **options)
+    return _attend(query, key, value, beta, log_decay, normalize_keys, "gated_delta_rule", **options)
 
 
 @attention_function
@@ -206,25 +207,29 @@ def kimi_delta_rule(
         "chunk_size": chunk_size,
         "implementation": implementation,
     }
-    return _attend(query, key, value, beta, log_decay, normalize_keys, by_feature=True, **options)
+    return _attend(
+        query, key, value, beta, log_decay, normalize_keys, "kimi_delta_rule", by_feature=True, **options
+    )
 
 
 def _attend(
     query: Array, key: Array, value: Array, beta: Array, log_decay: Array | None, normalize_keys: bool,
-    *, state: Any, return_state: bool, chunk_size: int, by_feature: bool = False, **options: Any,
+    name: str, *, state: Any, return_state: bool, chunk_size: int, implementation: Any, by_feature: bool = False,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """All rules; None is no decay."""
     prepared = prepare_inputs(
-        query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size, **options
+        query, key, value, is_causal=True, state=state, return_state=return_state, chunk_size=chunk_size,
+        implementation=implementation, dispatched=True, **options,
     )  # fmt: skip
     gates = {"beta": beta} if log_decay is None else {"beta": beta, "log_decay": log_decay}
-    for name, x in gates.items():
+    for gate, x in gates.items():
         shape, axes = key.shape[:3], "batch, length, key heads"
-        if name == "log_decay" and by_feature:
+        if gate == "log_decay" and by_feature:
             shape, axes = key.shape, f"{axes}, key features"
         require(
             x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating),
-            f"{name} must be floating point of shape {shape} ({axes}), got {x.dtype} of shape {x.shape}",
+            f"{gate} must be floating point of shape {shape} ({axes}), got {x.dtype} of shape {x.shape}",
         )
     fresh = init_delta_state(key.shape[0], key.shape[2], key.shape[3], value.shape[3])
     state = check_state(state, fresh, "init_delta_state")
@@ -237,17 +242,44 @@ def _attend(
         "query": prepared.query,
         "key": prepared.key,
         "value": prepared.value,
-        **{name: zero_padding(x, prepared.lengths) for name, x in gates.items()},
+        **{gate: zero_padding(x, prepared.lengths) for gate, x in gates.items()},
     }
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> _Affine:
         return _summarize(chunk, visibility, normalize_keys)
 
     recurrence = Recurrence(summarize, _states, _join)
-    state, out = scan_chunks(
-        step, state, inputs, prepared.segments, chunk_size=chunk_size, recurrence=recurrence
+
+    def xla(state: DeltaState, inputs: Any, segments: Any) -> tuple[DeltaState, Array]:
+        return scan_chunks(step, state, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
+
+    def kernel(state: DeltaState, inputs: Any, segments: Any, *, interpret: bool) -> tuple[DeltaState, Array]:
+        k = inputs["key"]
+        if normalize_keys:
+            k = _normalize(k.astype(jnp.float32)).astype(k.dtype)
+        arrays = (inputs["query"], k, inputs["value"], state.key_value, None)
+        gates = (inputs.get("log_decay"), inputs["beta"].astype(jnp.float32))
+        sums = walk(Walked(*arrays, *gates, segments), interpret=interpret)
+        return DeltaState(sums.key_value), sums.total.astype(query.dtype)
+
+    backend = recurrence_backend(
+        kernel,
+        query,
+        key,
+        value,
+        features=key.shape[3],
+        chunk_size=chunk_size,
+        delta=True,
+        log_decay=log_decay,
     )
+    state, out = dispatch(name, implementation, {"tpu": (backend,)}, xla, state, inputs, prepared.segments)
     return (out, state) if return_state else out
+
+
+def _normalize(keys: Float[Array, "*leading H"]) -> Float[Array, "*leading H"]:
+    """The keys divided by their l2 norm; a key of zeros stays zero."""
+    squares = checkpoint_name(jnp.sum(jnp.square(keys), axis=-1, keepdims=True), SAVED)
+    return keys * lax.rsqrt(squares + 1e-12)
 
 
 class _Keys(NamedTuple):
@@ -275,8 +307,7 @@ def _keys(
 ) -> _Keys:
     k = heads_first(chunk["key"])
     if normalize_keys:
-        squares = checkpoint_name(jnp.sum(jnp.square(k), axis=-1, keepdims=True), SAVED)
-        k = k * lax.rsqrt(squares + 1e-12)
+        k = _normalize(k)
     beta = heads_first(chunk["beta"][..., None])
     log = chunk.get("log_decay")
     decay: HeadDecay | FeatureDecay | None = None

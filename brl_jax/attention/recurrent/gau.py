@@ -15,6 +15,7 @@ from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks, segment_numbers
 from brl_jax.attention.recurrent.gpu import gau_backend
@@ -214,10 +215,9 @@ def _append(state: GauState, key: Array, value: Array, lengths: Array | None) ->
     steps = jnp.arange(length, dtype=jnp.int32)[None]
     count = jnp.full((batch,), length, jnp.int32) if lengths is None else jnp.minimum(lengths, length)
     slots = jnp.where(steps < count[:, None], state.length[:, None] + steps, room)
-    rows = jnp.arange(batch)[:, None]
     return GauState(
-        state.key.at[rows, slots].set(key, mode="drop"),
-        state.value.at[rows, slots].set(value, mode="drop"),
+        write_places(state.key, key, slots),
+        write_places(state.value, value, slots),
         state.length + count,
     )
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
-from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_scan import (
@@ -38,6 +38,7 @@ from brl_jax.attention.recurrent.rows import (
     ungroup_rows,
     zero_unless,
 )
+from brl_jax.attention.recurrent.tpu import Walked, recurrence_backend, walk
 
 FeatureMap = Literal["elu+1", "elu", "relu", "identity"]
 
@@ -134,16 +135,20 @@ def linear_attention(
         there are none.
       return_state: if True, the result is (out, state) with the state after these tokens.
       chunk_size: the tokens of a chunk; it changes time and memory but not the result.
-      implementation: None or "xla".
+      implementation: None picks by platform at lowering time. "xla" works everywhere; "pallas", for causal attention,
+        is a TPU kernel, whose products are computed in the dtype of the query, and "pallas_interpret" interprets it on
+        any platform.
 
     Returns:
       (B, T, N, V) in the dtype of the query, computed in float32; with return_state, that and a `LinearState`.
 
     Raises:
       ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
+      NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
+        another platform than a TPU.
     """
     (total, weight), state = linear_sums(
-        query, key, value, feature_map=feature_map, normalize=normalize, is_causal=is_causal,
+        query, key, value, name="linear_attention", feature_map=feature_map, normalize=normalize, is_causal=is_causal,
         log_decay=log_decay, positions=positions, rope_theta=rope_theta, key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
         implementation=implementation,
@@ -224,30 +229,38 @@ def feature_sums(
     positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
     rotation: Features | None = None,
     log_decay: Any = None,
+    name: str | None = None,
+    implementation: Implementation | None = None,
     **options: Any,
 ) -> tuple[tuple[Float[Array, "B T N V"], Float[Array, "B T N 1"] | None], LinearState]:
     """The numerator and the denominator of linear attention with any features, which are computed chunk by chunk.
 
     Args:
       query, key, value, normalize, is_causal, state, chunk_size, and in `options` key_value_seq_lengths, segment_ids,
-        return_state and implementation: as for `linear_attention`.
+        return_state: as for `linear_attention`; implementation as well.
       query_features, key_features: the feature maps.
       num_features: the number of features F.
       positions: of the queries and keys, for features that depend on them.
       rotation: applied to the features of the numerator, whose number it must not change.
       log_decay: (K,), (B, T, K) or (B, T, K, F), as for `linear_attention`.
+      name: of the public function, where kernels may serve it.
 
     Returns:
       The weighted sums of the values, the sums of the weights (None without normalize), both float32, and the state
       after these tokens.
     """
+    dispatched = is_causal and name is not None
     prepared = prepare_inputs(
-        query, key, value, is_causal=is_causal, state=state, chunk_size=chunk_size, **options
-    )
+        query, key, value, is_causal=is_causal, state=state, chunk_size=chunk_size, dispatched=dispatched,
+        implementation=implementation, **options,
+    )  # fmt: skip
     query, key, value, segments = prepared.query, prepared.key, prepared.value, prepared.segments
     batch, _, kv_heads, value_dim = value.shape
-    fresh = init_linear_state(batch, kv_heads, num_features, value_dim, normalize=normalize)
-    state = check_state(state, fresh, "init_linear_state")
+
+    def fresh() -> LinearState:  # not an array, which functions that dispatch must not close over
+        return init_linear_state(batch, kv_heads, num_features, value_dim, normalize=normalize)
+
+    state = check_state(state, fresh(), "init_linear_state")
     query_positions, key_positions = (None, None) if positions is None else positions
 
     def both(features: Features, x: Array, positions: Any) -> _Both:
@@ -267,6 +280,20 @@ def feature_sums(
         "key_positions": key_positions,
     }
     scan: dict[str, Any] = {"chunk_size": chunk_size}
+
+    def run(xla: Callable[..., Any]) -> Any:
+        """A causal call, through XLA or the kernel of its platform."""
+        if name is None:
+            return xla(state, inputs, segments)
+        kernel = functools.partial(
+            _walk_features, functools.partial(both, query_features), functools.partial(both, key_features)
+        )
+        backend = recurrence_backend(
+            kernel, query, key, value, features=num_features,
+            chunk_size=chunk_size, log_decay=log_decay,
+        )  # fmt: skip
+        return dispatch(name, implementation, {"tpu": (backend,)}, xla, state, inputs, segments)
+
     if log_decay is not None:
         require(
             is_causal and not normalize,
@@ -283,21 +310,21 @@ def feature_sums(
             change, out = decayed_step(*arrays, chunk["log_decay"], state.key_value, visibility)
             return change, (ungroup_rows(out, k.shape[1]), None)
 
-        return _scan_decayed(decayed, state, fresh, inputs, segments, **scan)
+        return run(functools.partial(_scan_decayed, decayed, fresh, **scan))
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> LinearState:
-        return step(fresh, chunk, visibility)[0]
+        return step(fresh(), chunk, visibility)[0]
 
     scan["recurrence"] = Recurrence(summarize, functools.partial(states_before, _join, _join), _join)
     if is_causal:
-        state, sums = scan_chunks(step, state, inputs, segments, **scan)
-    elif prepared.packed and segments is not None:
-        past, future = scan_both_directions(step, fresh, inputs, segments, **scan)
+        return run(lambda *operands: scan_chunks(step, *operands, **scan)[::-1])
+    if prepared.packed and segments is not None:
+        past, future = scan_both_directions(step, fresh(), inputs, segments, **scan)
         sums = jax.tree.map(jnp.add, past, future)
     else:
         k = jax.tree.map(heads_first, both(key_features, key, key_positions))
         k = k if segments is None else jax.tree.map(lambda x: zero_unless((segments >= 0)[:, None], x), k)
-        state = _add_to_state(k, heads_first(value), fresh)
+        state = _add_to_state(k, heads_first(value), fresh())
         q = jax.tree.map(lambda x: group_rows(x, kv_heads), both(query_features, query, query_positions))
         sums = tuple(None if x is None else ungroup_rows(x, query.shape[1]) for x in _read_state(q, state))
     return sums, state
@@ -305,8 +332,8 @@ def feature_sums(
 
 def _scan_decayed(
     decayed: Callable[[LinearState, Any, ChunkVisibility], tuple[DecayedSum, Any]],
+    fresh: Callable[[], LinearState],
     state: LinearState,
-    fresh: LinearState,
     inputs: Any,
     segments: Int[Array, "B T"] | None,
     *,
@@ -319,7 +346,7 @@ def _scan_decayed(
         return LinearState(apply_sum(state.key_value, change, visibility.keeps_state), None), sums
 
     def summarize(chunk: Any, visibility: ChunkVisibility) -> DecayedSum:
-        return decayed(fresh, chunk, visibility)[0]
+        return decayed(fresh(), chunk, visibility)[0]
 
     def states(state: LinearState, summaries: DecayedSum, keeps: Any) -> tuple[LinearState, LinearState]:
         before, last = states_before(join_sums, apply_sum, state.key_value, summaries, keeps)
@@ -328,6 +355,35 @@ def _scan_decayed(
     recurrence = Recurrence(summarize, states, join_sums)
     state, sums = scan_chunks(step, state, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
     return sums, state
+
+
+def _walk_features(
+    query_features: Callable[[Array, Any], _Both],
+    key_features: Callable[[Array, Any], _Both],
+    state: LinearState,
+    inputs: Any,
+    segments: Int[Array, "B T"] | None,
+    *,
+    interpret: bool,
+) -> tuple[Any, LinearState]:
+    """The sums and the last state by the kernel of TPUs, which is given features in the dtype of the arrays."""
+    value, log_decay = inputs["value"], inputs.get("log_decay")
+    q = query_features(inputs["query"], inputs["query_positions"])
+    k = key_features(inputs["key"], inputs["key_positions"])
+    rotated = q.numerator is not q.denominator
+    q, k = jax.tree.map(lambda x: x.astype(value.dtype), (q, k))
+
+    def through(q: Array, k: Array, value: Array, key_value: Array, key: Array | None) -> Any:
+        return walk(Walked(q, k, value, key_value, key, log_decay, None, segments), interpret=interpret)
+
+    if state.key is None or not rotated:
+        sums = through(q.numerator, k.numerator, value, *state)
+        weight = None if sums.weight is None else sums.weight[..., None]
+        return (sums.total, weight), LinearState(sums.key_value, sums.key)
+    # A second walk with the features before they were rotated, whose values do not matter.
+    sums = through(q.numerator, k.numerator, value, state.key_value, None)
+    weights = through(q.denominator, k.denominator, value[..., :1], state.key_value[..., :1], state.key)
+    return (sums.total, weights.weight[..., None]), LinearState(sums.key_value, weights.key)
 
 
 def _join(earlier: LinearState, later: LinearState, keeps: Bool[Array, "*leading"] | None) -> LinearState:

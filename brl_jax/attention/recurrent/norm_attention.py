@@ -65,7 +65,7 @@ def norm_attention(
     """
     check_choice("norm", norm, get_args(Norm))
     (total, _), new_state = linear_sums(
-        query, key, value, feature_map=feature_map, normalize=False, is_causal=is_causal,
+        query, key, value, name="norm_attention", feature_map=feature_map, normalize=False, is_causal=is_causal,
         positions=positions, rope_theta=rope_theta, key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids, state=state, return_state=return_state, chunk_size=chunk_size,
         implementation=implementation,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.cosformer import CosformerState, cosformer_attention, init_cosformer_state
-from brl_jax.layers.core.modules import project_unrotated
-from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.layers.core.modules import merge_heads, project_unrotated
+from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
@@ -23,34 +24,61 @@ class CosformerConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
-    max_length: int = 2048
-    """Length of the longest sequence, which is the distance at which a weight reaches 0."""
+    max_length: int | None = None
+    """The distance at which a weight reaches 0, at least the length of the longest sequence. None for the length of
+    the rows, as in the authors' code; in generation it is the cache's. Rows of different lengths then weigh the same
+    distance differently, so a sequence is not the same alone as padded or packed in a longer row."""
     chunk_size: int = 64
     """Tokens of a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
-        check_at_least(self, "max_length", "chunk_size")
+        check_at_least(self, *(() if self.max_length is None else ("max_length",)), "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return CosformerAttention(self, dimensions, **kwargs)
 
 
+class CosformerCache(NamedTuple):
+    """The decoding cache of `CosformerAttention`.
+
+    Attributes:
+      state: of `cosformer_attention`.
+      num_tokens: () int32, how many tokens are in it.
+      max_length: () int32, the distance at which a weight reaches 0.
+    """
+
+    state: CosformerState
+    num_tokens: Int[Array, ""]
+    max_length: Int[Array, ""]
+
+
 class CosformerAttention(StateLayer):
     """`cosformer_attention`. Its weights depend on the tokens' distance, so there are no rotary positions."""
 
-    def init_state(self, batch: int, length: int) -> CosformerState:
-        d = self.dimensions
-        if length > self.mechanism.max_length:
+    def init_cache(self, batch: int, length: int) -> CosformerCache:
+        d, furthest = self.dimensions, self.mechanism.max_length
+        if furthest is not None and length > furthest:
             raise ValueError(
-                f"max_length={self.mechanism.max_length} of the cosformer mechanism must be at least the cache's "
-                f"length {length}"
+                f"max_length={furthest} of the cosformer mechanism must be at least the cache's length {length}"
             )
-        return init_cosformer_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
+        state = init_cosformer_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
+        furthest = length if furthest is None else furthest
+        return CosformerCache(state, jnp.zeros((), jnp.int32), jnp.asarray(furthest, jnp.int32))
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
-        m = self.mechanism
+    def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
+        cache, m = call.cache, self.mechanism
         query, key, value = project_unrotated(self.dimensions, x)
+        furthest = x.shape[1] if m.max_length is None else m.max_length
         function = functools.partial(
-            cosformer_attention, query, key, max_length=m.max_length, chunk_size=m.chunk_size
+            cosformer_attention,
+            query,
+            key,
+            max_length=furthest if cache is None else cache.max_length,
+            chunk_size=m.chunk_size,
         )
-        return StateAttention(function, value)
+        attention = StateAttention(function, value)
+        attended, state = self.attend(attention, call, None if cache is None else cache.state)
+        y = merge_heads(self.dimensions, attended)
+        if cache is None:
+            return y, None
+        return y, CosformerCache(state, call.start + call.num_new(x.shape[1]), cache.max_length)

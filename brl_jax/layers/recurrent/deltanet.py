@@ -1,4 +1,5 @@
-"""DeltaNet as a layer: a state in which each token replaces part of the value stored under its key."""
+"""DeltaNet as a layer: a state in which each token replaces part of the value stored under its key, behind short
+convolutions."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.delta import DeltaState, delta_rule, init_delta_state
 from brl_jax.layers.core.modules import dense, head_norm, merge_heads, project_unrotated
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
-from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
+from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
+from brl_jax.layers.recurrent.gated_deltanet import unit
+from brl_jax.layers.recurrent.state_layer import StateAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +28,22 @@ class DeltaNetConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
 
+    conv_size: int = 4
+    """Tokens that the convolutions of queries, keys and values reach over; 0 for none."""
     chunk_size: int = 64
     """Tokens of a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
+        check_at_least(self, "conv_size", least=0)
         check_at_least(self, "chunk_size")
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return DeltaNet(self, dimensions, **kwargs)
 
 
-class DeltaNet(StateLayer):
-    """`delta_rule` on SiLU of the projections, as in the paper's section 3.3, with a norm of each head after it.
+class DeltaNet(ConvolvedLayer):
+    """`delta_rule` on SiLU of the convolved projections, as in the paper's section 3.3, with a norm of each head after
+    it. Queries and keys are divided by their l2 norms.
 
     There are no rotary positions, because the recurrence itself depends on the order of the tokens.
     """
@@ -45,11 +52,29 @@ class DeltaNet(StateLayer):
         d = self.dimensions
         return init_delta_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
 
-    def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
+    def convolved(self) -> dict[str, tuple[int, ...]]:
         d = self.dimensions
-        query, key, value = (jax.nn.silu(part) for part in project_unrotated(d, x))
+        if not self.mechanism.conv_size:
+            return {}
+        heads = {"query": d.num_heads, "key": d.num_kv_heads, "value": d.num_kv_heads}
+        return {f"{name}_conv": (number, d.head_dim) for name, number in heads.items()}
+
+    def convolved_attention(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
+    ) -> StateAttention:
+        d, m = self.dimensions, self.mechanism
+
+        def activated(part: Array, axis: str, name: str) -> Array:
+            if not m.conv_size:
+                return jax.nn.silu(part)
+            return convolve(part, axis, "head_dim", name=f"{name}_conv")
+
+        projected = zip(
+            project_unrotated(d, x), ("heads", "kv_heads", "kv_heads"), ("query", "key", "value"), strict=True
+        )
+        query, key, value = (activated(*part) for part in projected)
         beta = jax.nn.sigmoid(dense(d, d.num_kv_heads, ("embed", "kv_heads"), name="beta")(x))
-        function = functools.partial(delta_rule, query, key, beta=beta, chunk_size=self.mechanism.chunk_size)
+        function = functools.partial(delta_rule, unit(query), key, beta=beta, chunk_size=m.chunk_size)
         return StateAttention(function, value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

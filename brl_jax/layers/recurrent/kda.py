@@ -34,7 +34,8 @@ class KDAConfig(Mechanism):
     """Tokens that the convolutions of queries, keys and values reach over."""
     gate_rank: int | None = None
     """Width between the two matrices of the decay and of the output gate; None for the size of a head."""
-    chunk_size: int = 64
+    # With chunks of 64, XLA's compiler for TPUs aborts where a mesh cuts sequences.
+    chunk_size: int = 128
     """Tokens of a chunk; changes time and memory, not results."""
 
     def __post_init__(self):

@@ -38,7 +38,8 @@ class Mamba2Config(Mechanism):
     """How many B and C there are; the heads are divided among them."""
     conv_size: int = 4
     """Tokens that the short convolutions reach over."""
-    chunk_size: int = 64
+    # Chunks of 64 would keep twice as many of its wide states for the backward pass.
+    chunk_size: int = 128
     """Tokens of a chunk; changes time and memory, not results."""
 
     def __post_init__(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -9,6 +10,8 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
@@ -67,10 +70,22 @@ class PerformerAttention(StateLayer):
         if self.has_rng("projection"):
             projection = performer_projection(self.make_rng("projection"), num_features, d.head_dim)
         else:
-            # Drawn while tracing: a constant of the program, not work of each of its runs.
-            with jax.ensure_compile_time_eval():
-                projection = performer_projection(jax.random.key(m.seed), num_features, d.head_dim)
+            projection = _constant_projection(m.seed, num_features, d.head_dim)
         function = functools.partial(
             performer_attention, query, key, projection=projection, chunk_size=m.chunk_size
         )
         return StateAttention(function, value)
+
+
+def _constant_projection(seed: int, num_features: int, head_dim: int) -> Float[Array, "F H"]:
+    """A projection drawn while tracing: a constant of the program, not work of each of its runs.
+
+    It is drawn in a thread of its own, which no mesh surrounds: the devices of the mesh in use may be those of a
+    described topology, on which nothing runs.
+    """
+
+    def draw() -> np.ndarray:
+        return np.asarray(performer_projection(jax.random.key(seed), num_features, head_dim))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return jnp.asarray(thread.submit(draw).result())

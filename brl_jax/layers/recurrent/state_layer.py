@@ -48,7 +48,7 @@ class StateLayer(MechanismLayer):
         """The layer's output."""
         return merge_heads(self.dimensions, attended)
 
-    def init_cache(self, batch: int, length: int) -> StateCache:
+    def init_cache(self, batch: int, length: int) -> Any:  # a `StateCache`
         return StateCache(self.init_state(batch, length), jnp.zeros((), jnp.int32))
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:

@@ -251,8 +251,19 @@ def test_bad_input(name):
     query, key, value = inputs(9)
     state = case.init(2, 2, 8)
     other = CASES["delta" if "delta" not in name else "linear"].init(2, 2, 8)
-    with_kernel = "None, 'xla', 'triton' or 'triton_interpret'"
-    implementations = with_kernel if name == "gau" else "None or 'xla'"
+    on_tpu = (
+        "linear",
+        "feature_decay",
+        "head_decay",
+        "norm",
+        "cosformer",
+        "delta",
+        "gated_delta",
+        "kimi_delta",
+    )
+    kernel = "triton" if name == "gau" else "pallas"
+    with_kernel = f"None, 'xla', '{kernel}' or '{kernel}_interpret'"
+    implementations = with_kernel if name in ("gau", *on_tpu) else "None or 'xla'"
     wrong = {
         "chunk_size must be an int of at least 1, got 0": {"chunk_size": 0},
         f"state must be a {type(state).__name__}": {"state": other},
@@ -260,7 +271,7 @@ def test_bad_input(name):
         r"key_value_seq_lengths must be ints of shape \(2,\)": {
             "key_value_seq_lengths": jnp.ones(3, jnp.int32)
         },
-        f"implementation must be {implementations}, got 'pallas'": {"implementation": "pallas"},
+        f"implementation must be {implementations}, got 'cudnn'": {"implementation": "cudnn"},
     }
     for message, options in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -23,7 +23,15 @@ from brl_jax.attention.local.patterns import (
     Strided,
 )
 from eval.tpu_chips import described_devices, prepare_compiler
-from pallas_kernels.tpu import block_attention, compress, compress_blocks, propagate, window_attention
+from pallas_kernels.tpu import (
+    Factors,
+    block_attention,
+    compress,
+    compress_blocks,
+    propagate,
+    recurrence,
+    window_attention,
+)
 from pallas_kernels.tpu.block import plan
 
 pytestmark = [
@@ -270,3 +278,27 @@ def test_shard_map():
             return pull(out)
 
         jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec)).lower(*shapes).compile()
+
+
+@pytest.mark.parametrize(
+    ("chip", "n", "heads", "groups", "head_dim", "numbers", "dtype"),
+    [
+        ("v5e", 1 << 14, 8, 8, 128, (), jnp.bfloat16),
+        ("v5e", 1000, 4, 2, 64, ("start", "end", "log_decay", "beta"), jnp.float32),
+        ("v4", 1 << 14, 8, 8, 64, ("beta",), jnp.bfloat16),
+        ("v5p", 1 << 14, 8, 1, 128, ("start", "end", "log_decay"), jnp.bfloat16),
+        ("v6e", 1 << 14, 8, 8, 256, ("start", "end", "log_decay", "beta"), jnp.bfloat16),
+        ("7x", 1 << 10, 8, 8, 80, ("beta",), jnp.bfloat16),
+    ],
+)
+def test_recurrence(chip, n, heads, groups, head_dim, numbers, dtype):
+    state = jnp.zeros((1, groups, head_dim, head_dim))
+
+    def f(query, key, value):
+        # Numbers that depend on the arrays, so that their gradients are compiled as well.
+        given = {name: -jax.nn.sigmoid(key[..., 0].astype(jnp.float32)) for name in numbers}
+        segments = jnp.arange(n, dtype=jnp.int32)[None] // 300
+        out = recurrence(query, key, value, state, None, Factors(**given), segments=segments, chip=chip).total
+        return out.astype(query.dtype)
+
+    attend(chip, n, heads, groups, head_dim, f, dtype)

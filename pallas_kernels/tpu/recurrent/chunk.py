@@ -1,0 +1,225 @@
+"""Consecutive chunks of a recurrence in VMEM: their outputs and the state after them.
+
+The backward kernel differentiates these functions inside itself, so that every operation in them has a derivative that
+the compiler for TPUs accepts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.tpu.core import arithmetic
+from pallas_kernels.tpu.core.arithmetic import NN, NT, TN
+
+#: Tokens of a chunk: the lanes of a register.
+CHUNK = 128
+#: Rows of an array whose rows are all alike: the sublanes of a register.
+ROWS = 8
+
+
+class State(NamedTuple):
+    """The state of a head: the sum of the products of keys and values, and that of the keys or None."""
+
+    key_value: Float[Array, "F V"]
+    key: Float[Array, "rows F"] | None
+
+
+class Chunk(NamedTuple):
+    """The arrays of one chunk and head.
+
+    Attributes:
+      query: of each head that shares the key.
+      start, end: factors by which a token's query reads the state, and its key is added to it; None for 1.
+      log_decay: by which the state shrinks before each token; None without decay.
+      beta: the strengths of the delta rule; None for sums.
+      total: the factor of the state, repeated for each of its columns; None for 1.
+      segment: of each token, below 0 for padding; None where all tokens see each other.
+    """
+
+    query: tuple[Float[Array, "C F"], ...]
+    key: Float[Array, "C F"]
+    value: Float[Array, "C V"]
+    start: Float[Array, "C 1"] | None
+    end: Float[Array, "C 1"] | None
+    log_decay: Float[Array, "1 C"] | None
+    beta: Float[Array, "C 1"] | None
+    total: Float[Array, "1 V"] | None
+    segment: Int[Array, "1 C"] | None
+
+
+class Outputs(NamedTuple):
+    """What a chunk gives for each query: the sums of the values, and those of the weights or None."""
+
+    total: list[Float[Array, "C V"]]
+    weight: list[Float[Array, "rows C"]] | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(a: Float[Array, "..."], b: Float[Array, "..."], dims: Any, dtype: Any) -> Float[Array, "..."]:
+    """A product of float32 matrices that are multiplied in `dtype`, forward and backward."""
+    return arithmetic.dot(a.astype(dtype), b.astype(dtype), dims)
+
+
+def _product_fwd(a, b, dims, dtype):
+    return product(a, b, dims, dtype), (a, b)
+
+
+def _product_bwd(dims, dtype, residuals, grad):
+    a, b = residuals
+    if dims == NN:
+        return product(grad, b, NT, dtype), product(a, grad, TN, dtype)
+    if dims == NT:
+        return product(grad, b, NN, dtype), product(grad, a, TN, dtype)
+    return product(b, grad, NT, dtype), product(a, grad, NN, dtype)
+
+
+product.defvjp(_product_fwd, _product_bwd)
+
+
+def _pairs() -> tuple[Int[Array, "C C"], Int[Array, "C C"]]:
+    """The numbers of the query, in rows, and of the key of each pair."""
+    shape = (CHUNK, CHUNK)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def _between(log_decay: Float[Array, "1 C"]) -> Float[Array, "C C"]:
+    """The sums of the logarithms from after the key to the query; 0 where the key comes later.
+
+    Each sum is over its own tokens, as in `brl_jax.attention.recurrent.decay`.
+    """
+    row, column = _pairs()
+    up_to = jnp.where(column <= row, jnp.broadcast_to(log_decay, (CHUNK, CHUNK)), 0.0)
+    return product(up_to, jnp.where(row > column, 1.0, 0.0), NN, jnp.float32)
+
+
+def _seen(chunk: Chunk) -> Bool[Array, "C C"]:
+    """Whether the query of a row sees the key of a column."""
+    row, column = _pairs()
+    if chunk.segment is None:
+        return column <= row
+    keys = jnp.broadcast_to(chunk.segment, (CHUNK, CHUNK))
+    return (column <= row) & (keys == keys.T) & (keys >= 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def inverses(lowers: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array, "C C"]]:
+    """(I + lower)^-1 for strictly lower matrices, from the inverses of blocks of doubling size.
+
+    In bfloat16 a step of Newton's method follows, X + X (I - (I + lower) X), whose residual is computed from both
+    halves of its operands. It squares the error of an inverse in bfloat16, for a quarter of the passes of products in
+    float32.
+    """
+    row, column = _pairs()
+    one = jnp.where(row == column, 1.0, 0.0)
+    found = [one] * len(lowers)
+
+    def times(a: list[Array], b: list[Array]) -> list[Array]:
+        return [arithmetic.dot(x.astype(dtype), y.astype(dtype), NN) for x, y in zip(a, b)]
+
+    for bits in range(CHUNK.bit_length() - 1):
+        apart = (row >> bits) != (column >> bits)
+        joins = apart & ((row >> bits + 1) == (column >> bits + 1))
+        corners = [jnp.where(joins, lower, 0.0) for lower in lowers]
+        if bits:
+            corners = times(found, times(corners, found))
+        found = [x - corner for corner, x in zip(corners, found)]
+    if dtype == jnp.bfloat16:
+        high, low = map(list, zip(*map(_halves, lowers)))
+        first, second = map(list, zip(*map(_halves, found)))
+        products = zip(times(high, first), times(high, second), times(low, first))
+        rest = [one - x - sum(parts) for x, parts in zip(found, products)]
+        found = [x + y for x, y in zip(found, times(found, rest))]
+    return found
+
+
+def _halves(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """x in bfloat16, and what that leaves out."""
+    high = x.astype(jnp.bfloat16).astype(jnp.float32)
+    return high, x - high
+
+
+def _inverses_fwd(lowers, dtype):
+    found = inverses(lowers, dtype)
+    return found, found
+
+
+def _inverses_bwd(dtype, found, grads):
+    grads = [product(x, grad, TN, dtype) for x, grad in zip(found, grads)]
+    return ([-product(grad, x, NT, dtype) for x, grad in zip(found, grads)],)
+
+
+inverses.defvjp(_inverses_fwd, _inverses_bwd)
+
+
+def walk(
+    heads: list[list[Chunk]], states: list[State], dtype: Any
+) -> tuple[list[list[Outputs]], list[State]]:
+    """The outputs of the consecutive chunks of each head, and the states after them.
+
+    All arrays are float32; products are multiplied in `dtype`. Every quantity is computed for all chunks before the
+    next, because the compiler keeps close to the order of the program, and products that wait for each other leave the
+    matrix units idle. Only the state goes from chunk to chunk.
+    """
+    times = functools.partial(product, dtype=dtype)
+    count = len(heads[0])
+    chunks = [chunk for head in heads for chunk in head]
+    row, column = _pairs()
+    ones = jnp.ones((ROWS, CHUNK), jnp.float32)
+    seen = [_seen(chunk) for chunk in chunks]
+    decays = [None if c.log_decay is None else jnp.exp(_between(c.log_decay)) for c in chunks]
+
+    def weigh(rows: list[Array], seen: list[Array]) -> list[Array]:
+        scores = [times(x, chunk.key, NT) for chunk, x in zip(chunks, rows)]
+        scores = [_scaled(x, decay) for x, decay in zip(scores, decays)]
+        return [jnp.where(pairs, x, 0.0) for pairs, x in zip(seen, scores)]
+
+    group = range(len(chunks[0].query))
+    weights = [weigh([chunk.query[g] for chunk in chunks], seen) for g in group]
+    keys = [_scaled(chunk.key, chunk.end) for chunk in chunks]
+    values = [chunk.value for chunk in chunks]
+    if chunks[0].beta is not None:
+        earlier = [pairs & (column < row) for pairs in seen]
+        overlaps = weigh([chunk.key for chunk in chunks], earlier)
+        found = inverses([_scaled(x, chunk.beta) for chunk, x in zip(chunks, overlaps)], dtype)
+        reads = [_scaled(_scaled(chunk.key, chunk.start), chunk.beta) for chunk in chunks]
+        values = [times(x, _scaled(c.value, c.beta), NN) for c, x in zip(chunks, found)]
+        reads = [times(x, key, NN) for key, x in zip(reads, found)]
+        added = None
+    else:
+        added = [times(key, value, TN) for key, value in zip(keys, values)]
+    sums = None if states[0].key is None else [times(ones, key, NN) for key in keys]
+    before, last = [], list(states)
+    for number in range(count):  # heads side by side, because a chunk waits for the one before it
+        for head in range(len(heads)):
+            at, state = head * count + number, last[head]
+            before.append((at, state))
+            if added is None:
+                values[at] = values[at] - times(reads[at], state.key_value, NN)
+            new = times(keys[at], values[at], TN) if added is None else added[at]
+            total = chunks[at].total
+            summed = None
+            if sums is not None and state.key is not None:
+                factor = None if total is None else total[:, :1]
+                summed = _scaled(state.key, factor) + sums[at]
+            last[head] = State(_scaled(state.key_value, total) + new, summed)
+    read = [state for _, state in sorted(before, key=lambda item: item[0])]
+    outputs = [Outputs([], None if sums is None else []) for _ in chunks]
+    for g in group:
+        rows = [_scaled(chunk.query[g], chunk.start) for chunk in chunks]
+        outside = [times(x, state.key_value, NN) for x, state in zip(rows, read)]
+        inside = [times(x, value, NN) for value, x in zip(values, weights[g])]
+        for at, output in enumerate(outputs):
+            output.total.append(outside[at] + inside[at])
+            if output.weight is not None:
+                counted = times(read[at].key, rows[at], NT) + times(ones, weights[g][at], NT)
+                output.weight.append(counted)
+    return [outputs[head * count : (head + 1) * count] for head in range(len(heads))], last
+
+
+def _scaled(x: Array, factor: Array | None) -> Array:
+    return x if factor is None else x * factor

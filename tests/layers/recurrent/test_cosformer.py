@@ -1,0 +1,33 @@
+"""cosFormer's `max_length`, which follows the length of the rows."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.layers import CosformerConfig
+from tests.laws.cases import dimensions
+
+
+def test_max_length_follows_the_rows_and_the_cache():
+    d = dimensions(True)
+    layer = CosformerConfig(chunk_size=4).layer(d)
+    x = jax.random.normal(jax.random.key(0), (2, 13, d.d_model))
+    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    found, _, _ = layer.apply(variables, x)
+    apply = {m: CosformerConfig(max_length=m, chunk_size=4).layer(d).apply for m in (13, 26)}
+    np.testing.assert_array_equal(found, apply[13](variables, x)[0])
+    # At half the cosine's period the distance hardly matters, which made cosFormer blind to order on short rows.
+    assert np.abs(apply[26](variables, x)[0] - found).max() > 1e-2
+    step = jax.jit(lambda x, cache: layer.apply(variables, x, cache=cache))
+    cache, outputs = layer.init_cache(2, 13), []
+    for start, stop in ((0, 6), (6, 7), (7, 13)):
+        y, _, cache = step(x[:, start:stop], cache)
+        outputs.append(y)
+    np.testing.assert_allclose(jnp.concatenate(outputs, 1), found, rtol=1e-4, atol=1e-5)
+    assert (int(cache.max_length), int(cache.num_tokens)) == (13, 13)
+    with pytest.raises(ValueError, match=r"max_length=12 of the cosformer mechanism must be at least .* 13"):
+        CosformerConfig(max_length=12).layer(d).init_cache(2, 13)
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        CosformerConfig(max_length=0)
