@@ -5,7 +5,7 @@ names to mesh axes:
 
     data      rows of a batch; every group of devices has all parameters
     fsdp      rows of a batch too, and the parameters' model width: gathered where a layer needs them
-    sequence  tokens of a row
+    sequence  tokens of a row, and the parameters' model width beside fsdp
     tensor    heads, the feed-forward width, the vocabulary
 
 A mesh axis cuts one dimension of an array, the first whose name asks for it. The rows of an activation take fsdp, so
@@ -18,6 +18,7 @@ functions here that layers call do nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,6 +59,10 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "outputs": (),
     "block_in": (),
 }
+
+# Where parameters and their moments are kept, a dimension that is cut over the first axis is cut over the second too.
+# Layers use them without that cut (`gather_parameter`): the second axis cuts the tokens that a layer computes on.
+_KEPT_OVER = ("fsdp", "sequence")
 
 # Dimensions that stay whole where the mesh axis does not divide them; for the others that is an error. The data, not
 # the user, decide the size of the vocabulary and the length of a text.
@@ -171,10 +176,29 @@ def partition_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int])
     return PartitionSpec(*spec)
 
 
+def _kept_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """The mesh axes over which a parameter is cut where it is kept; arguments and errors of `partition_spec`."""
+    spec = list(partition_spec(names, shape, sizes))
+    first, second = _KEPT_OVER
+    for i, (name, size) in enumerate(zip(names, shape)):
+        axes = tuple(axis for axis in _KEPT_OVER if sizes.get(axis, 1) > 1)
+        cut = name is not None and first in RULES[name] and spec[i] == (first if first in axes else None)
+        if cut and second in axes and size % math.prod(sizes[axis] for axis in axes) == 0:
+            spec[i] = axes if len(axes) > 1 else axes[0]
+            break
+    return PartitionSpec(*spec)
+
+
+def _is_vector(names: Names) -> bool:
+    """Whether a parameter has one dimension, besides that of layers of which it is stacked."""
+    return sum(name != "layers" for name in names) < 2
+
+
 def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
     """A sharding for each parameter: a pytree like the unboxed parameters.
 
-    Vectors (norms, biases, one number for each head) stay whole: gathering them costs more than storing them.
+    What "fsdp" cuts is cut over "sequence" too, where both together divide it; see `gather_parameter`. Vectors (norms,
+    biases, one number for each head) stay whole: gathering them costs more than storing them.
 
     Args:
       boxed: parameters with their names, as `model.init` returns them, or their shapes.
@@ -189,9 +213,9 @@ def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
             return NamedSharding(mesh, PartitionSpec())
         box: Any = leaf
         names, shape = box.names, box.value.shape
-        if sum(name != "layers" for name in names) < 2:
+        if _is_vector(names):
             return NamedSharding(mesh, PartitionSpec())
-        spec = partition_spec(names, shape, sizes)
+        spec = _kept_spec(names, shape, sizes)
         used = {axis for part in spec if part for axis in ((part,) if isinstance(part, str) else part)}
         for name, size in zip(names, shape):
             axes = [
@@ -257,8 +281,50 @@ def constrain(x: jax.Array, names: Names) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, sizes))
 
 
+def gather_parameter(x: jax.Array, names: Names) -> jax.Array:
+    """A parameter as a layer uses it: gathered over the devices that share a row's tokens; x itself without any.
+
+    Left to itself, the compiler may move activations to the parts of a parameter, which is far more than the parameter
+    where rows are long. The gradient is summed and cut as the parameter is kept.
+
+    Args:
+      names: those of the parameter's dimensions, without the one of stacked layers.
+
+    Raises:
+      ValueError: as `partition_spec` does.
+    """
+    sizes = _automatic_axes()
+    if sizes.get(_KEPT_OVER[1], 1) == 1 or _is_vector(names):
+        return x
+    used = partition_spec(names, x.shape, sizes)
+    kept = _kept_spec(names, x.shape, sizes)
+    return x if used == kept else _gather(x, used, kept)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, used: PartitionSpec, kept: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, used)
+
+
+def _gather_forward(x: jax.Array, used: PartitionSpec, kept: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gather(x, used, kept), None
+
+
+def _gather_backward(used: PartitionSpec, kept: PartitionSpec, _: None, gradient: Any) -> tuple[jax.Array]:
+    # In two steps: a product asked for a gradient that is cut over the tokens' axis might gather its operands, the
+    # tokens, where it can sum over them. The compiler makes one exchange of the sum and the cut.
+    gradient = jax.lax.with_sharding_constraint(gradient, used)
+    return (jax.lax.with_sharding_constraint(gradient, kept),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
 def shard_call(
-    function: Callable[..., Any], operands: Sequence[Any], names: Sequence[Names], out_names: Names
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    names: Sequence[Names],
+    out_names: Names | tuple[Names, ...],
 ) -> Any:
     """function(*operands), which every device runs on its own shards.
 
@@ -272,7 +338,7 @@ def shard_call(
       operands: arrays or None.
       names: the names of each operand's dimensions; those of tokens only where `sequence_axis` gives the axis for
         whose stretches `function` is made.
-      out_names: the names of the result's dimensions.
+      out_names: the names of the result's dimensions; a tuple of them for several results.
     """
     sizes = _automatic_axes()
     if not sizes:
@@ -287,7 +353,12 @@ def shard_call(
         PartitionSpec() if x is None else partition_spec(dims, x.shape, sizes)
         for x, dims in zip(operands, names)
     ]
+
     # The result's sizes need no check: its dimensions are those of the operands.
-    cut = [tuple(axis for axis in (RULES[name] if name else ()) if axis in sizes) for name in out_names]
-    out = PartitionSpec(*(axes or None for axes in cut))
+    def cut(names: Names) -> PartitionSpec:
+        axes = (tuple(axis for axis in (RULES[name] if name else ()) if axis in sizes) for name in names)
+        return PartitionSpec(*(found or None for found in axes))
+
+    several = isinstance(out_names[0], tuple)
+    out = tuple(map(cut, out_names)) if several else cut(out_names)  # type: ignore[arg-type]
     return jax.shard_map(function, in_specs=tuple(specs), out_specs=out)(*operands)

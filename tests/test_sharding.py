@@ -108,6 +108,14 @@ def test_every_matrix_of_every_mechanism_has_a_place(name):
         lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0)
     )
     places = parameter_shardings(_mesh(fsdp=2, tensor=2), boxed)
+    # The sequence axis cuts what fsdp cuts.
+    fsdp, sequence = (
+        jax.tree.leaves(parameter_shardings(_mesh(**{axis: 2}), boxed)) for axis in ("fsdp", "sequence")
+    )
+    renamed = [
+        PartitionSpec(*("sequence" if part == "fsdp" else part for part in place.spec)) for place in fsdp
+    ]
+    assert [place.spec for place in sequence] == renamed
     for (path, leaf), place in zip(
         jax.tree_util.tree_leaves_with_path(nn.unbox(boxed)), jax.tree.leaves(places)
     ):
@@ -115,6 +123,20 @@ def test_every_matrix_of_every_mechanism_has_a_place(name):
         # No vector of the layers, and no few vectors either.
         if leaf.size > layers * 32 * 16 or jax.tree_util.keystr(path).endswith("['left']"):
             assert shares > 1, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec"),
+    [
+        ({"fsdp": 4, "sequence": 2}, (None, ("fsdp", "sequence"), None)),
+        ({"sequence": 8, "tensor": 2}, (None, "sequence", "tensor")),
+        ({"sequence": 16}, (None, None, None)),  # does not divide the width, and may leave it whole
+        ({"fsdp": 8, "sequence": 2}, (None, "fsdp", None)),
+    ],
+)
+def test_parameters_are_kept_cut_over_the_sequence_axis_beside_fsdp(sizes, spec):
+    box = nn.LogicallyPartitioned(jnp.zeros((3, 8, 6)), ("layers", "embed", "mlp"))
+    assert parameter_shardings(_mesh(**sizes), {"up": box})["up"].spec == PartitionSpec(*spec)
 
 
 def test_a_width_that_the_mesh_does_not_divide_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from brl_jax.attention.core.implied_weights import implied_weights
 from brl_jax.attention.core.rotary import RopeScaling, rotate
 from brl_jax.layers.core.protocol import Dimensions, NormKind
-from brl_jax.sharding import constrain
+from brl_jax.sharding import constrain, gather_parameter
 
 GateActivation = Literal["silu", "sigmoid"]
 
@@ -29,6 +30,11 @@ class _Dense(nn.DenseGeneral):
         # The dimensions between the rows and the outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
         between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
         return constrain(y, ("batch", *between, *self.output_axes))
+
+
+def _gathering_product(axes: tuple[str, ...], x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """`jax.lax.dot_general` with a kernel whose dimensions have the names `axes`, gathered."""
+    return jax.lax.dot_general(x, gather_parameter(kernel, axes), *args, **kwargs)
 
 
 def dense(
@@ -61,6 +67,7 @@ def dense(
         dtype=dimensions.dtype,
         param_dtype=dimensions.param_dtype,
         output_axes=axes[-outputs:],
+        dot_general=functools.partial(_gathering_product, axes),
         name=name,
         **kwargs,
     )
@@ -69,9 +76,10 @@ def dense(
 def parameter(
     module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> Any:
-    """A parameter of `module` that carries logical axis names."""
+    """A parameter of `module` that carries logical axis names, as layers use it (`gather_parameter`)."""
     dtype = module.dimensions.param_dtype  # type: ignore[attr-defined]
-    return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+    value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+    return gather_parameter(value, axes)
 
 
 def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0) -> nn.Module:
