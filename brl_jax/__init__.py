@@ -11,11 +11,11 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
   state_functions gives init, extend and step of any of these that has a state, under the same three names.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
-  prompts, and stream yields the tokens as they come. Encoder (with an EncoderConfig) gives an output for each token or
-  feature vector; Classifier and PairClassifier classify sequences and pairs; NodeClassifier classifies the nodes of
-  a graph; Regressor maps vectors to vectors. EncoderDecoder (with an EncoderDecoderConfig) writes a target to a source.
-  transnormer builds the configuration of a TransNormer; Stack is the layers alone, and a configuration's
-  `layer(Dimensions(...))` a single one.
+  prompts, stream yields the tokens as they come, and generate_requests decodes requests of any lengths together.
+  Encoder (with an EncoderConfig) gives an output for each token or feature vector; Classifier and PairClassifier
+  classify sequences and pairs; NodeClassifier classifies the nodes of a graph; Regressor maps vectors to vectors.
+  EncoderDecoder (with an EncoderDecoderConfig) writes a target to a source. transnormer builds the configuration of a
+  TransNormer; Stack is the layers alone, and a configuration's `layer(Dimensions(...))` a single one.
 """
 
 from brl_jax.attention.compressed.compress import compress
@@ -76,6 +76,7 @@ from brl_jax.attention.structured.bilinear import bilinear_btt_attention, biline
 from brl_jax.attention.structured.global_window import global_window_attention
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
 from brl_jax.attention.structured.mlr_generation import init_mlr_state, mlr_attention_step
+from brl_jax.batching import Completion, Request, generate_requests
 from brl_jax.decoding import generate, stream
 from brl_jax.layers import (
     MECHANISMS,
@@ -156,6 +157,7 @@ __all__ = [
     "BlockSizes",
     "Bucketed",
     "Classifier",
+    "Completion",
     "CosformerConfig",
     "DecoderConfig",
     "DecoderLM",
@@ -204,6 +206,7 @@ __all__ = [
     "ReformerConfig",
     "Regressor",
     "RegressorConfig",
+    "Request",
     "RetNetConfig",
     "RotaryBias",
     "SinkhornConfig",
@@ -236,6 +239,7 @@ __all__ = [
     "gated_delta_rule",
     "gau_attention",
     "generate",
+    "generate_requests",
     "global_window_attention",
     "hopfield_attention",
     "init_bsbr_state",

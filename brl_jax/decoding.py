@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import require
 
 # Prompts are read in pieces of this many tokens, so that a long one needs no more memory than a piece.
-_PREFILL = 2048
+PREFILL = 2048
 
 
 def generate(
@@ -107,7 +107,7 @@ def stream(
     Raises:
       ValueError: as `generate` does, at the call, and for `every` below 1.
     """
-    require(_is_int(every) and every >= 1, f"every must be an integer of at least 1, got {every!r}")
+    require(is_int(every) and every >= 1, f"every must be an integer of at least 1, got {every!r}")
     run = _Run.start(
         model,
         variables,
@@ -178,11 +178,11 @@ class _Run(NamedTuple):
         source_lengths: Any,
     ) -> _Run:
         """Checks all arguments and reads the source and the prompts."""
-        _check_model(model, variables)
+        check_model(model, variables)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-        prompts, lengths = _check_rows("prompts", prompts, lengths, vocabulary)
-        _check_sampling(max_new_tokens, rng, temperature, top_k, top_p)
-        stops = _check_stop_tokens(stop_tokens, vocabulary)
+        prompts, lengths = check_rows("prompts", prompts, lengths, vocabulary)
+        check_sampling(max_new_tokens, rng, temperature, top_k, top_p)
+        stops = check_stop_tokens(stop_tokens, vocabulary)
         rng = jax.random.key(0) if rng is None else rng
 
         batch, width = prompts.shape
@@ -194,12 +194,12 @@ class _Run(NamedTuple):
         room = {} if encoded is None else {"source_length": encoded.outputs.shape[1]}
         cache = model.init_cache(batch, total, **room)
         absorbed = model.absorbable(common)
-        for start in range(0, absorbed, _PREFILL):
-            piece = prompts[:, start : min(start + _PREFILL, absorbed)]
-            cache = _absorb(model, variables, piece, cache)
-        for start in range(absorbed, common, _PREFILL):
-            logits, cache = _prefill(
-                model, variables, prompts[:, start : min(start + _PREFILL, common)], cache, encoded
+        for start in range(0, absorbed, PREFILL):
+            piece = prompts[:, start : min(start + PREFILL, absorbed)]
+            cache = absorb(model, variables, piece, cache)
+        for start in range(absorbed, common, PREFILL):
+            logits, cache = prefill(
+                model, variables, prompts[:, start : min(start + PREFILL, common)], cache, encoded
             )
             encoded = None  # the cache keeps what the decoder reads of it
         state = _State(
@@ -235,11 +235,13 @@ class _Run(NamedTuple):
                 return
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether a value is a Python or NumPy integer and no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _check_model(model: Any, variables: Any) -> None:
+def check_model(model: Any, variables: Any) -> None:
+    """Raises ValueError unless the model is a decoder and the variables have its parameters."""
     require(
         hasattr(model, "init_cache") and hasattr(model, "absorbable"),
         f"model must be a decoder with init_cache and absorbable, such as DecoderLM, got {type(model).__name__}",
@@ -265,12 +267,12 @@ def _read_source(model: Any, variables: Any, source: Any, lengths: Any, batch: i
         )
         return None
     require(source is not None, f"source must be given with {type(model).__name__}, got None")
-    source, lengths = _check_rows("source", source, lengths, getattr(model.config, "vocab_size", None))
+    source, lengths = check_rows("source", source, lengths, getattr(model.config, "vocab_size", None))
     require(len(source) == batch, f"source must have the prompts' {batch} rows, got {len(source)}")
     return _encode(model, variables, jnp.asarray(source, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
-def _check_rows(
+def check_rows(
     name: str, rows: Any, lengths: Any, vocabulary: int | None
 ) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
     """Rows of tokens ("prompts" or "source") and their lengths as arrays."""
@@ -302,9 +304,10 @@ def _check_rows(
     return rows, lengths
 
 
-def _check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
+def check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
+    """Raises ValueError for settings of the sampling that are out of range."""
     require(
-        _is_int(max_new_tokens) and max_new_tokens >= 1,
+        is_int(max_new_tokens) and max_new_tokens >= 1,
         f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}",
     )
     require(
@@ -312,7 +315,7 @@ def _check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any,
         f"temperature must be a finite number, not negative, got {temperature!r}",
     )
     require(
-        top_k is None or (_is_int(top_k) and top_k >= 1),
+        top_k is None or (is_int(top_k) and top_k >= 1),
         f"top_k must be an integer of at least 1, got {top_k!r}",
     )
     require(
@@ -325,17 +328,19 @@ def _check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any,
     )
 
 
-def _check_stop_tokens(stop_tokens: Any, vocabulary: int | None) -> list[int]:
+def check_stop_tokens(stop_tokens: Any, vocabulary: int | None) -> list[int]:
+    """The stop tokens as a list; raises ValueError for one outside the vocabulary."""
     stops = list(stop_tokens) if isinstance(stop_tokens, (Sequence, np.ndarray)) else [stop_tokens]
     require(
-        all(_is_int(t) and t >= 0 and (vocabulary is None or t < vocabulary) for t in stops),
+        all(is_int(t) and t >= 0 and (vocabulary is None or t < vocabulary) for t in stops),
         f"stop_tokens must be tokens of the vocabulary ({vocabulary}), got {stop_tokens!r}",
     )
     return [int(t) for t in stops]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _absorb(model, variables, tokens, cache):
+def absorb(model, variables, tokens, cache):
+    """The cache, which is used up, after tokens (B, T) whose outputs nobody wants; see the model's `absorb`."""
     return model.apply(variables, tokens, cache, method="absorb")
 
 
@@ -345,7 +350,8 @@ def _encode(model, variables, source, lengths):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _prefill(model, variables, tokens, cache, encoded=None):
+def prefill(model, variables, tokens, cache, encoded=None):
+    """The logits (B, V) of the token after tokens (B, T), and the cache with them; the cache given is used up."""
     reads = {} if encoded is None else {"encoded": encoded}
     hidden, cache = model.apply(variables, tokens, cache=cache, method="hidden", **reads)
     return model.apply(variables, hidden[:, -1:], method="logits")[:, 0], cache

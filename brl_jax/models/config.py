@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import jax.numpy as jnp
 
@@ -184,6 +184,16 @@ class StackConfig:
             return tuple(second if i % (run + 1) == run else first for i in range(self.num_layers))
         early = (self.num_layers + 1) // 2 if early is None else early
         return (first,) * early + (second,) * (self.num_layers - early)
+
+    def for_training(self, length: int) -> Self:
+        """This configuration with the mechanisms' settings that follow the training length fixed at rows of `length`
+        tokens (`Mechanism.for_training`)."""
+        late = self.late_mechanism
+        return dataclasses.replace(
+            self,
+            mechanism=self.mechanism.for_training(length),
+            late_mechanism=None if late is None else late.for_training(length),
+        )
 
     def make_dimensions(self, is_causal: bool) -> Dimensions:
         """The dimensions that each layer of a decoder (is_causal) or an encoder is built with.

@@ -20,7 +20,7 @@ from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
 from brl_jax.models.stack import Stack
 from brl_jax.models.stack_call import Recall, StackCache
-from brl_jax.sharding import constrain
+from brl_jax.sharding import constrain, gather_parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +91,10 @@ class DecoderLM(nn.Module):
         )
         nn.share_scope(self, self.inputs)
         if not c.tied_embeddings:
-            init = nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), ("vocab", "embed"))
-            self.unembedding: Any = self.param(
-                "unembedding", init, (c.vocab_size, c.d_model), c.dimensions.param_dtype
-            )
+            axes = ("vocab", "embed")
+            init = nn.with_logical_partitioning(nn.initializers.normal(c.d_model**-0.5), axes)
+            table: Any = self.param("unembedding", init, (c.vocab_size, c.d_model), c.dimensions.param_dtype)
+            self.unembedding: Any = gather_parameter(table, axes)
         self.stack = make_stack(c.mechanisms, c.dimensions, c.remat, c.cross_attention)
         self.dropout = nn.Dropout(c.dropout)
 

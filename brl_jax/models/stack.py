@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,15 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.block import Block, BlockCache, constrain_stream
 from brl_jax.models.cross_attention import CrossCache, CrossCall, CrossConfig, CrossSizes, Encoded
 from brl_jax.models.reversible import Branches, Operands, reversible_layers
-from brl_jax.models.stack_call import Recall, StackCache, StackCall, StackMemory, check_room
+from brl_jax.models.stack_call import (
+    DecodingCache,
+    Recall,
+    ScannedCache,
+    StackCache,
+    StackCall,
+    StackMemory,
+    check_room,
+)
 from brl_jax.sharding import constrain
 
 Remat = Literal["none", "full", "dots"]
@@ -145,15 +154,17 @@ class Stack(nn.Module):
                 return cache
             return BlockCache(cache, CrossCache.empty(batch, source, self.dimensions))
 
-        return StackCache(
+        cache = StackCache(
             num_tokens=jnp.zeros((), jnp.int32),
             room=jnp.asarray(length, jnp.int32),
             carriers={key: module.init_cache(batch, length) for key, module in parts.carriers.items()},
             layers=tuple(
-                tuple(_repeat(one(module), repeats) for module in modules)
+                tuple(tuple(one(module) for module in modules) for _ in range(repeats))
                 for modules, repeats in parts.layers
             ),
         )
+        # No array twice: those of a cache are donated.
+        return jax.tree.map(jnp.copy, cache)
 
     def init_memory(self, batch: int) -> Any:
         """What training on streams carries from batch to batch; None if nothing."""
@@ -187,9 +198,9 @@ class Stack(nn.Module):
             ],
         )
 
-    def _resume(self, memory: StackMemory | None, batch: int, length: int) -> StackCache:
+    def _resume(self, memory: StackMemory | None, batch: int, length: int) -> ScannedCache:
         """A decoding cache that continues after a training memory (None: from nothing)."""
-        cache = self.init_cache(batch, length)
+        cache = self.init_cache(batch, length).stacked()
         if memory is None:
             return cache
         parts = self._parts()
@@ -203,7 +214,7 @@ class Stack(nn.Module):
         )
         return cache._replace(carriers=carriers, layers=layers)
 
-    def _memory_from_cache(self, cache: StackCache) -> StackMemory:
+    def _memory_from_cache(self, cache: ScannedCache) -> StackMemory:
         parts = self._parts()
         return StackMemory(
             carriers={
@@ -250,14 +261,22 @@ class Stack(nn.Module):
             raise ValueError(
                 f"encoded must {'' if reads else 'not '}be given with cross_attention={self.cross_attention}"
             )
-        if isinstance(cache, StackCache):
-            check_room(x.shape[1], cache.num_tokens, cache.room)
-        length, segment = x.shape[1], self.segment
         call = StackCall(positions, lengths, segment_ids, encoded, recall)
+        if not isinstance(cache, StackCache):
+            return self._in_segments(x, cache, call, deterministic)
+        check_room(x.shape[1], cache.num_tokens, cache.room)
+        if x.shape[1] == 1 and deterministic and not self._is_observed():
+            return self._run(x, cache, call, deterministic)
+        y, new = self._in_segments(x, cache.stacked(), call, deterministic)
+        return y, new.separate([repeats for _, repeats in group_layers(self.mechanisms)])
+
+    def _in_segments(self, x, cache, call: StackCall, deterministic):
+        """The outputs and the new cache or memory, for tokens of any number of segments."""
+        length, segment = x.shape[1], self.segment
         is_memory = cache is None or isinstance(cache, StackMemory)
         if segment is None or length == 1 or (length <= segment and is_memory):
             return self._run(x, cache, call, deterministic)
-        if positions is not None or segment_ids is not None:
+        if call.positions is not None or call.segment_ids is not None:
             raise ValueError(
                 f"positions and segment_ids need sequences of at most block_size={segment} tokens here, got {length}"
             )
@@ -282,7 +301,7 @@ class Stack(nn.Module):
         reversible = self.dimensions.reversible
         saves = reversible and cache is None and not self._is_observed()
         state: Any = ((x, x) if reversible else x, carries)
-        start = cache.num_tokens if isinstance(cache, StackCache) else None
+        start = cache.num_tokens if isinstance(cache, DecodingCache) else None
         cross = None if self.cross_attention is None else CrossCall(call.encoded, start)
         layers = []
         for i, group in enumerate(self.layers):
@@ -290,7 +309,8 @@ class Stack(nn.Module):
                 state = (self._reversed(group, state[0], call, deterministic), carries)
                 continue
             group_cache = (None,) * len(group.mechanisms) if cache is None else cache.layers[i]
-            state, group_cache = group(state, group_cache, call.of_layers, deterministic, cross)
+            run = functools.partial(self._unrolled, group) if isinstance(cache, StackCache) else group
+            state, group_cache = run(state, group_cache, call.of_layers, deterministic, cross)
             layers.append(group_cache)
         outputs = (state[0][0] + state[0][1]) / 2 if reversible else state[0]
         return self.final_norm(outputs), state[1], tuple(layers)
@@ -305,10 +325,25 @@ class Stack(nn.Module):
             key: carrier.close(y, caches.get(key), call.count) for key, carrier in self.carriers.items()
         }
         new = cache._replace(carriers=carriers, layers=layers)
-        if isinstance(new, StackCache):
+        if isinstance(new, DecodingCache):
             count = x.shape[1] if call.count is None else call.count
             new = new._replace(num_tokens=new.num_tokens + count)
         return y, new
+
+    def _unrolled(self, group: Period, state, caches, call, deterministic, cross):
+        """The same as `group(...)`, without a loop over the repeats, for caches that are separate arrays.
+
+        A loop would cut each layer's cache out of one array and put it into another, which for one token takes far more
+        time than the layer.
+        """
+        params = nn.unbox(group.variables["params"])
+        period = Period(group.mechanisms, group.carriers, self.dimensions, self.cross_attention, parent=None)
+        new = []
+        for i, cache in enumerate(caches):
+            own = {"params": jax.tree.map(lambda array, i=i: array[i], params)}
+            state, cache = period.apply(own, state, cache, call, deterministic, cross)
+            new.append(cache)
+        return state, tuple(new)
 
     def _is_observed(self) -> bool:
         """Whether the layers make parameters, or what they sow is collected."""
@@ -396,7 +431,7 @@ class Stack(nn.Module):
 
 def _keeps_cross(cache: Any) -> bool:
     """Whether a decoding cache keeps the keys and values of an encoder's outputs."""
-    return isinstance(cache, StackCache) and isinstance(cache.layers[0][0], BlockCache)
+    return isinstance(cache, StackCache) and isinstance(cache.layers[0][0][0], BlockCache)
 
 
 def _branches(block: Block, deterministic: bool) -> Branches:

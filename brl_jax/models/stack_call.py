@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from brl_jax.attention.core.checks import concrete_values
@@ -54,7 +56,27 @@ class StackCache(NamedTuple):
       num_tokens: () int32, the tokens so far.
       room: () int32, how many tokens the cache was made for.
       carriers: the caches of the carriers, by name.
-      layers: for each group of equal periods (`group_layers`), the caches of its layers, stacked over the repeats.
+      layers: for each group of equal periods (`group_layers`) and each of its repeats, the caches of the period's
+        layers. Each layer's arrays are its own, so that a step of one token writes into them in place.
+    """
+
+    num_tokens: Any
+    room: Any
+    carriers: dict[str, Any]
+    layers: tuple[tuple[tuple[Any, ...], ...], ...]
+
+    def stacked(self) -> ScannedCache:
+        """The cache as a scan over the repeats takes it. Every array is copied."""
+        layers = tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *group) for group in self.layers)
+        return ScannedCache(self.num_tokens, self.room, self.carriers, layers)
+
+
+class ScannedCache(NamedTuple):
+    """A decoding cache within calls of several tokens, whose layers are scanned.
+
+    Attributes:
+      num_tokens, room, carriers: those of `StackCache`.
+      layers: for each group of equal periods, the caches of the period's layers, stacked over the repeats.
     """
 
     num_tokens: Any
@@ -62,9 +84,20 @@ class StackCache(NamedTuple):
     carriers: dict[str, Any]
     layers: tuple[tuple[Any, ...], ...]
 
+    def separate(self, repeats: Sequence[int]) -> StackCache:
+        """The cache with separate arrays for each layer, from the numbers of repeats of the groups."""
+        layers = tuple(
+            tuple(jax.tree.map(lambda array, i=i: array[i], group) for i in range(number))
+            for group, number in zip(self.layers, repeats)
+        )
+        return StackCache(self.num_tokens, self.room, self.carriers, layers)
+
+
+DecodingCache = (StackCache, ScannedCache)
+
 
 class StackMemory(NamedTuple):
-    """What training on streams carries from batch to batch; the parts as in `StackCache`, None where there is none."""
+    """What training on streams carries from batch to batch: the parts of a `ScannedCache`, None where there is none."""
 
     carriers: dict[str, Any]
     layers: tuple[tuple[Any, ...], ...]

@@ -16,13 +16,13 @@ from brl_jax.models.config import StackConfig
 Variant = Literal["t1", "t2"]
 C = TypeVar("C", bound=StackConfig)
 
-# Table 13 of the paper and, for the Long Range Arena, appendix E. Judging by the parameters that tables 4 and 5 count
-# (155.99M and 124.67M), table 13 interchanges the widths of its two GLUs: "wikitext103" has 155.97M with 1365 and
+# Table 13 of the paper and, for the Long Range Arena, appendix E, but for the widths of the first two GLUs, which table
+# 13 interchanges: tables 4 and 5 count 155.99M and 124.67M parameters, and "wikitext103" has 155.97M with 1365 and
 # 162.26M with 2048.
 TRANSNORMER_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "wikitext103": {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_ff": 2048},
-        "roberta": {"num_layers": 12, "d_model": 768, "num_heads": 12, "d_ff": 1365},
+        "wikitext103": {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_ff": 1365},
+        "roberta": {"num_layers": 12, "d_model": 768, "num_heads": 12, "d_ff": 2048},
         "lra": {"num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 85},
     }
 )

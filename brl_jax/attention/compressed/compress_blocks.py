@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu
-from brl_jax.attention.compressed.compress import compress, per_head
+from brl_jax.attention.compressed.compress import compress, compress_weights, per_head
 from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
@@ -84,6 +84,50 @@ def compress_blocks(
     return _choose_blocks(*operands, **static, implementation=implementation)
 
 
+def compress_blocks_weights(
+    query: Float[Array, "B C M N H"],
+    key: Float[Array, "B S N H"],
+    contrast_key: Float[Array, "B S N H"] | None,
+    *,
+    gamma: Float[Array, "N"] | float | None,
+    block_size: int,
+    history_size: int,
+    history_lengths: Int[Array, "C"] | Int[Array, "B C"] | None = None,
+    scale: float | None = None,
+    score: Score = "softmax",
+    bias: Float[Array, "N M R"] | None = None,
+) -> Float[Array, "B C N M R"]:
+    """The weights S1 - gamma S2 that `compress_blocks` gives to the values, (B, C, N, M, R) with R the history_size,
+    for inspection. Key r of block c is number c * block_size + r of the arguments' S keys.
+
+    Arguments as for `compress_blocks`; all logits exist at once.
+    """
+    batch, blocks = query.shape[:2]
+    windows = functools.partial(
+        block_windows, blocks=blocks, block_size=block_size, history_size=history_size
+    )
+    weights = compress_weights(
+        rearrange(query, "b c m n h -> (b c) m n h"),
+        windows(key),
+        None if contrast_key is None else windows(contrast_key),
+        gamma=gamma,
+        scale=scale,
+        score=score,
+        bias=None if bias is None else bias[None],
+        mask=_history_mask(history_lengths, batch, blocks, history_size),
+    )
+    return rearrange(weights, "(b c) n m r -> b c n m r", b=batch)
+
+
+def _history_mask(lengths, batch, blocks, history_size):
+    """Which keys of each block's history exist, (B C, 1, 1, history_size); None for all."""
+    if lengths is None:
+        return None
+    lengths = jnp.broadcast_to(lengths, (batch, blocks))
+    mask = jnp.arange(history_size)[None] >= history_size - lengths.reshape(batch * blocks, 1)
+    return mask[:, None, None, :]
+
+
 @functools.partial(
     jax.jit, static_argnames=("block_size", "history_size", "scale", "score", "implementation")
 )
@@ -105,11 +149,7 @@ def _compress_windows(
     windows = functools.partial(
         block_windows, blocks=blocks, block_size=block_size, history_size=history_size
     )
-    mask = None
-    if lengths is not None:
-        lengths = jnp.broadcast_to(lengths, (batch, blocks))
-        mask = jnp.arange(history_size)[None] >= history_size - lengths.reshape(batch * blocks, 1)
-        mask = mask[:, None, None, :]
+    mask = _history_mask(lengths, batch, blocks, history_size)
     if bias is not None and not isinstance(bias, PositionBias):
         bias = bias[None]
     out = compress(

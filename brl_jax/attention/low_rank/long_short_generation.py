@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.local import xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -145,7 +146,7 @@ def long_short_step(
     room = state.projected.key.shape[1]
     slots = number[:, None] * rank + jnp.arange(rank, dtype=jnp.int32)[None]
     slots = jnp.where((number[:, None] + 1) * size <= start + count, slots, room).reshape(-1)
-    projected = Tokens(*(x.at[:, slots].set(new, mode="drop") for x, new in zip(state.projected, done)))
+    projected = Tokens(*(write_places(x, new, slots) for x, new in zip(state.projected, done)))
     far = attend_to_projected(query, projected, scale, chunk=(rank, size), query_offset=start)
 
     near = local_tokens(Tokens(key, value), norms, positions, rope_theta)

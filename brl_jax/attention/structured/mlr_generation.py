@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from brl_jax.attention.core.arguments import check_dtypes, check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.structured.mlr import BlockSizes, check_block_sizes, check_ranks, feature_scales
 
@@ -23,14 +24,15 @@ class MlrState(NamedTuple):
     The shapes of the keys contain the ranks r_l and the block sizes b_l of the levels.
 
     Attributes:
-      keys: for each level l the slice (B, b_l, K, r_l) of the keys of its current block, each key at its position in
+      keys: for each level l the slice (B, K, b_l, r_l) of the keys of its current block, each key at its position in
         the block. Later tokens never need earlier blocks. b_l is at most S.
-      value: (B, S, K, V), the values of sequences of up to S tokens.
+      value: (B, K, S, V), the values of sequences of up to S tokens. Heads come before tokens, so that no product with
+        a new token's query copies them.
       tokens: () int32, the number of tokens so far.
     """
 
-    keys: tuple[Float[Array, "B _ K _"], ...]
-    value: Float[Array, "B S K V"]
+    keys: tuple[Float[Array, "B K _ _"], ...]
+    value: Float[Array, "B K S V"]
     tokens: Int[Array, ""]
 
 
@@ -62,8 +64,8 @@ def init_mlr_state(
     ranks = check_ranks(ranks, head_dim)
     sizes = _limited_sizes(check_block_sizes(block_sizes, len(ranks)), length)
     return MlrState(
-        tuple(jnp.zeros((batch, size, kv_heads, rank), dtype) for size, rank in zip(sizes, ranks)),
-        jnp.zeros((batch, length, kv_heads, head_dim), dtype),
+        tuple(jnp.zeros((batch, kv_heads, size, rank), dtype) for size, rank in zip(sizes, ranks)),
+        jnp.zeros((batch, kv_heads, length, head_dim), dtype),
         jnp.zeros((), jnp.int32),
     )
 
@@ -133,9 +135,9 @@ def _check_state(
         isinstance(state, MlrState),
         f"state must be an MlrState from init_mlr_state, got {type(state).__name__}",
     )
-    longest = state.value.shape[1]
+    longest = state.value.shape[2]
     own_ranks = tuple(level.shape[3] for level in state.keys)
-    own_sizes = [level.shape[1] for level in state.keys]
+    own_sizes = [level.shape[2] for level in state.keys]
     given_ranks = own_ranks if ranks is None else check_ranks(ranks, key.shape[3])
     given_sizes = own_sizes
     if block_sizes is not None:
@@ -148,10 +150,10 @@ def _check_state(
     batch, _, kv_heads, head_dim = key.shape
     expected = {
         **{
-            f"keys[{level}]": ((batch, size, kv_heads, rank), key.dtype)
+            f"keys[{level}]": ((batch, kv_heads, size, rank), key.dtype)
             for level, (size, rank) in enumerate(zip(own_sizes, own_ranks))
         },
-        "value": ((batch, longest, kv_heads, value.shape[3]), value.dtype),
+        "value": ((batch, kv_heads, longest, value.shape[3]), value.dtype),
     }
     require(
         sum(own_ranks) == head_dim,
@@ -180,7 +182,8 @@ def _write(
 
     def put(old: Array, new: Array, slots: Array) -> Array:
         # Writes to slots past the end are dropped: those of tokens that do not exist and of completed blocks.
-        return old.at[:, jnp.where(positions < end, slots, old.shape[1])].set(new, mode="drop")
+        places = jnp.where(positions < end, slots, old.shape[2])
+        return write_places(old, jnp.swapaxes(new, 1, 2), places, axis=2)
 
     keys = []
     for old, size, own in zip(state.keys, sizes, slices):
@@ -191,17 +194,18 @@ def _write(
 
 def _keys_at_positions(
     state: MlrState, key: Array, sizes: Sequence[int], slices: Sequence[slice]
-) -> Float[Array, "B S K H"]:
+) -> Float[Array, "B K S H"]:
     """The keys of old and new tokens at their positions where the new tokens need them, and undefined elsewhere."""
-    start, longest = state.tokens, state.value.shape[1]
+    start, longest = state.tokens, state.value.shape[2]
     positions = start + jnp.arange(key.shape[1], dtype=jnp.int32)
     levels = []
     for old, size, own in zip(state.keys, sizes, slices):
-        room = jnp.pad(old, [(0, 0), (0, longest), (0, 0), (0, 0)])
+        room = jnp.pad(old, [(0, 0), (0, 0), (0, longest), (0, 0)])
         # The block of the last old token is first in `room`; rolling moves it to its position.
         first = jnp.maximum(start - 1, 0) // size * size
-        rolled = jnp.roll(room, first, axis=1)[:, :longest]
-        levels.append(rolled.at[:, positions].set(key[..., own], mode="drop"))
+        rolled = jnp.roll(room, first, axis=2)[:, :, :longest]
+        new = jnp.swapaxes(key[..., own], 1, 2)
+        levels.append(rolled.at[:, :, positions].set(new, mode="drop"))
     return jnp.concatenate(levels, -1)
 
 
@@ -210,11 +214,11 @@ class _Rows:
 
     def __init__(self, sizes: Sequence[int], slices: Sequence[slice], divide: bool, value: Array):
         self.sizes, self.slices, self.divide, self.value = sizes, slices, divide, value
-        self.columns = jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+        self.columns = jnp.arange(value.shape[2], dtype=jnp.int32)[None, :]
 
     def single(self, query: Array, keys: tuple[Array, ...], position: Array) -> Array:
         """One query, which each level scores against the keys of its current block."""
-        longest = self.value.shape[1]
+        longest = self.value.shape[2]
         grouped = self._group(query)
         scores = jnp.zeros((*grouped.shape[:4], 2 * longest), jnp.float32)
         for level, size, own in zip(keys, self.sizes, self.slices):
@@ -238,11 +242,14 @@ class _Rows:
 
     def _group(self, query: Array) -> Float[Array, "B K G L H"]:
         batch, length, heads, size = query.shape
-        kv_heads = self.value.shape[2]
+        kv_heads = self.value.shape[1]
         return query.reshape(batch, length, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
 
     def _dot(self, query: Array, key: Array) -> Float[Array, "B K G L S"]:
-        return jnp.einsum("bkgth,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
+        # One axis of rows: with two of them the compiler would transpose the keys.
+        rows = query.reshape(*query.shape[:2], -1, query.shape[-1])
+        scores = jnp.einsum("bkrh,bksh->bkrs", rows, key, preferred_element_type=jnp.float32)
+        return scores.reshape(*query.shape[:4], -1)
 
     def _read(self, scores: Array, positions: Array) -> Float[Array, "B L N V"]:
         if self.divide:
@@ -253,5 +260,7 @@ class _Rows:
             scores = scores / jnp.maximum(sum(same[1:], start=same[0]), 1.0)
         seen = (self.columns <= positions)[None, None, None]
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(self.value.dtype)
-        out = jnp.einsum("bkgts,bskv->btkgv", weights, self.value, preferred_element_type=jnp.float32)
+        rows = weights.reshape(*weights.shape[:2], -1, weights.shape[-1])
+        out = jnp.einsum("bkrs,bksv->bkrv", rows, self.value, preferred_element_type=jnp.float32)
+        out = jnp.moveaxis(out.reshape(*weights.shape[:4], -1), 3, 1)
         return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(self.value.dtype)

@@ -228,7 +228,7 @@ class BRLAttention(MechanismLayer):
             history, filled = cache.past.recent(cache.num_tokens) if everything else cache.past.before
 
         def evolve(stream, tokens):
-            return stream(tokens, history, history_lengths=filled[None])
+            return stream(tokens, history, history_lengths=filled[None], sown=False)
 
         def keep(stream, tokens):
             return tokens, cache.key[:, None], cache.value[:, None]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed import sharded
 from brl_jax.attention.compressed.compress import compress, compress_weights
-from brl_jax.attention.compressed.compress_blocks import compress_blocks
+from brl_jax.attention.compressed.compress_blocks import compress_blocks, compress_blocks_weights
 from brl_jax.attention.core.biases import ALiBi, PositionBias, T5Bias, alibi_slopes
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.layers.core.modules import (
@@ -49,8 +49,10 @@ class CompressedStream(nn.Module):
         history_lengths: Any = None,
         source_lengths: Any = None,
         axis_name: str | None = None,
+        sown: bool = True,
     ):
-        """One layer.
+        """One layer. It sows the weights of what it reads into "maps": "compress" (S1 - gamma S2) and "compress_first"
+        (S1 alone), (B, N, M, S) in an encoder and (B, C, N, M, R) in a decoder with R the history's size.
 
         Args:
           tokens: (B, C, M, E), the compressed tokens of C blocks.
@@ -62,6 +64,7 @@ class CompressedStream(nn.Module):
           source_lengths: (B,) ints, in an encoder: the sequences' lengths.
           axis_name: in a decoder, the mesh axis over which the tokens are cut, if they are. The source is then the
             blocks' own tokens.
+          sown: whether it may sow; not inside a conditional.
 
         Returns:
           The compressed tokens for the next layer (B, C, M, E), and their keys and values (B, C, M, N, H).
@@ -70,15 +73,17 @@ class CompressedStream(nn.Module):
         equations = mechanism.formulation == "equations"
         read = tokens
         if source is None and self.is_initializing():
-            self._read(tokens, jnp.zeros((tokens.shape[0], 1, d.d_model), d.dtype), None, None, None, None)
+            empty = jnp.zeros((tokens.shape[0], 1, d.d_model), d.dtype)
+            self._read(tokens, empty, None, None, None, None, False)
         elif source is not None:
-            read = self._read(tokens, source, earlier, history_lengths, source_lengths, axis_name)
+            read = self._read(tokens, source, earlier, history_lengths, source_lengths, axis_name, sown)
             if history_lengths is not None:
                 read = jnp.where(jnp.atleast_2d(history_lengths > 0)[:, :, None, None], read, tokens)
         width = tokens.shape[-1]
-        carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
-        beta = mechanism.beta
-        evolved = (1.0 - beta) * norm(d, name="read_norm", axis="compressed_embed")(read) + beta * carried
+        evolved = norm(d, name="read_norm", axis="compressed_embed")(read)
+        if mechanism.beta:
+            carried = dense(d, width, ("compressed_embed", "compressed_out"), name="carry")(tokens)
+            evolved = (1.0 - mechanism.beta) * evolved + mechanism.beta * carried
         evolved = constrain(jax.nn.relu(evolved) if equations else evolved, COMPRESSED)
         shape = (d.num_heads, d.d_model // d.num_heads)
         key = dense(d, shape, ("compressed_embed", "heads", "head_dim"), name="propagate_key")(evolved)
@@ -90,7 +95,7 @@ class CompressedStream(nn.Module):
             return tokens, key, value
         return evolved, key, value
 
-    def _read(self, tokens, source, earlier, history_lengths, source_lengths, axis_name):
+    def _read(self, tokens, source, earlier, history_lengths, source_lengths, axis_name, sown):
         """F_comp (eqs. 11, 12): (B, C, M, E)."""
         mechanism, d = self.mechanism, self.dimensions
         count, width = tokens.shape[2:]
@@ -127,7 +132,9 @@ class CompressedStream(nn.Module):
         else:
             if bias is not None:
                 bias = bias(jnp.full((count,), mechanism.history), jnp.arange(mechanism.history))
-            out = self._read_histories(query, read, before, gamma, bias, history_lengths, axis_name, static)
+            out = self._read_histories(
+                query, read, before, gamma, bias, history_lengths, axis_name, static, sown
+            )
         out = head_norm(d, name="compress_norm")(out)
         return constrain(rearrange(out, "b c m n h -> b c m (n h)"), COMPRESSED)
 
@@ -157,17 +164,17 @@ class CompressedStream(nn.Module):
             bias = jax.vmap(lambda places: bias(places, tokens_at))(spread(count, length, lengths))
         if maps_wanted(self):
             mask = None if lengths is None else jnp.arange(length)[None] < lengths[:, None]
-            weights = compress_weights(
+            weigh = functools.partial(
+                compress_weights,
                 query,
                 read["key"],
-                read.get("contrast_key"),
                 gamma=gamma,
                 scale=static["scale"],
                 score=static["score"],
                 bias=bias,
                 mask=None if mask is None else mask[:, None, None],
             )
-            self.sow("maps", "compress", weights)
+            self._sow(weigh, read)
         axis = sequence_axis(length)
         tokens = None if axis is None else "length"
         rows = None if bias is None or bias.shape[0] == 1 else "batch"
@@ -181,7 +188,11 @@ class CompressedStream(nn.Module):
             key_value_seq_lengths=(lengths, ("batch",)),
         )
 
-    def _read_histories(self, query, read, before, gamma, bias, lengths, axis_name, static):
+    def _sow(self, weigh, read):
+        self.sow("maps", "compress", weigh(read.get("contrast_key")))
+        self.sow("maps", "compress_first", weigh(None))
+
+    def _read_histories(self, query, read, before, gamma, bias, lengths, axis_name, static, sown):
         """`_read` in a decoder: each block reads the tokens before it."""
         mechanism = self.mechanism
         block, size = mechanism.block, mechanism.history
@@ -191,6 +202,20 @@ class CompressedStream(nn.Module):
             room = ((0, 0), (missing, 0), (0, 0), (0, 0))
             read = {name: jnp.pad(array, room) for name, array in read.items()}
             function = compress_blocks
+            if sown and maps_wanted(self):
+                weigh = functools.partial(
+                    compress_blocks_weights,
+                    query,
+                    read["key"],
+                    gamma=gamma,
+                    block_size=block,
+                    history_size=size,
+                    history_lengths=lengths,
+                    scale=static["scale"],
+                    score=static["score"],
+                    bias=bias,
+                )
+                self._sow(weigh, read)
         else:
             function = functools.partial(sharded.compress_blocks, axis_name=axis_name)
         before = {f"earlier_{name}": array for name, array in before.items()}

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.in_place import write_places
 
 
 class KeyValueCache(NamedTuple):
     """Keys and values of all tokens so far, each at its position, with room for later ones.
 
+    The arrays have the heads before the tokens: that is the order of the products with a new token's query, for which
+    the compiler would otherwise transpose the whole cache at every token.
+
     Attributes:
-      key: (B, S, K, F), for sequences of up to S tokens; F is the head dimension or a number of features.
-      value: (B, S, K, V).
+      keys: (B, K, S, F), for sequences of up to S tokens; F is the head dimension or a number of features.
+      values: (B, K, S, V).
       num_tokens: () int32, how many tokens there are so far.
     """
 
-    key: Float[Array, "B S K F"]
-    value: Float[Array, "B S K V"]
+    keys: Float[Array, "B K S F"]
+    values: Float[Array, "B K S V"]
     num_tokens: Int[Array, ""]
+
+    @property
+    def key(self) -> Float[Array, "B S K F"]:
+        """The keys as attention functions take them."""
+        return jnp.swapaxes(self.keys, 1, 2)
+
+    @property
+    def value(self) -> Float[Array, "B S K V"]:
+        """The values as attention functions take them."""
+        return jnp.swapaxes(self.values, 1, 2)
 
     @classmethod
     def empty(cls, key_shape: tuple[int, ...], value_shape: tuple[int, ...], dtype: Any) -> KeyValueCache:
         """A cache without tokens, from the shapes (B, S, K, F) and (B, S, K, V)."""
-        return cls(jnp.zeros(key_shape, dtype), jnp.zeros(value_shape, dtype), jnp.zeros((), jnp.int32))
+        keys, values = (
+            jnp.zeros((batch, heads, length, size), dtype)
+            for batch, length, heads, size in (key_shape, value_shape)
+        )
+        return cls(keys, values, jnp.zeros((), jnp.int32))
 
     def append(
         self, key: Float[Array, "B T K F"], value: Float[Array, "B T K V"], count: Any = None
@@ -39,8 +57,8 @@ class KeyValueCache(NamedTuple):
         """
         start, length = self.num_tokens, key.shape[1]
         return KeyValueCache(
-            write_tokens(self.key, key, start, count),
-            write_tokens(self.value, value, start, count),
+            write_tokens(self.keys, jnp.swapaxes(key, 1, 2), start, count, axis=2),
+            write_tokens(self.values, jnp.swapaxes(value, 1, 2), start, count, axis=2),
             start + (length if count is None else count),
         )
 
@@ -76,15 +94,20 @@ class StateCache(NamedTuple):
 
 
 def write_tokens(
-    array: Float[Array, "B S ..."], new: Float[Array, "B T ..."], start: Any, count: Any = None
-) -> Float[Array, "B S ..."]:
-    """`array` with `new` at the positions from `start` on. Of the new tokens only the first `count` exist (None: all);
-    the others, and those beyond the array's end, are written nowhere.
+    array: Float[Array, "B *S"],
+    new: Float[Array, "B *T"],
+    start: Any,
+    count: Any = None,
+    *,
+    axis: Literal[1, 2] = 1,
+) -> Float[Array, "B *S"]:
+    """`array` with `new` at the positions from `start` on, along `axis`. Of the new tokens only the first `count` exist
+    (None: all); the others, and those beyond the array's end, are written nowhere.
 
     Raises:
       ValueError: more tokens than there is room for, as far as that is known while tracing.
     """
-    room, length = array.shape[1], new.shape[1]
+    room, length = array.shape[axis], new.shape[axis]
     present = 0 if isinstance(start, jax.core.Tracer) else int(start)
     require(
         count is not None or present + length <= room,
@@ -93,7 +116,7 @@ def write_tokens(
     )
     numbers = jnp.arange(length, dtype=jnp.int32)
     places = start + numbers if count is None else jnp.where(numbers < count, start + numbers, room)
-    return array.at[:, places].set(new, mode="drop")
+    return write_places(array, new, places, axis=axis)
 
 
 def slide(

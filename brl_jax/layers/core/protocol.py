@@ -234,6 +234,11 @@ class Mechanism:
         `CacheOwner.summary`."""
         return 0
 
+    def for_training(self, length: int) -> Mechanism:
+        """This mechanism with the settings that follow the training length fixed at rows of `length` tokens, so that
+        generation uses the same ones."""
+        return self
+
     def check_stretches(self, length: int, devices: int) -> None:
         """Raises ValueError if `devices` cannot share rows of `length` tokens, a multiple of their number."""
 

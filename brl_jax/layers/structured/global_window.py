@@ -108,9 +108,11 @@ class GlobalWindowAttention(AttentionLayer):
         first = m.parts(d.head_dim)[0]
         batch, length = query.shape[:2]
         cache, start, reach = call.cache, call.start, call.cache.window_key.shape[1]
+        # Written before anything reads the values: else XLA copies them.
+        past = cache.past.append(key[..., :first], value, call.count)
         # Values of the window. Those of places before the first token are any values: no query sees them.
         recent = jnp.maximum(start - reach + jnp.arange(reach, dtype=jnp.int32), 0)
-        near_value = jnp.take(cache.past.value, recent, axis=1)
+        near_value = jnp.swapaxes(jnp.take(past.values, recent, axis=2), 1, 2)
         near_key, window_key = slide(cache.window_key, key[..., first:], call.num_new(length))
         near = window_part(
             query[..., first:],
@@ -123,7 +125,6 @@ class GlobalWindowAttention(AttentionLayer):
             query_offset=reach,
             implementation=d.implementation,
         )
-        past = cache.past.append(key[..., :first], value, call.count)
         everywhere = feature_attention(
             query[..., :first] * jnp.asarray(scale[0], query.dtype),
             past.key,

@@ -29,9 +29,10 @@ class MLRConfig(Mechanism):
     ranks: tuple[int, ...] | None = None
     """Features of each level, from the coarsest to the finest; they sum to the head dimension. None for 8/16, 2/16,
     2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves where it is not a multiple of 16."""
-    context: int | None = 1024
+    context: int | None = None
     """Training context T: level l has blocks of T / 2^(l-1) tokens, except that the first level is always one block
-    over the whole sequence. None for sizes that grow with the sequence: T is its length, in generation the cache's."""
+    over the whole sequence. None for sizes that follow the sequence: T is its length, in generation the cache's.
+    Training a language model sets it to the length of its rows (`Mechanism.for_training`)."""
     block_sizes: tuple[int | None, ...] | None = None
     """Tokens of a block of each level instead of those that `context` gives, each a multiple of the next; a level with
     None has one block over the whole sequence."""
@@ -73,6 +74,11 @@ class MLRConfig(Mechanism):
             sizes = doubling_block_sizes(length if self.context is None else self.context, len(ranks))
         return {"ranks": ranks, "block_sizes": sizes}
 
+    def for_training(self, length: int) -> MLRConfig:
+        # Blocks of other sizes in generation would be another network.
+        free = self.context is None and self.block_sizes is None
+        return dataclasses.replace(self, context=length) if free else self
+
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return MLRAttention(self, dimensions, **kwargs)
 
@@ -108,5 +114,5 @@ class MLRAttention(AttentionLayer):
         return mlr_attention(query, key, value, **self.options(key.shape[1]), **options)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, MlrState]:
-        options = self.options(call.cache.value.shape[1])
+        options = self.options(call.cache.value.shape[2])
         return mlr_attention_step(query, key, value, call.cache, **options, count=call.count)

@@ -439,8 +439,13 @@ def test_memory_grows_linearly(name, schedule):
 
 def test_largest_array_sees_one_of_all_pairs():
     """Negative control for the test above."""
+
+    def attend(query, key, value):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
     shape = jax.ShapeDtypeStruct((1, 4096, 1, 16), jnp.float32)
-    assert largest_array(jax.jit(full_attention).lower(*[shape] * 3).compile().as_text()) >= 4096**2
+    assert largest_array(jax.jit(attend).lower(*[shape] * 3).compile().as_text()) >= 4096**2
 
 
 @pytest.mark.parametrize(("platform", "loops"), [("cpu", True), ("tpu", False), ("cuda", False)])

@@ -62,7 +62,7 @@ def test_cache_is_as_large_as_the_formula_says():
     numbers = sum(keys.size for keys in state.keys)
     assert numbers == 3 * 2 * sum(r * length // 2**level for level, r in enumerate(ranks))
     assert 4 * numbers == pytest.approx(3 * 2 * 64 * length, rel=0.01)
-    assert state.value.shape == (3, length, 2, 64)
+    assert state.value.shape == (3, 2, length, 64)
 
 
 def test_bad_arguments():
@@ -77,7 +77,7 @@ def test_bad_arguments():
         ValueError, match="state must be made for the head_dim 4, got one whose ranks sum to 8"
     ):
         mlr_attention_step(query[..., :4], key[..., :4], value, state)
-    with pytest.raises(ValueError, match=r"state.keys\[0\] must be float32 of shape \(1, 20, 2, 4\), got"):
+    with pytest.raises(ValueError, match=r"state.keys\[0\] must be float32 of shape \(1, 2, 20, 4\), got"):
         mlr_attention_step(query[:1], key[:1], value[:1], state)
     with pytest.raises(ValueError, match="state must be an MlrState from init_mlr_state, got NoneType"):
         mlr_attention_step(query, key, value, None)

@@ -1,0 +1,308 @@
+"""Continuous batching: requests of any lengths share a batch of slots, and a slot is refilled when its request ends."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from brl_jax.attention.core.checks import require
+from brl_jax.decoding import (
+    PREFILL,
+    absorb,
+    check_model,
+    check_rows,
+    check_sampling,
+    check_stop_tokens,
+    is_int,
+    prefill,
+    sample,
+)
+
+
+class Request(NamedTuple):
+    """A prompt to continue.
+
+    Attributes:
+      prompt: its tokens, at least one.
+      max_tokens: how many tokens to add at most, at least 1.
+      id: anything by which the caller knows the request.
+    """
+
+    prompt: Sequence[int] | Int[np.ndarray, " P"]
+    max_tokens: int
+    id: Any = None
+
+
+class Completion(NamedTuple):
+    """What a request has become.
+
+    Attributes:
+      request: the request.
+      tokens: (L,) int32, the new tokens, the last of which may be a stop token.
+      finish_reason: "stop" if a stop token ended it, "length" if it reached its `max_tokens`.
+    """
+
+    request: Request
+    tokens: Int[np.ndarray, " L"]
+    finish_reason: Literal["stop", "length"]
+
+
+def generate_requests(
+    model: nn.Module,
+    variables: Any,
+    requests: Iterable[Request],
+    *,
+    slots: int = 8,
+    length: int | None = None,
+    rng: Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    numbers: Iterable[int] | None = None,
+    every: int = 32,
+) -> Iterator[Completion]:
+    """Continues requests of any lengths in a batch of fixed shape (continuous batching). They come as they end::
+
+        requests = [Request([1, 2, 3], max_tokens=20), Request([4], max_tokens=5)]
+        for request, tokens, _ in generate_requests(
+            model, variables, requests, temperature=0
+        ):
+            print(request.prompt, tokens)
+
+    Each slot of the batch decodes a request at its own position. When one ends, the next prompt is read into its slot,
+    while the other slots keep what they have. A request gets the tokens that it would get alone, up to the rounding of
+    a batch: with sampling, its random key depends on its number among the requests and not on its slot.
+
+    Every row takes both branches of what a mechanism computes only now and then (`lax.cond`): TLinFormer's misses,
+    BSBR's retrieval and the compressed tokens of BRL cost their time at every token here, and once a window, chunk or
+    block in `generate`, whose rows are at one position.
+
+    Args:
+      model, variables, temperature, top_k, top_p, stop_tokens: as for `generate`; a decoder without an encoder.
+      requests: read as slots become free, where `length` is given.
+      slots: requests that decode at the same time.
+      length: room of a slot: the largest number of tokens of a prompt and what follows it. None reads all requests
+        first and takes the largest they need.
+      rng: random key; needed unless temperature is 0.
+      numbers: by which a request's random key is made, one for each request; by default their order, from 0.
+      every: steps in a call of the compiled program at most; it returns early when a request ends.
+
+    Yields:
+      A `Completion` for each request.
+
+    Raises:
+      ValueError: as `generate`, for `slots`, `length` or `every` below 1, and for a request that does not fit. Those of
+        a request come when it is read, the others at the call.
+    """
+    check_model(model, variables)
+    require(not hasattr(model, "encode"), f"model must be a decoder alone, got {type(model).__name__}")
+    for name, value in (("slots", slots), ("every", every), ("length", 1 if length is None else length)):
+        require(is_int(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
+    check_sampling(1, rng, temperature, top_k, top_p)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    stops = check_stop_tokens(stop_tokens, vocabulary)
+    numbered: Iterator[tuple[int, Request]] = (
+        enumerate(requests) if numbers is None else zip(numbers, requests, strict=True)
+    )
+    if length is None:
+        known = [(number, _checked(number, request, vocabulary)) for number, request in numbered]
+        length = max((len(request.prompt) + request.max_tokens for _, request in known), default=1)
+        numbered = iter(known)
+    rng = jax.random.key(0) if rng is None else rng
+    settings = _Settings(jnp.float32(temperature), jnp.asarray(stops, jnp.int32))
+    choice = {"greedy": temperature == 0, "top_k": top_k, "top_p": top_p}
+    return _Batch(model, variables, int(length), vocabulary, rng, settings, choice).run(
+        numbered, int(slots), int(every)
+    )
+
+
+class _Slots(NamedTuple):
+    """What a step changes; every array has the slots as its first axis.
+
+    Attributes:
+      cache: one decoding cache of a single row for each slot.
+      logits: (B, V), of the next token.
+      keys: (B,) random keys, of the requests.
+      tokens: (B, L), the new tokens.
+      count: (B,), how many there are. most: (B,), how many there may be.
+      active: (B,), whether the slot has a request that goes on.
+      stopped: (B,), whether its last token is a stop token.
+    """
+
+    cache: Any
+    logits: Any
+    keys: Any
+    tokens: Any
+    count: Any
+    most: Any
+    active: Any
+    stopped: Any
+
+
+class _Settings(NamedTuple):
+    """What stays the same over the steps, as arrays."""
+
+    temperature: Any
+    stop_tokens: Any
+
+
+class _Batch(NamedTuple):
+    """The arguments of all requests."""
+
+    model: Any
+    variables: Any
+    length: int
+    vocabulary: int | None
+    rng: Any
+    settings: _Settings
+    choice: dict[str, Any]
+
+    def run(self, numbered: Iterator[tuple[int, Request]], slots: int, every: int) -> Iterator[Completion]:
+        """The completions, in the order in which they end."""
+        state = None
+        owners: list[Request | None] = [None] * slots
+        while True:
+            for slot in (i for i, owner in enumerate(owners) if owner is None):
+                number, request = next(numbered, (0, None))
+                if request is None:
+                    break
+                request = _checked(number, request, self.vocabulary, self.length)
+                logits, cache = self._read(np.asarray(request.prompt, np.int32)[None])
+                if state is None:
+                    state = self._empty(slots, logits, cache)
+                key = jax.random.fold_in(self.rng, number)
+                state = _insert(state, jnp.int32(slot), cache, logits, key, jnp.int32(request.max_tokens))
+                owners[slot] = request
+            if state is None or all(owner is None for owner in owners):
+                return
+            state = _advance(
+                self.model, self.variables, state, self.settings, jnp.int32(every), **self.choice
+            )
+            active, stopped, count = jax.device_get((state.active, state.stopped, state.count))
+            for slot, owner in enumerate(owners):
+                if owner is not None and not active[slot]:
+                    tokens = np.asarray(state.tokens[slot])[: count[slot]]
+                    owners[slot] = None
+                    yield Completion(owner, tokens, "stop" if stopped[slot] else "length")
+
+    def _read(self, prompt: Int[np.ndarray, "1 P"]) -> tuple[Array, Any]:
+        """The next token's logits (1, V) after a prompt, and the cache with it.
+
+        A prompt is read in pieces whose lengths are powers of two, so that prompts of all lengths run a few programs,
+        and no mechanism needs to know of padding.
+        """
+        length = prompt.shape[1]
+        cache = self.model.init_cache(1, self.length)
+        absorbed = self.model.absorbable(length)
+        for start in range(0, absorbed, PREFILL):
+            cache = absorb(
+                self.model, self.variables, prompt[:, start : min(start + PREFILL, absorbed)], cache
+            )
+        logits, start = None, absorbed
+        while start < length:
+            size = min(PREFILL, 1 << (length - start).bit_length() - 1)
+            logits, cache = prefill(self.model, self.variables, prompt[:, start : start + size], cache)
+            start += size
+        assert logits is not None
+        return logits, cache
+
+    def _empty(self, slots: int, logits: Array, cache: Any) -> _Slots:
+        """Slots without requests, for caches and logits like these of one row."""
+        keys = jnp.broadcast_to(self.rng, (slots, *self.rng.shape))
+        return _Slots(
+            cache=jax.tree.map(lambda a: jnp.zeros((slots, *a.shape), a.dtype), cache),
+            logits=jnp.zeros((slots, logits.shape[1]), logits.dtype),
+            keys=keys,
+            tokens=jnp.zeros((slots, self.length), jnp.int32),
+            count=jnp.zeros((slots,), jnp.int32),
+            most=jnp.zeros((slots,), jnp.int32),
+            active=jnp.zeros((slots,), bool),
+            stopped=jnp.zeros((slots,), bool),
+        )
+
+
+def _checked(number: int, request: Any, vocabulary: int | None, length: int | None = None) -> Request:
+    """A request whose prompt and length are right; errors name its number."""
+    require(
+        isinstance(request, Request), f"requests[{number}] must be a Request, got {type(request).__name__}"
+    )
+    prompt = np.asarray(request.prompt)
+    check_rows(f"requests[{number}].prompt", prompt[None], None, vocabulary)
+    most = request.max_tokens
+    require(
+        is_int(most) and most >= 1,
+        f"requests[{number}].max_tokens must be an integer of at least 1, got {most!r}",
+    )
+    total = len(prompt) + most
+    require(
+        length is None or total <= length,
+        f"requests[{number}] must fit into length={length} tokens, got a prompt of {len(prompt)} and {most} more",
+    )
+    return request
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(state: _Slots, slot, cache, logits, key, most) -> _Slots:
+    """The slots with a new request in one of them."""
+
+    def put(array, own):
+        return jax.lax.dynamic_update_index_in_dim(array, own.astype(array.dtype), slot, 0)
+
+    return state._replace(
+        cache=jax.tree.map(put, state.cache, cache),
+        logits=put(state.logits, logits[0]),
+        keys=state.keys.at[slot].set(key),
+        count=state.count.at[slot].set(0),
+        most=state.most.at[slot].set(most),
+        active=state.active.at[slot].set(True),
+        stopped=state.stopped.at[slot].set(False),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("greedy", "top_k", "top_p"), donate_argnames="state"
+)
+def _advance(model, variables, state: _Slots, settings: _Settings, most, *, greedy, top_k, top_p) -> _Slots:
+    """The slots after `most` steps, or as soon as a request has ended."""
+    before = state.active
+
+    def goes_on(loop):
+        steps, state = loop
+        return (steps < most) & (state.active == before).all()
+
+    def one(token, cache):
+        logits, cache = model.apply(variables, token[None, None], cache=cache)
+        return logits[0, 0], cache
+
+    def draw(key, count, logits):
+        key = jax.random.fold_in(key, count)
+        return sample(key, logits[None] / settings.temperature, top_k=top_k, top_p=top_p)[0]
+
+    def step(loop):
+        steps, state = loop
+        if greedy:
+            sampled = jnp.argmax(state.logits, axis=-1).astype(jnp.int32)
+        else:
+            sampled = jax.vmap(draw)(state.keys, state.count, state.logits)
+        token = jnp.where(state.active, sampled, 0)
+        logits, cache = jax.vmap(one)(token, state.cache)
+        places = jnp.where(state.active, state.count, state.tokens.shape[1])
+        tokens = state.tokens.at[jnp.arange(len(token)), places].set(token, mode="drop")
+        count = state.count + state.active.astype(jnp.int32)
+        stops = state.active & (token[:, None] == settings.stop_tokens[None]).any(axis=1)
+        active = state.active & ~stops & (count < state.most)
+        stopped = jnp.where(state.active, stops, state.stopped)
+        state = state._replace(
+            cache=cache, logits=logits, tokens=tokens, count=count, active=active, stopped=stopped
+        )
+        return steps + 1, state
+
+    return jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
