@@ -2,7 +2,9 @@
 
 Reads what `train.lm --log_gradient_std True` wrote to metrics.jsonl: the relative standard deviation of the
 gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2; defined in train/moments.py). Prints a
-JSON object a run, with the values at its last step, and draws how they developed.
+JSON object a run, with the values at its last step, and draws how they developed. In a short run the first steps, whose
+gradients are several times as large as all later ones, decide that number: with --after N it also prints
+`grad_rsd_after`, that of the whole gradient's norm over the steps after N.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from etils import epath
 from matplotlib.figure import Figure
 
+from brl_jax.attention.core.checks import check_at_least
 from eval.plotting import legend_outside, line_styles, report
 from train.config import parse_options
 from train.errors import UserError, command
@@ -36,12 +40,15 @@ class GradientStdOptions:
 
     workdir: tuple[str, ...] = ("runs/small",)
     """Folders of the runs; each becomes a curve."""
+    after: int = 0
+    """Also give the relative standard deviation over the steps after this one; 0: only that over all steps."""
     picture: str | None = None
     """File to draw the curves in (PNG)."""
 
     def __post_init__(self):
         if not self.workdir:
             raise ValueError("workdir must be one or more folders, got none")
+        check_at_least(self, "after", least=0)
 
 
 def read_curves(workdir: str) -> dict[str, list[float]]:
@@ -60,13 +67,23 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
     lines = [line for line in lines if "grad_rsd" in line]
     if not lines:
         raise UserError(f"--workdir: {workdir} was trained without --log_gradient_std True")
-    return {name: [line[name] for line in lines] for name in ("step", *_TITLES)}
+    return {name: [line[name] for line in lines] for name in ("step", "grad_norm", *_TITLES)}
 
 
-def last_values(workdir: str) -> dict[str, Any]:
-    """The JSON object of one run: the values at its last step."""
+def last_values(workdir: str, after: int = 0) -> dict[str, Any]:
+    """The JSON object of one run: the values at its last step, and with `after` that over the steps after it.
+
+    Raises:
+      UserError: there is no run, it did not log them, or it has no step after `after`.
+    """
     _, config = read_config([LM], epath.Path(workdir) / "config.json")
-    last = {name: values[-1] for name, values in read_curves(workdir).items()}
+    curves = read_curves(workdir)
+    last = {name: curves[name][-1] for name in ("step", *_TITLES)}
+    if after:
+        norms = np.array([norm for step, norm in zip(curves["step"], curves["grad_norm"]) if step > after])
+        if not norms.size:
+            raise UserError(f"--after: {workdir} ends at step {last['step']}, got {after}")
+        last["grad_rsd_after"] = float(norms.std() / norms.mean())
     return {"workdir": workdir, "mechanism": mechanism_names(config.model), **last}
 
 
@@ -101,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m eval.gradient_std",
         about="How much the gradients of runs varied.",
     )
-    report(map(last_values, options.workdir), draw, options.picture)
+    report((last_values(folder, options.after) for folder in options.workdir), draw, options.picture)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from matplotlib.figure import Figure
 from brl_jax.models.stack import Stack
 from eval.plotting import legend_outside, line_styles, plain_log_axis, report
 from eval.reach import window_reach
-from eval.runs import Run, open_run
+from eval.runs import first_rows, open_run
 from train.config import parse_options
 from train.errors import UserError, command
 from train.step import Objective
@@ -181,24 +181,6 @@ def by_distance(
     return ranges, farthest
 
 
-def _rows(run: Run, options: JacobianOptions) -> dict[str, Any]:
-    """The first sequences of a split that have a weight, as one batch of the objective."""
-    data = run.task.load(run.config, (options.split,))
-    found: list[dict[str, np.ndarray]] = []
-    shape: Any = None
-    for batch in run.task.held_out(run.config, data, options.split):
-        arrays = {name: np.asarray(batch[name]) for name in run.task.batch_shapes(run.config, 1)}
-        shapes = {name: array.shape[1:] for name, array in arrays.items()}
-        shape = shapes if shape is None else shape
-        weights = arrays["weights"].reshape(len(arrays["weights"]), -1).max(axis=1)
-        if shapes == shape:
-            found.extend({n: a[i] for n, a in arrays.items()} for i in np.flatnonzero(weights > 0))
-        if len(found) >= options.sequences:
-            break
-    chosen = found[: options.sequences]
-    return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
-
-
 def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
     """The JSON object of one run.
 
@@ -207,7 +189,7 @@ def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
     """
     run = open_run(list(TASKS.values()), workdir, options.checkpoint)
     objective = run.task.objective(run.model, run.config)
-    batch = _rows(run, options)
+    batch = first_rows(run, options.split, options.sequences)
     shape = jax.eval_shape(lambda: stack_io(objective, run.params, batch, None)[0]).shape
     lengths = np.full(shape[0], shape[1])
     if "lengths" in batch:

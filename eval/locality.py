@@ -110,10 +110,10 @@ def area(ratios: Sequence[float], score: Sequence[float]) -> float:
     return float(np.trapezoid(y, x))
 
 
-def layer_weights(config: DecoderConfig, maps: Any) -> dict[int, list[Array]]:
-    """The "weights" that each layer's mechanism (or both that share it) has sown into `maps`, by the layer's number.
+def layer_weights(config: DecoderConfig, maps: Any, name: str = "weights") -> dict[int, list[Array]]:
+    """What each layer's mechanism (or both that share it) has sown into `maps` as `name`, by the layer's number.
 
-    Each is (B, N, T, T).
+    Each array of "weights" is (B, N, T, T).
     """
     found: dict[int, list[Array]] = {}
     first = 0
@@ -121,7 +121,7 @@ def layer_weights(config: DecoderConfig, maps: Any) -> dict[int, list[Array]]:
         for j in range(len(period)):
             block = maps.get("stack", {}).get(f"layers_{i}", {}).get(f"block_{j}", {})
             leaves = jax.tree_util.tree_flatten_with_path(block)[0]
-            sown = [leaf for path, leaf in leaves if jax.tree_util.DictKey("weights") in path]
+            sown = [leaf for path, leaf in leaves if jax.tree_util.DictKey(name) in path]
             for repeat in range(repeats if sown else 0):
                 found[first + repeat * len(period) + j] = [leaf[repeat] for leaf in sown]
         first += repeats * len(period)

@@ -36,23 +36,24 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     """
     bodies, entry = computations(hlo)
     totals: dict[str, float] = collections.defaultdict(float)
-    # An operation that overlaps with several computations appears in each of them, under the same numbers.
-    seen: set[tuple[Any, ...]] = set()
+    # An operation that overlaps with several computations appears in each of them, under the same numbers. Where some
+    # of them are in a loop it is still one operation, which is under way during the loop: its fewest runs count.
+    overlapping: dict[tuple[str, ...], tuple[int, str, float]] = {}
 
     def walk(name: str, times: int) -> None:
         for line in bodies.get(name, ()):
             kind = re.search(r"= (.*?) (" + "|".join(_KINDS) + r")(-start)?\(", line)
-            chain = re.search(r'channel_id=(\d+).*chain_id="(\d+)"', line)
-            mark = None if chain is None else (*chain.groups(), times)
-            if kind is not None and mark not in seen:
-                if mark is not None:
-                    seen.add(mark)
+            if kind is not None:
                 shapes, what, start = kind.groups()
                 scattered = what == "all-reduce" and name.startswith("all-reduce-scatter")
                 what = "reduce-scatter" if scattered else what
-                totals[what] += times * _received(
-                    what, _result_bytes(shapes, what, bool(start)), line, scattered
-                )
+                received = _received(what, _result_bytes(shapes, what, bool(start)), line, scattered)
+                chain = re.search(r'channel_id=(\d+).*chain_id="(\d+)"', line)
+                if chain is None:
+                    totals[what] += times * received
+                else:
+                    before = overlapping.get(chain.groups(), (times, what, received))
+                    overlapping[chain.groups()] = min(before, (times, what, received))
             if " while(" in line:
                 [condition], [body] = (
                     re.findall(rf"{part}=%?([\w.-]+)", line) for part in ("condition", "body")
@@ -66,6 +67,8 @@ def collective_bytes(hlo: str) -> dict[str, float]:
                         walk(callee.lstrip("%"), times)
 
     walk(entry, 1)
+    for times, what, received in overlapping.values():
+        totals[what] += times * received
     return dict(totals)
 
 

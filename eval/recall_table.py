@@ -17,9 +17,12 @@ _LATE = "model.late_mechanism"
 
 
 def _network(settings: Mapping[str, Any]) -> str:
-    """The mechanisms of a network's layers, joined by + in a hybrid."""
+    """The mechanisms of a network's layers, joined by + in a hybrid, and patterns other than sliding windows."""
     late = settings.get(f"{_LATE}.name")
-    return settings[_NAME] if late is None else f"{settings[_NAME]} + {late}"
+    name = settings[_NAME] if late is None else f"{settings[_NAME]} + {late}"
+    parts = ("model.encoder_mechanism", "model.mechanism", _LATE)
+    patterns = {settings.get(f"{part}.pattern", "sliding") for part in parts} - {"sliding"}
+    return " ".join([name, *(f"({pattern.replace('_', ' ')})" for pattern in sorted(patterns))])
 
 
 def _is_hybrid(result: Result) -> bool:
@@ -147,7 +150,7 @@ def draw(results: Sequence[Result]) -> Figure:
         where="post",
         color="#999999",
         linewidth=1,
-        label="the best with so many bytes",
+        label="the best with at most these bytes",
         zorder=0,
     )
     for name, text, dashes in (

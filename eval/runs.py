@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from etils import epath
 
 from train.checkpoint import Checkpoints
@@ -64,3 +65,22 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
 
     step, params = checkpoints.read_params(task.objective(model, config).init, checkpoint, explain=explain)
     return Run(task, config, model, params, step)
+
+
+def first_rows(run: Run, split: str, sequences: int) -> dict[str, np.ndarray]:
+    """The first `sequences` rows of a split that have a weight and are of one length, as a batch of the objective."""
+    data = run.task.load(run.config, (split,))
+    found: list[dict[str, np.ndarray]] = []
+    shape: Any = None
+    for batch in run.task.held_out(run.config, data, split):
+        arrays = {name: np.asarray(batch[name]) for name in run.task.batch_shapes(run.config, 1)}
+        shapes = {name: array.shape[1:] for name, array in arrays.items()}
+        shape = shapes if shape is None else shape
+        weights = np.asarray(batch["weights"])
+        weights = weights.reshape(len(weights), -1).max(axis=1)
+        if shapes == shape:
+            found.extend({n: a[i] for n, a in arrays.items()} for i in np.flatnonzero(weights > 0))
+        if len(found) >= sequences:
+            break
+    chosen = found[:sequences]
+    return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}

@@ -56,6 +56,8 @@ class CompileOptions:
     """Keys that a query sees; without any, local attention is left out."""
     compressed: tuple[int, ...] = (64, 128, 256)
     """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
+    recurrences: bool = True
+    """Whether linear attention and the gated delta rule are compiled."""
     heads: int = 8
     """Heads of query, key and value."""
     head_dims: tuple[int, ...] = (128, 64)
@@ -77,6 +79,17 @@ def _blocks(length: int, window: int, chip: str) -> Callable:
     return functools.partial(
         tpu.block_attention, key_blocks=rows, block_q=size, block_k=size, mask=mask, chip=chip
     )
+
+
+def _recurrence(chip: str, delta: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Sums of products, or the gated delta rule with gates made of the keys."""
+    heads, size = key.shape[2:]
+    state = jnp.zeros((key.shape[0], heads, size, size))
+    factors = tpu.Factors()
+    if delta:
+        gate = jax.nn.sigmoid(key[..., 0].astype(jnp.float32))
+        factors = tpu.Factors(gate, gate, -gate, gate, gate[:, :: tpu.CHUNK])
+    return tpu.recurrence(query, key, value, state, None, factors, chip=chip).total.astype(query.dtype)
 
 
 def cases(
@@ -105,6 +118,9 @@ def cases(
         )
         many = (1, length // size, tokens, heads, head_dim)
         yield f"compress_blocks {tokens}", read, [many, long, long, long]
+    if options.recurrences:
+        yield "linear", functools.partial(_recurrence, chip, False), [long] * 3
+        yield "gated delta", functools.partial(_recurrence, chip, True), [long] * 3
 
 
 def temporary_bytes(function: Callable, shapes: Sequence[tuple[int, ...]], device: Any) -> int:

@@ -5,7 +5,9 @@ to files (a bundle takes about one cycle). The cost of a kernel is the number of
 number of grid steps. The table compares sliding-window attention and, with --full, full causal attention with JAX's
 splash attention at its best block sizes, and compress and propagate with the same functions in jax.numpy, whose cost is
 that of their fusions and copies: the bundles in one pass of an instruction's outer loop times the passes
-(`iteration_bounds`), where deeper loops count once.
+(`iteration_bounds`), where deeper loops count once. Linear attention and the gated delta rule are compared with their
+walk over chunks through XLA, whose loop counts as many times as there are chunks; the instructions around the kernels
+count there as well.
 Only issue slots are counted: a kernel that waits for memory is slower than its cost suggests, so the bytes that the
 block specs fetch are counted as well, except where those read scalars.
 
@@ -36,8 +38,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
+from brl_jax.attention.recurrent.delta import gated_delta_rule
+from brl_jax.attention.recurrent.linear import linear_attention
+from brl_jax.attention.recurrent.tpu import Walked, walk
+from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
+from brl_jax.attention.sorting.selected import selected_attention
 from eval.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from pallas_kernels import tpu
 from train.config import parse_options
@@ -59,6 +67,10 @@ class ScheduleOptions:
     """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
     full: bool = False
     """Compile full causal attention."""
+    chosen: bool = False
+    """Compile the attention to chosen blocks of native sparse attention, a key head for every four heads."""
+    recurrences: tuple[str, ...] = ("linear", "gated delta")
+    """Recurrences to compile; without any, they are left out."""
     length: int = 16384
     """Sequence length in tokens."""
     heads: int = 8
@@ -74,6 +86,8 @@ class ScheduleOptions:
         check_chips(self.chips)
         check_at_least(self, "length", "heads", "head_dim")
         check_sizes(self, "windows", "compressed", "splash_blocks")
+        for name in self.recurrences:
+            check_choice("recurrences", name, tuple(_RECURRENCES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +99,8 @@ class ScheduleCase:
     build: Callable[..., tuple[Callable, tuple]]
     splash_blocks: tuple[int, int] | None = None
     window: int | None = None
+    trips: int | None = None
+    """How often its own loops run, where the instructions around kernels count too."""
 
 
 def _window(options: ScheduleOptions, chip: str | None, shape, *, window: int, backward: bool):
@@ -202,6 +218,86 @@ def _compressed(
     return run, tuple(flat)
 
 
+def _chosen(options: ScheduleOptions, chip: str | None, shape, *, backward: bool, pallas: bool) -> Any:
+    sizes, heads = DEFAULT_SIZES, options.heads
+    kv_heads = -(-heads // 4)
+    full, starts = (1, options.length, heads, options.head_dim), (1, options.length, kv_heads, sizes.blocks)
+    short = (*full[:2], kv_heads, options.head_dim)
+    scale = options.head_dim**-0.5
+
+    def attend(query, key, value, starts) -> Any:
+        if not pallas:
+            out = selected_attention(
+                query,
+                key,
+                value,
+                starts,
+                size=sizes.selected,
+                scale=scale,
+                aligned=True,
+                implementation="xla",
+            )
+            return out.astype(query.dtype)
+        # Without the causal flag the kernel has one body: see `_full`.
+        return tpu.block_attention(
+            query, key, value, scale=scale, chosen_starts=starts, chosen_size=sizes.selected, chosen_aligned=True,
+            **all_blocks(options.length, options.length, False, 0),
+        )  # fmt: skip
+
+    def forward(query, key, value, starts):
+        return attend(query.reshape(full), key, value, starts).reshape(query.shape)
+
+    def both(query, key, value, starts, grad):
+        out, pull = jax.vjp(functools.partial(attend, starts=starts), query.reshape(full), key, value)
+        return [x.reshape(x.shape[1], -1) for x in (out, *pull(grad.reshape(full)))]
+
+    narrow = jax.ShapeDtypeStruct(short, shape.dtype, sharding=shape.sharding)
+    arguments = (shape, narrow, narrow, jax.ShapeDtypeStruct(starts, jnp.int32, sharding=shape.sharding))
+    return (both, (*arguments, shape)) if backward else (forward, arguments)
+
+
+def _linear(query, key, value, numbers):
+    options: dict[str, Any] = {"is_causal": True, "normalize": False, "feature_map": "identity"}
+    return linear_attention(query, key, value, implementation="xla", chunk_size=_CHUNK, **options)
+
+
+def _gated_delta(query, key, value, numbers):
+    options: dict[str, Any] = {"normalize_keys": False, "implementation": "xla", "chunk_size": _CHUNK}
+    return gated_delta_rule(query, key, value, numbers, -numbers, **options)
+
+
+_RECURRENCES: dict[str, Callable] = {"linear": _linear, "gated delta": _gated_delta}
+#: Tokens of a chunk of the walk through XLA: the default of the public functions.
+_CHUNK = 64
+
+
+def _recurrence(
+    options: ScheduleOptions, chip: str | None, shape, *, name: str, backward: bool, pallas: bool
+):
+    full = (1, options.length, options.heads, options.head_dim)
+    numbers = jax.ShapeDtypeStruct(full[:3], jnp.float32, sharding=shape.sharding)
+    state = jnp.zeros((1, options.heads, options.head_dim, options.head_dim))
+
+    def attend(query, key, value, numbers):
+        query, key, value = (x.reshape(full) for x in (query, key, value))
+        if not pallas:
+            return _RECURRENCES[name](query, key, value, numbers)
+        walked = Walked(query, key, value, state)
+        if name == "gated delta":
+            walked = walked._replace(log_decay=-numbers, beta=numbers)
+        return walk(walked, interpret=False).total.astype(query.dtype)
+
+    def forward(query, key, value, numbers):
+        return attend(query, key, value, numbers).reshape(query.shape)
+
+    def both(query, key, value, numbers, grad):
+        out, pull = jax.vjp(attend, query, key, value, numbers)
+        return out.reshape(grad.shape), *pull(grad.reshape(full))
+
+    arguments = (shape, shape, shape, numbers)
+    return (both, (*arguments, shape)) if backward else (forward, arguments)
+
+
 def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
     """All requested programs; those for forward + backward contain both kernels."""
     windows: list[tuple[int, str, Callable]]
@@ -224,6 +320,16 @@ def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
         for label, pallas in (("ours", True), ("jax.numpy", False)):
             build = functools.partial(_compressed, kind=name, tokens=tokens, backward=backward, pallas=pallas)
             yield ScheduleCase(kind, label, build)
+    for backward in (False, True) if options.chosen else ():
+        kind = "chosen blocks " + ("forward + backward" if backward else "forward")
+        for label, pallas in (("ours", True), ("XLA", False)):
+            build = functools.partial(_chosen, backward=backward, pallas=pallas)
+            yield ScheduleCase(kind, label, build, trips=None if pallas else -(-options.length // 64))
+    for name, backward in itertools.product(options.recurrences, (False, True)):
+        kind = f"{name} " + ("forward + backward" if backward else "forward")
+        for label, pallas in (("ours", True), ("XLA", False)):
+            build = functools.partial(_recurrence, name=name, backward=backward, pallas=pallas)
+            yield ScheduleCase(kind, label, build, trips=-(-options.length // _CHUNK))
 
 
 def pallas_calls(jaxpr) -> Iterator[Any]:
@@ -256,42 +362,51 @@ def bytes_fetched(call) -> int:
 
 
 def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
-    """Bundles in one grid step of each kernel whose schedule file is not in `seen`, to which the file is added."""
+    """Bundles in one grid step of each kernel whose schedule file is not in `seen`, to which the file is added.
+
+    An instruction without a loop is one step.
+    """
     found: collections.Counter[str] = collections.Counter()
     for path in sorted(folder.glob("*-final_bundles.txt")):
         name = re.fullmatch(r"\d+-(.+?)-\d+-final_bundles\.txt", path.name)
         if path.name in seen or name is None or "schedule-analysis" in path.name:
             continue
         seen.add(path.name)
-        steps = re.findall(
-            r"^\s*(?:0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2}:?)?\s*:\s*(>+)\s*\{", path.read_text(), re.M
+        depths = re.findall(
+            r"^\s*(?:0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2}:?)?\s*:\s*(>*)\s*\{", path.read_text(), re.M
         )
-        found[name[1]] += len(steps)
+        found[name[1]] += sum(map(bool, depths)) or len(depths)
     return found
 
 
-def loops(text: str, found: collections.Counter[str]) -> list[tuple[str, int, int]]:
-    """(name, bundles, passes) of the loops of a compiled program that contains no Pallas kernel.
+def loops(text: str, found: collections.Counter[str], trips: int | None = None) -> list[tuple[str, int, int]]:
+    """(name, bundles, passes) of the loops of the instructions of a compiled program that are no Pallas kernels.
 
     Equal instructions share one schedule, under the name of the first; an instruction without a schedule is no loop.
+
+    Args:
+      trips: how often each of the program's own loops runs; None for a program without any.
     """
     entry = text[text.index("\nENTRY ") :]
-    if " while(" in entry:
+    bodies = re.findall(r" while\(.*?body=%([\w.-]+)", entry)
+    inside = [text[text.index(f"\n%{name} (") + 1 :].split("\n}", 1)[0] for name in bodies]
+    if any(" while(" in body for body in inside) or (bodies and trips is None):
         raise RunError("a program that loops over its instructions has no static cost")
-    listed: list[tuple[str, tuple]] = []
+    listed: list[tuple[str, tuple, int]] = []
     schedules: dict[tuple, int] = {}
-    for name, what, config in re.findall(r"%([\w.-]+) = (.+?)\(%.*?(\{.*)", entry):
-        bounds = re.search(r'"iteration_bounds":\[([^\]]*)\]', config)
-        if bounds is None:
-            continue
-        cycles = re.findall(r'"estimated_cycles":"(\d+)"', config)
-        passes = math.prod(int(size) for size in re.findall(r"\d+", bounds[1]))
-        listed.append((name, (what, passes, *cycles)))
-        if name in found:
-            schedules.setdefault(listed[-1][1], found[name])
+    for computation, times in [(entry, 1), *((body, trips or 1) for body in inside)]:
+        for name, what, config in re.findall(r"%([\w.-]+) = (.+?)\(%.*?(\{.*)", computation):
+            bounds = re.search(r'"iteration_bounds":\[([^\]]*)\]', config)
+            if bounds is None:
+                continue
+            cycles = re.findall(r'"estimated_cycles":"(\d+)"', config)
+            passes = math.prod(int(size) for size in re.findall(r"\d+", bounds[1]))
+            listed.append((name, (what, passes, *cycles), times))
+            if name in found:
+                schedules.setdefault(listed[-1][1], found[name])
     return [
-        (name, found[name] if name in found else schedules[like], like[1])
-        for name, like in listed
+        (name, found[name] if name in found else schedules[like], like[1] * times)
+        for name, like, times in listed
         if name in found or like in schedules
     ]
 
@@ -317,14 +432,14 @@ def measure(
     calls = list(pallas_calls(traced.jaxpr.jaxpr))
     text = traced.lower().compile().as_text()
     found = bundles(folder, seen)
-    fetched, kernels = 0, [] if calls else loops(text, found)
+    fetched, kernels = 0, [] if calls and case.trips is None else loops(text, found, case.trips)
     for call in calls:
         name = call.params["name"] if "name" in call.params else call.params["name_and_src_info"].name
         steps = math.prod(call.params["grid_mapping"].grid)
         if case.splash_blocks is not None:
             assert case.window is not None
             steps = options.heads * visible_blocks(options.length, case.window, *case.splash_blocks)
-        elif case.kind.startswith("full causal"):
+        elif case.kind.startswith(("full causal", "chosen")):
             batch, tiles, pairs, *group = call.params["grid_mapping"].grid
             blocks = math.isqrt(pairs)
             steps = math.prod((batch, tiles, blocks * (blocks + 1) // 2, *group))

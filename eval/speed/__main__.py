@@ -1,10 +1,11 @@
 """Times attention side by side: python -m eval.speed.
 
-Five levels: the bare attention functions beside PyTorch's, one transformer layer of each listed mechanism, and,
+Six levels: the bare attention functions beside PyTorch's, one transformer layer of each listed mechanism, and,
 where --levels asks for them, whole encoders that only infer, beside the same network in PyTorch, classifiers of the
 Long Range Arena, whose table shows steps a second and memory beside full attention's (TransNormer's table 7:
 --levels classifiers --lengths 1024 2048 3072 4096 5120 --heads 2 --head_dim 32), and training steps of encoder-decoders
-that copy (BRL-Attention's figure 5: --levels encoder_decoders --lengths 200 500 1000 2000).
+that copy (BRL-Attention's figure 5: --levels encoder_decoders --lengths 200 500 1000 2000), and decoders, inference and
+training steps (its tables 6 and 7: --levels decoders --heads 8 --lengths 128 256 512 1024 2048 3072 4096).
 Every candidate is checked before it is timed (functions against a float64 reference on a sample of rows; of
 layers that results are finite and that decoding gives what the forward pass gives): a wrong result gets no number.
 Then all are timed in turn, round by round: forward, forward with backward, and a decoding step. The tables show
@@ -26,7 +27,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eval.plotting import make_folder
-from eval.speed import classifiers, encoder_decoders, encoders, functions, generation, layers, report
+from eval.speed import (
+    classifiers,
+    decoders,
+    encoder_decoders,
+    encoders,
+    functions,
+    generation,
+    layers,
+    report,
+)
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
 from eval.speed.pictures import draw
@@ -39,6 +49,7 @@ LEVELS = {
     "encoders": encoders.cases,
     "classifiers": classifiers.cases,
     "encoder_decoders": encoder_decoders.cases,
+    "decoders": decoders.cases,
 }
 
 

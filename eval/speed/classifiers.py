@@ -84,7 +84,8 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
     if inference:
         params = jax.tree.map(jnp.copy, state.params)
         arrays = {name: value for name, value in placed.items() if name != "reset"}
-        made["forward"] = compile_program(make_eval_step(objective), params, None, arrays)
+        memory = objective.init_memory(config.loop.batch)
+        made["forward"] = compile_program(make_eval_step(objective), params, memory, arrays)
         check_finite("loss", made["forward"].run()[0]["loss"], ())
 
     def step() -> Any:

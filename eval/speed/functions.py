@@ -18,6 +18,11 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention
+from brl_jax.attention.sorting.native_sparse import (
+    DEFAULT_SIZES,
+    compression_blocks,
+    native_sparse_attention,
+)
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
 from eval.speed import gpu_references
@@ -29,6 +34,7 @@ from eval.speed.references import (
     decayed_reference,
     delta_reference,
     linear_reference,
+    native_sparse_reference,
     softmax_reference,
 )
 
@@ -102,6 +108,23 @@ def _mlr_dense(options: SpeedOptions) -> Callable:
 
 def _diag(options: SpeedOptions) -> Callable:
     return functools.partial(diag_attention, is_causal=True)
+
+
+def _native_sparse(options: SpeedOptions) -> Callable:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        short_key, short_value = (compression_blocks(x).mean(axis=2) for x in (key, value))
+        gates = jnp.full((*query.shape[:3], 3), 1 / 3, query.dtype)
+        return native_sparse_attention(
+            query, key, value, short_key, short_value, gates, window=options.window
+        )
+
+    return attend
+
+
+def _native_sparse_reference(
+    options: SpeedOptions, arrays: Arrays, rows: np.ndarray, tail: int
+) -> tuple[np.ndarray, ...]:
+    return native_sparse_reference(options, arrays, rows, tail, DEFAULT_SIZES, options.window)
 
 
 def _linear(options: SpeedOptions) -> Callable:
@@ -235,6 +258,7 @@ CASES: dict[str, FunctionCase] = {
     "diag": FunctionCase(
         _diag, softmax_reference(lambda options, i, j: (j <= i) & (i // 64 == j // 64)), growth=1
     ),
+    "native_sparse": FunctionCase(_native_sparse, _native_sparse_reference, growth=2),
     "linear": FunctionCase(_linear, linear_reference, growth=1),
     "retnet": _decayed(_slopes, tokens=False),
     "mamba2": _decayed(_constant_decay),

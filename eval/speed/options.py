@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, Dimensions
-from eval.speed import encoder_decoders, encoders
+from eval.speed import decoders, encoder_decoders, encoders
 from eval.speed.functions import CASES
 from eval.speed.gpu_references import NAMES as REFERENCES
 from eval.survey.networks import network_names
 
-Level = Literal["functions", "layers", "encoders", "classifiers", "encoder_decoders"]
+Level = Literal["functions", "layers", "encoders", "classifiers", "encoder_decoders", "decoders"]
 KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES, *network_names(), *encoder_decoders.NAMES)))
 
 
@@ -27,7 +27,8 @@ class SpeedOptions:
     levels: tuple[Level, ...] = ("functions", "layers")
     """Bare attention functions beside PyTorch's; one transformer layer of each mechanism; whole encoders of four layers
     that only infer, beside PyTorch's (BRL-Attention's figure 6); classifiers of the Long Range Arena, inference and
-    training steps (TransNormer's table 7); encoder-decoders that copy, training steps (BRL-Attention's figure 5)."""
+    training steps (TransNormer's table 7); encoder-decoders that copy, training steps (BRL-Attention's figure 5);
+    decoders of six layers, inference and training steps (its tables 6 and 7)."""
     mechanisms: tuple[str, ...] = KNOWN
     """Mechanisms to time; of encoder-decoders, networks by the names of their presets (figure5-NAME of train.copy)."""
     window: int = 256
@@ -79,6 +80,7 @@ class SpeedOptions:
             "encoders": encoders.NAMES,
             "classifiers": network_names(),
             "encoder_decoders": encoder_decoders.NAMES,
+            "decoders": decoders.NAMES,
         }
         for level, known in own.items():
             if self.levels == (level,) and not set(self.mechanisms) & set(known):

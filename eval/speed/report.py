@@ -83,6 +83,7 @@ def as_tables(rows: Sequence[dict], level: Level, options: SpeedOptions) -> list
         "encoders": f"encoders of {NUM_LAYERS} layers of width {options.heads * options.head_dim}",
         "classifiers": f"classifiers of width {options.heads * options.head_dim}, inference and training",
         "encoder_decoders": f"encoder-decoders of width {options.heads * options.head_dim}, training",
+        "decoders": f"decoders of width {options.heads * options.head_dim}, inference and training",
     }[level]
     base = base_name(level, options)
     programs = [name for name in PROGRAMS if any(f"{name}_s" in row for row in rows)]

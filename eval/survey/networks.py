@@ -76,9 +76,10 @@ def network(name: str, *, length: int, size: int | None = None) -> Network:
 
 
 def _fit(mechanism: Mechanism, length: int, size: int | None) -> Mechanism:
-    # A field that is None by default has a rule of its own.
-    fields = {f.name for f in dataclasses.fields(mechanism) if type(getattr(mechanism, f.name)) is int}
-    changes = {name: length for name in _OF_LENGTH if name in fields}
+    named = {f.name for f in dataclasses.fields(mechanism)}
+    changes = {name: length for name in _OF_LENGTH if name in named}
+    # Any other field that is None by default has a rule of its own.
+    fields = {name for name in named if type(getattr(mechanism, name)) is int}
     if size is not None:
         changes |= {name: size for name in _OF_SIZE if name in fields}
     return dataclasses.replace(mechanism, **changes)

@@ -153,6 +153,7 @@ OTHERS = {
     ("eval.context", "--ngram 0"): "--ngram must be",
     ("eval.forecast", "--workdir /nowhere"): "--workdir: no run there",
     ("eval.generate", "--workdir /nowhere --prompt x"): "--workdir: no run there",
+    ("eval.generate", "--batch prompts.jsonl"): "--batch and out must be given together",
     ("eval.generate", "--workdir /nowhere --tokens 0"): "--tokens must be|--workdir: no run there",
     ("eval.generate", "--workdir /nowhere --temperature -1"): "--temperature must|--workdir: no run there",
     ("eval.generate", "--workdir /nowhere --prompt x --seed 99999999999999999999"): "--seed must be",

@@ -34,7 +34,7 @@ def test_command(tmp_path, capsys):
     capsys.readouterr()
 
     picture = tmp_path / "rsd.png"
-    main(["--workdir", f"{tmp_path}/logged", f"{tmp_path}/logged", "--picture", str(picture)])
+    main(["--workdir", f"{tmp_path}/logged", f"{tmp_path}/logged", "--after", "2", "--picture", str(picture)])
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert first == second
     assert first["mechanism"] == "full"
@@ -42,7 +42,12 @@ def test_command(tmp_path, capsys):
         "step": 5,
         "grad_rsd": lines[-1]["grad_rsd"],
     }
+    mean = sum(norms[2:]) / 3
+    deviation = (sum((norm - mean) ** 2 for norm in norms[2:]) / 3) ** 0.5
+    assert first["grad_rsd_after"] == pytest.approx(deviation / mean, rel=1e-6)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match=r"--after: .*logged ends at step 5, got 5"):
+        main(["--workdir", f"{tmp_path}/logged", "--after", "5"])
 
     _train(tmp_path, "plain", 1)
     assert "grad_rsd" not in (tmp_path / "plain" / "metrics.jsonl").read_text()

@@ -86,6 +86,11 @@ HLO = """HloModule jit_step
   %a = bf16[64,16]{1,0} fusion(%p), kind=kCustom, calls=%one
   %b = bf16[64,16]{1,0} fusion(%p), kind=kCustom, calls=%other
   %c = f32[8,32]{1,0} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
+  %inner = (s32[], f32[4]{0}) while(%t), condition=%condition, body=%overlapping
+}
+
+%overlapping (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %d = bf16[64,16]{1,0} fusion(%p), kind=kCustom, calls=%other
 }
 
 %condition (t: (s32[], f32[4])) -> pred[] {
@@ -105,7 +110,7 @@ ENTRY %main (p0: f32[4]) -> f32[4] {
 
 def test_bytes_between_devices_by_kind():
     assert collective_bytes(HLO) == {
-        # Six times in the loop, once though two computations wait for it.
+        # Six times in the loop, once though two computations wait for it and a loop in the loop runs meanwhile.
         "all-gather": 6 * (64 * 16 * 2) * 7 / 8 + 8 * 4 * 3 / 4,
         "reduce-scatter": 6 * (64 * 32 * 4) * 7 / 8 + 2 * 4 * 3,
         "all-reduce": 2 * (4 + 4) * 4 * 3 / 4,

@@ -6,6 +6,7 @@ import json
 import signal
 import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +16,13 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import MECHANISMS, FullConfig
-from eval.speed import encoder_decoders, encoders, functions, gpu_references, layers, measure
+from eval.speed import decoders, encoder_decoders, encoders, functions, gpu_references, layers, measure
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
 from tests.attention import oracles
 from train.errors import RunError, UserError
+from train.step import make_eval_step
+from train.tasks.lm import LM
 
 SMALL = ["--lengths", "40", "96", "--repeats", "2", "--heads", "2", "--head_dim", "8", "--window", "16"]
 FUNCTIONS = [*SMALL, "--levels", "functions"]
@@ -158,6 +161,38 @@ def test_encoder_decoders(tmp_path, capsys):
     assert "encoder-decoders of width 16, training" in printed
     assert "train time" in printed
     assert (tmp_path / "encoder_decoders.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_decoders(tmp_path, capsys):
+    """Inference and a training step of the networks of tables 6 and 7; the memory is the compiler's."""
+    path = tmp_path / "speed.json"
+    sizes = ["--lengths", "24", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8", "--batch", "2"]
+    main([*sizes, "--levels", "decoders", "--mechanisms", "full", "local", "--json", str(path)])
+    rows = {(row["length"], row["name"]): row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {(n, name) for n in (24, 40) for name in ("full", "local")}
+    config = decoders.decoder_config("local", SpeedOptions(heads=2, head_dim=8, batch=2), 40)
+    objective = LM.objective(LM.model(config), config)
+    params = nn.unbox(jax.eval_shape(objective.init, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((2, 40), jnp.int32)
+    compiled = jax.jit(make_eval_step(objective)).lower(params, None, {"tokens": tokens, "targets": tokens})
+    row = rows[40, "local"]
+    assert row["forward_temp_bytes"] == compiled.compile().memory_analysis().temp_size_in_bytes
+    assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert row["train_bytes"] > row["train_temp_bytes"]
+    assert row["train_ratio"] == pytest.approx(rows[40, "full"]["train_s"] / row["train_s"])
+    assert row["forward_ratio"] == pytest.approx(rows[40, "full"]["forward_s"] / row["forward_s"])
+    assert "decoders of width 16, inference and training" in " ".join(capsys.readouterr().out.split())
+
+
+def test_decoders_have_the_sizes_of_tables_6_and_7():
+    options = SpeedOptions(mechanisms=("full", "local", "brl"), heads=8, batch=4)
+    made = decoders.cases(options, 4096)
+    assert [(case.name, case.growth) for case in made] == [("full", 2), ("local", 1), ("brl", 1)]
+    config = made[-1].make.args[0]
+    assert (config.model.num_layers, config.model.d_model, config.model.d_ff) == (6, 512, 2048)
+    assert (config.loop.batch, config.loop.length, config.model.vocab_size) == (4, 4096, 50257)
+    assert (config.model.mechanism.window, config.model.mechanism.num_compressed) == (128, 128)
 
 
 def test_encoder_decoders_have_the_sizes_of_figure_5():

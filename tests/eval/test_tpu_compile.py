@@ -16,7 +16,14 @@ def test_prints_a_row_for_each_kernel_and_names_what_fails(capsys, monkeypatch):
     arguments += ["--heads", "2", "--head_dims", "128"]
     tpu_compile.main(arguments)
     table = capsys.readouterr().out
-    for what in ("window 128", "blocks, window 128", "compress 64", "propagate 64", "compress_blocks 64"):
+    for what in (
+        "window 128",
+        "blocks, window 128",
+        "compress 64",
+        "propagate 64",
+        "compress_blocks 64",
+        "gated delta",
+    ):
         assert f"v5e 128 n=2048 {what}: " in table
     assert "fails" not in table
     assert "for 2 n" in table

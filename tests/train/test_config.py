@@ -6,12 +6,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, mechanism_name
+from brl_jax.models import DecoderLM
 from tests.marks import slow_unless
 from train.config import LoopConfig, parse, parse_options
 from train.config_file import differences, flatten, from_json, to_json, write_json
+from train.decoder_flops import training_flops
 from train.errors import UserError
 from train.help import preset_list
 from train.task import read_config
@@ -301,8 +304,10 @@ TABLE = {
     "wikitext103-brl": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
     "wikitext103-brl-64": (6, 8, 512, 2048, 64, 64, 512, 512, 16, 4),
     "wikitext103-brl-128": (6, 8, 512, 2048, 128, 128, 512, 512, 16, 4),
-    "wikitext103-transnormer-t1": (6, 8, 512, 2048, None, None, 512, None, 16, 8),
-    "wikitext103-transnormer-t2": (6, 8, 512, 2048, None, None, 512, None, 16, 8),
+    **dict.fromkeys(
+        [f"wikitext103-transnormer-{name}" for name in ("t1", "t2", "diag", "norm")],
+        (6, 8, 512, 1365, None, None, 512, None, 16, 8),
+    ),
     "openwebtext-full": (6, 8, 512, 2048, None, None, 1024, None, 16, 5),
     "openwebtext-local": (6, 8, 512, 2048, 256, None, 1024, None, 16, 5),
     "openwebtext-brl": (6, 8, 512, 2048, 256, 256, 1024, 1024, 16, 5),
@@ -311,6 +316,10 @@ TABLE = {
 
 def test_the_table_has_every_preset_of_the_paper():
     characters = {f"owt-chars-mlr{width}" for width in ("", "-256", "-1024")}
+    characters |= {
+        f"{size}chars-{name}" for size in ("owt-", "") for name in ("full", "local", "global-window")
+    }
+    characters |= {"chars-mlr"}
     windows = {name for name in PRESETS if name.startswith("wikitext103-tlinformer")}
     assert windows == {f"wikitext103-tlinformer-{name}" for name in WINDOWS}
     assert set(TABLE) == set(PRESETS) - {"small", "pod-1b", "pod-8b"} - characters - windows - HYBRIDS.keys()
@@ -356,6 +365,9 @@ def test_tlinformers_presets_are_the_papers(name):
     found = (getattr(mechanism, "window", None), getattr(mechanism, "context", None))
     assert (config.loop.length, *found) == WINDOWS[name]
     assert (model.num_layers, model.d_model, model.num_heads, config.loop.batch) == (8, 432, 12, 256)
+    # Ten epochs of the text's 118 million tokens, to less than a step.
+    assert 0 <= config.loop.steps - 1.18e9 / (256 * config.loop.length) < 1
+    assert config.data.tokenizer == "bpe:50257"
 
 
 @pytest.mark.parametrize(("suffix", "width"), [("", 512), ("-256", 256), ("-1024", 1024)])
@@ -373,6 +385,19 @@ def test_mlr_presets_are_the_papers(suffix, width):
     changed = _parse(f"owt-chars-mlr{suffix} --mechanism.ranks 32 32 --mechanism.block_sizes None 64")
     assert changed.model.mechanism.block_sizes == (None, 64)
     LM.build(changed)
+
+
+@pytest.mark.parametrize("size", ["owt-", ""])
+@pytest.mark.parametrize("name", ["full", "local", "global-window"])
+def test_presets_of_characters_take_equal_operations(size, name):
+    """To half a step, and nothing else differs from MLR's preset."""
+    mlr, other = PRESETS[f"{size}chars-mlr"], PRESETS[f"{size}chars-{name}"]
+    a_step, mlr_step = (training_flops(config.model, config.loop.length) for config in (other, mlr))
+    assert abs(other.loop.steps * a_step - mlr.loop.steps * mlr_step) <= a_step / 2
+    assert mechanism_name(other.model.mechanism) == name.replace("-", "_")
+    alike = dataclasses.replace(other.model, mechanism=mlr.model.mechanism)
+    steps = dataclasses.replace(other.loop, steps=mlr.loop.steps)
+    assert dataclasses.replace(other, model=alike, loop=steps) == mlr
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -415,6 +440,35 @@ def test_transnormer_presets_are_the_papers(variant):
     shorter = _parse(f"wikitext103-transnormer-{variant} --early_layers 1 --mechanism.block_size 128")
     assert [mechanism_name(m) for m in shorter.model.mechanisms] == ["diag"] + ["norm"] * 5
     assert shorter.model.mechanism == dataclasses.replace(config.model.mechanism, block_size=128)
+
+
+def test_presets_have_the_papers_parameters():
+    """Tables 6 and 7 of BRL-Attention count 50.93M for full and local attention, TransNormer's table 4 counts 155.99M.
+    The paper's BRL has 80.96M, ours 1.8% more."""
+    counts = {"full": 50.93e6, "local": 50.93e6, "brl": 82.44e6, "transnormer-t1": 155.99e6}
+    for name, count in {**counts, "transnormer-t2": 155.99e6, "transnormer-diag": 155.99e6}.items():
+        model = DecoderLM(LM.sized(PRESETS[f"wikitext103-{name}"]).model)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+        found = sum(a.size for a in jax.tree.leaves(shapes))
+        assert abs(found / count - 1) < 6e-4, (name, found)
+
+
+def test_transnormers_diag_and_norm_differ_from_t2_in_their_attention_alone():
+    t2 = PRESETS["wikitext103-transnormer-t2"]
+    for name, layers in (("diag", 6), ("norm", 0)):
+        config = PRESETS[f"wikitext103-transnormer-{name}"]
+        assert [mechanism_name(m) for m in config.model.mechanisms] == [name] * 6
+        assert dataclasses.replace(t2, model=dataclasses.replace(t2.model, early_layers=layers)) == config
+
+
+def test_mlrs_levels_follow_the_length_of_training():
+    """In the configuration that a checkpoint keeps, so that generation has the same blocks."""
+    config = LM.sized(_parse("--mechanism mlr --length 192"))
+    assert config.model.mechanism.context == 192
+    assert config.model.mechanism.levels(32, 1000)["block_sizes"] == (None, 96, 48, 24, 12, 6)
+    late = LM.sized(_parse("--late_mechanism mlr --length 64")).model
+    assert (late.late_mechanism.context, late.mechanism) == (64, PRESETS["small"].model.mechanism)
+    assert LM.sized(_parse("--mechanism mlr --mechanism.context 32")).model.mechanism.context == 32
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,21 @@ def test_generation(run, capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_file_of_prompts_is_continued(finished, tmp_path):
+    run = finished[0]
+    (tmp_path / "in.jsonl").write_text('{"prompt": "alpha", "max_tokens": 3}\n{"prompt": "be", "id": "b"}\n')
+    line = ["--workdir", str(run), "--batch", str(tmp_path / "in.jsonl"), "--tokens", "4"]
+    eval.generate.main([*line, "--out", str(tmp_path / "out.jsonl"), "--temperature", "0"])
+    rows = [json.loads(row) for row in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["prompt"], row["tokens"]) for row in rows] == [(1, "alpha", 3), ("b", "be", 4)]
+    # With every byte that a text may have as a stop, each continuation ends at once.
+    stops = [part for row in rows for part in ("--stop", row["text"][0])]
+    eval.generate.main([*line, "--out", str(tmp_path / "short.jsonl"), "--temperature", "0", *stops])
+    rows = [json.loads(row) for row in (tmp_path / "short.jsonl").read_text().splitlines()]
+    assert [(row["tokens"], row["finish_reason"]) for row in rows] == [(1, "stop")] * 2
+
+
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_the_models(run, capsys):
     """Greedy text against the argmax of the model's logits over the whole text, anew for each token."""
     eval.generate.main(

@@ -208,6 +208,19 @@ def test_presets_are_the_papers_settings():
     assert PRESETS["lra-listops-local"].model.mechanism.window == 512
     t2 = PRESETS["lra-text-transnormer-t2"]
     assert (t2.loop.batch, t2.optimizer.learning_rate, t2.model.d_ff) == (16, 1e-4, 85)
+    # Skyformer's: the warm-up of each task.
+    for task, warmup in {
+        "listops": 1000,
+        "pathfinder": 312,
+        "retrieval": 800,
+        "text": 80,
+        "image": 175,
+    }.items():
+        for name in ("transnormer-t1", "transnormer-t2", "skyformer", "nystromformer"):
+            c = PRESETS[f"lra-{task}-{name}"]
+            assert (c.loop.steps, c.optimizer.warmup_steps, c.optimizer.weight_decay) == (50_000, warmup, 0.0)
+            assert (c.optimizer.decay, c.optimizer.final_share) == ("linear", 0.0)
+            assert (c.model.positions, c.model.inputs, c.loop.patience) == ("learned", "embed", 0)
     assert PRESETS["lra-image-original"].model.pooling == "cls"
     informer, flow = PRESETS["lra-retrieval-informer"], PRESETS["lra-listops-flowformer"]
     assert (informer.model.mechanism.factor, informer.loop.batch, informer.model.d_model) == (16, 16, 64)

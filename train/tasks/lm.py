@@ -107,14 +107,15 @@ class LmTask(Task[LmConfig, LmData]):
     is_sized_by_data = True
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
-        """The tokenizer decides the size of the vocabulary."""
+        """The tokenizer decides the size of the vocabulary, and the length of the rows what follows it."""
         if data is not None:
             size = data.tokenizer.vocab_size
         elif config.data.data.startswith("tokens:"):
             size = load_tokenizer(Path(config.data.data.removeprefix("tokens:")).expanduser()).vocab_size
         else:
             size = vocabulary(config.data.tokenizer)
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+        model = dataclasses.replace(config.model.for_training(config.loop.length), vocab_size=size)
+        return dataclasses.replace(config, model=model)
 
     def model(self, config: LmConfig) -> DecoderLM:
         return DecoderLM(config.model)

@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+import math
+from typing import Annotated, Any
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import (
     BRLConfig,
     FullConfig,
     GatedDeltaNetConfig,
+    GlobalWindowConfig,
     LocalConfig,
     Mamba2Config,
     Mechanism,
@@ -23,8 +25,12 @@ from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from brl_jax.sharding import MeshConfig
 from train.config import LoopConfig, RunConfig
 from train.data import DataConfig
+from train.decoder_flops import training_flops
 from train.fields import Decided, Flat, Free
 from train.optimizer import OptimizerConfig
+
+# Tokens of WikiText-103's training text in GPT-2's vocabulary, to within a few percent.
+_WIKITEXT103_TOKENS = 118_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +94,8 @@ def _small() -> LmConfig:
 
 
 def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumulation: int) -> LmConfig:
-    """Six layers of width 512. The papers give neither the steps nor the warm-up: these are our choice."""
+    """Six layers of width 512. The vocabulary is GPT-2's size, with which full attention has the 50.9M parameters of
+    BRL-Attention's tables 6 and 7. The papers give neither the steps nor the warm-up: these are our choice."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000,
@@ -99,7 +106,7 @@ def _paper(mechanism: Mechanism, data: str, *, length: int, batch: int, accumula
             checkpoint_every=1_000,
             eval_tokens=0,
         ),
-        data=DataConfig(data=data, tokenizer="bpe:16384"),
+        data=DataConfig(data=data, tokenizer="bpe:50257"),
         model=LmModelConfig(
             num_layers=6, d_model=512, num_heads=8, d_ff=2048, dropout=0.1, mechanism=mechanism
         ),
@@ -129,8 +136,9 @@ def _brl(size: int, history: int) -> BRLConfig:
     return BRLConfig(window=size, num_compressed=size, history_size=history, compress_scale="m1")
 
 
-def _transnormer(variant: Variant) -> LmConfig:
-    """The paper's batch is 128 rows in all; its vocabulary of 267744 words is every word of the training text."""
+def _transnormer(variant: Variant, **options: Any) -> LmConfig:
+    """The paper's batch is 128 rows in all; its vocabulary of 267744 words is every word of the training text.
+    `options` are those of `transnormer`."""
     return LmConfig(
         loop=LmLoopConfig(
             steps=100_000,
@@ -142,7 +150,7 @@ def _transnormer(variant: Variant) -> LmConfig:
             eval_tokens=0,
         ),
         data=DataConfig(data="hf:Salesforce/wikitext:wikitext-103-v1", tokenizer="words:max=267744"),
-        model=transnormer(variant, LmModelConfig, dropout=0.1, **TRANSNORMER_SIZES["wikitext103"]),
+        model=transnormer(variant, LmModelConfig, dropout=0.1, **TRANSNORMER_SIZES["wikitext103"], **options),
         optimizer=OptimizerConfig(
             learning_rate=5e-4,
             warmup_steps=8_000,
@@ -156,12 +164,13 @@ def _transnormer(variant: Variant) -> LmConfig:
 
 
 def _tlinformer(mechanism: Mechanism, length: int) -> LmConfig:
-    """TLinFormer, section 6.2: 41M parameters, of which 21.7M are GPT-2's vocabulary; the learning rate and the warm-up
-    are our choice."""
+    """TLinFormer, section 6.2: 41M parameters, of which 21.7M are GPT-2's vocabulary, and ten epochs whatever the
+    length; the learning rate and the warm-up are our choice."""
+    rows = 256
     return LmConfig(
         loop=LmLoopConfig(
-            steps=5_000,
-            batch=256,
+            steps=math.ceil(10 * _WIKITEXT103_TOKENS / (rows * length)),
+            batch=rows,
             accumulation=32,
             length=length,
             eval_every=500,
@@ -189,13 +198,17 @@ def _windows(total: int, share: float) -> TLinFormerConfig:
     return TLinFormerConfig(window=total - context, context=context, hidden=2)
 
 
-def _characters(width: int) -> LmConfig:
-    """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network. The paper gives
-    the ranks for heads of 64 only in a figure; batch, steps and warm-up are our choice."""
-    ranks = (32, 8, 8, 8, 4, 4)
-    return LmConfig(
+_CHARACTER_RANKS = (32, 8, 8, 8, 4, 4)
+
+
+def _characters(width: int, mechanism: Mechanism | None = None) -> LmConfig:
+    """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network; MLR attention
+    by default. The paper gives its ranks for heads of 64 only in a figure; batch, steps, warm-up and the other
+    mechanisms' windows are our choice. Steps take as many operations (`train.decoder_flops`) as MLR's 100,000."""
+    length = 1024
+    config = LmConfig(
         loop=LmLoopConfig(
-            steps=100_000, batch=64, length=1024, eval_every=2_000, checkpoint_every=1_000, eval_tokens=0
+            steps=100_000, batch=64, length=length, eval_every=2_000, checkpoint_every=1_000, eval_tokens=0
         ),
         data=DataConfig(data="hf:Skylion007/openwebtext", tokenizer="chars:max=96"),
         model=LmModelConfig(
@@ -204,10 +217,44 @@ def _characters(width: int) -> LmConfig:
             num_heads=width // 64,
             d_ff=4 * width,
             ffn="relu",
-            mechanism=MLRConfig(ranks=ranks, context=1024, score_scale=8.0),
+            vocab_size=96,
+            mechanism=MLRConfig(ranks=_CHARACTER_RANKS, context=length, score_scale=8.0),
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4_000),
     )
+    return config if mechanism is None else at_equal_flops(config, mechanism)
+
+
+def _small_characters(mechanism: Mechanism | None = None) -> LmConfig:
+    """`_characters` in two minutes of a CPU core: two layers of width 128, rows of 512 characters of the standard
+    library's sources, and 400 steps of MLR."""
+    config = _characters(128)
+    small = dataclasses.replace(
+        config,
+        loop=LmLoopConfig(
+            steps=400, batch=8, length=512, eval_every=50, checkpoint_every=200, eval_tokens=131_072
+        ),
+        data=DataConfig(tokenizer="chars:max=96"),
+        model=dataclasses.replace(
+            config.model,
+            num_layers=2,
+            mechanism=MLRConfig(ranks=_CHARACTER_RANKS, context=512, score_scale=8.0),
+        ),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
+    )
+    return small if mechanism is None else at_equal_flops(small, mechanism)
+
+
+def at_equal_flops(config: LmConfig, mechanism: Mechanism) -> LmConfig:
+    """The run with another mechanism in every layer, and as many steps as take the same operations.
+
+    Raises:
+      ValueError: `train.decoder_flops` does not count one of the two mechanisms.
+    """
+    model = dataclasses.replace(config.model, mechanism=mechanism)
+    before, after = (training_flops(each, config.loop.length) for each in (config.model, model))
+    steps = round(config.loop.steps * before / after)
+    return dataclasses.replace(config, model=model, loop=dataclasses.replace(config.loop, steps=steps))
 
 
 def _pod() -> LmConfig:
@@ -267,6 +314,9 @@ PRESETS: dict[str, LmConfig] = {
     "wikitext103-brl-128": _wikitext103(_brl(128, 512)),
     "wikitext103-transnormer-t1": _transnormer("t1"),
     "wikitext103-transnormer-t2": _transnormer("t2"),
+    # The ends of its table 8, which T2 lies between: one kind of attention in all layers of the same network.
+    "wikitext103-transnormer-diag": _transnormer("t2", early_layers=6),
+    "wikitext103-transnormer-norm": _transnormer("t2", early_layers=0),
     "wikitext103-tlinformer-base-512": _tlinformer(FullConfig(), 512),
     "wikitext103-tlinformer-base-1k": _tlinformer(FullConfig(), 1024),
     "wikitext103-tlinformer-base-2k": _tlinformer(FullConfig(), 2048),
@@ -289,6 +339,14 @@ PRESETS: dict[str, LmConfig] = {
     "owt-chars-mlr": _characters(512),
     "owt-chars-mlr-256": _characters(256),
     "owt-chars-mlr-1024": _characters(1024),
+    # What figure 4 of arXiv:2509.07963 compares MLR with, at equal compute.
+    "owt-chars-full": _characters(512, FullConfig()),
+    "owt-chars-local": _characters(512, LocalConfig(window=128)),
+    "owt-chars-global-window": _characters(512, GlobalWindowConfig(window=128)),
+    "chars-mlr": _small_characters(),
+    "chars-full": _small_characters(FullConfig()),
+    "chars-local": _small_characters(LocalConfig(window=128)),
+    "chars-global-window": _small_characters(GlobalWindowConfig(window=128)),
     "pod-1b": _pod(),
     "pod-8b": _pod_8b(),
 }

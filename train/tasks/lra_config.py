@@ -3,15 +3,16 @@
 lra-TASK-full, -local, -brl-64, -brl-128, -brl-256   BRL-Attention's own implementation (table 12; w = m, and 512 for
                                                      the local models without compressed tokens)
 lra-TASK-original                                    the first Long Range Arena's Transformer (BRL-Attention, table 11)
-lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; batch and learning rate of Skyformer's
-                                                     code)
+lra-TASK-transnormer-t1, -t2                         TransNormer's (appendix E; positions, batch and optimiser of
+                                                     Skyformer's code, arXiv:2111.00035, as it states)
 lra-TASK-nystromformer, -kernelized, -skyformer,     the mechanisms beside it in its table 6, in Skyformer's network
 -informer, -reformer, -long-short                    (two layers of width 64)
 lra-TASK-flowformer, -luna, -sinkhorn, -sliceformer, mechanisms of BRL-Attention's table 1 in the network of its table
 -synthesizer                                         11
 
-BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. Neither gives steps or warm-up: the steps are
-those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
+BRL-Attention is OpenReview Vpyg3fqXbl, TransNormer arXiv:2210.10340. BRL-Attention gives neither steps nor warm-up: the
+steps are those of the Long Range Arena's release (Tay et al. 2020, arXiv:2011.04006), the warm-up is a tenth of them.
+Skyformer's networks train for 50,000 steps.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ _ORIGINAL = {
     "pathfinder": _Setting(4, 32, 4, 32, 512, "mean", 1e-3),
     "pathx": _Setting(2, 32, 4, 32, 32, "cls", 1e-3),
 }
-# Batch and learning rate of TransNormer, which has no results on path-x.
+# Batch, learning rate and warm-up of TransNormer and Skyformer, which have no results on path-x.
 _TRANSNORMER = {
-    "listops": (32, 1e-4),
-    "text": (16, 1e-4),
-    "retrieval": (16, 2e-4),
-    "image": (256, 1e-4),
-    "pathfinder": (128, 2e-4),
+    "listops": (32, 1e-4, 1_000),
+    "text": (16, 1e-4, 80),
+    "retrieval": (16, 2e-4, 800),
+    "image": (256, 1e-4, 175),
+    "pathfinder": (128, 2e-4, 312),
 }
 _LENGTHS = {
     "listops": 2000,
@@ -184,16 +185,25 @@ def _original(task: str, mechanism: Mechanism) -> LraConfig:
     return LraConfig(_loop(task, s.batch), _data(task), model, _optimizer(task, rate, decay="inverse_sqrt"))
 
 
-def _transnormer(task: str, variant: Variant) -> LraConfig:
-    batch, learning_rate = _TRANSNORMER[task]
-    model = transnormer(
-        variant,
-        LraModelConfig,
-        inputs="scale" if task in _OF_PIXELS else "embed",
-        dropout=0.1,
-        **TRANSNORMER_SIZES["lra"],
+def _of_skyformer(task: str, model: LraModelConfig) -> LraConfig:
+    """50,000 steps with a learning rate that falls linearly to 0, without weight decay."""
+    batch, learning_rate, warmup = _TRANSNORMER[task]
+    loop = dataclasses.replace(_loop(task, batch), steps=50_000, patience=0)
+    optimizer = OptimizerConfig(
+        learning_rate=learning_rate,
+        warmup_steps=warmup,
+        decay="linear",
+        final_share=0.0,
+        beta2=0.999,
+        weight_decay=0.0,
     )
-    return LraConfig(_loop(task, batch), _data(task), model, _optimizer(task, learning_rate))
+    return LraConfig(loop, _data(task), model, optimizer)
+
+
+def _transnormer(task: str, variant: Variant) -> LraConfig:
+    """Learned positions, and pixels as tokens."""
+    model = transnormer(variant, LraModelConfig, positions="learned", dropout=0.1, **TRANSNORMER_SIZES["lra"])
+    return _of_skyformer(task, model)
 
 
 def _beside_transnormer(task: str) -> dict[str, Mechanism]:
@@ -214,8 +224,7 @@ def _beside_transnormer(task: str) -> dict[str, Mechanism]:
 
 
 def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
-    """Learned positions and plain feed-forward networks."""
-    batch, learning_rate = _TRANSNORMER[task]
+    """Learned positions, pixels as tokens, and plain feed-forward networks."""
     model = LraModelConfig(
         num_layers=2,
         d_model=64,
@@ -228,7 +237,7 @@ def _skyformer(task: str, mechanism: Mechanism) -> LraConfig:
         positions="learned",
         dropout=0.1,
     )
-    return LraConfig(_loop(task, batch), _data(task), model, _optimizer(task, learning_rate))
+    return _of_skyformer(task, model)
 
 
 def _beside_brl(task: str) -> dict[str, Mechanism]:

@@ -165,8 +165,9 @@ class RecallTask(Task[RecallConfig, None]):
     default_preset = "brl"
 
     def sized(self, config: RecallConfig, data: None = None) -> RecallConfig:
-        """The rows decide the vocabulary."""
-        model = dataclasses.replace(config.model, vocab_size=config.data.vocabulary)
+        """The rows decide the vocabulary, and what follows their length."""
+        length, _ = max(config.data.cases)
+        model = dataclasses.replace(config.model.for_training(length), vocab_size=config.data.vocabulary)
         return dataclasses.replace(config, model=model)
 
     def model(self, config: RecallConfig) -> DecoderLM:
