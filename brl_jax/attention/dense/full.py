@@ -139,11 +139,41 @@ def full_attention(
     check_implementation(implementation, None, "xla", "cudnn", "pallas", "pallas_interpret")
     sinks = check_sinks(sinks, query.shape[2])
     cap = check_soft_cap(logits_soft_cap)
+    arrays = (query, key, value, bias, mask, query_lengths, key_lengths, segments)
+    result = attend(
+        arrays,
+        query_offset=query_offset,
+        sinks=sinks,
+        implementation=implementation,
+        scale=scale,
+        is_causal=is_causal,
+        cap=cap,
+        return_residual=return_residual,
+    )
+    return (result[0], result[1].astype(query.dtype)) if return_residual else result
+
+
+def attend(
+    arrays: tuple,
+    *,
+    query_offset: int | Array,
+    sinks: Array | None,
+    implementation: Implementation | None,
+    scale: float,
+    is_causal: bool,
+    cap: float | None,
+    return_residual: bool,
+) -> Any:
+    """`full_attention` of checked arguments, with the residual in float32.
+
+    Args:
+      arrays: query, key, value, bias, mask, the lengths of queries and of keys, and a pair of segment ids.
+    """
+    query, key, value, bias, mask, _, _, segments = arrays
     missing = _missing_for_cudnn(
         query, value, bias, mask, segments, query_offset, is_causal, sinks, cap, return_residual
     )
     static = {"scale": scale, "is_causal": is_causal, "cap": cap, "return_residual": return_residual}
-    arrays = (query, key, value, bias, mask, query_lengths, key_lengths, segments)
     offset = int(query_offset) if is_int(query_offset) else None
     arguments = (*arrays, jnp.asarray(query_offset, jnp.int32), sinks)
     through_cudnn = functools.partial(_through_cudnn, *arguments, scale=scale, is_causal=is_causal)
@@ -154,13 +184,11 @@ def full_attention(
         return through_cudnn(everywhere=True)
     many = min(query.shape[1], key.shape[1]) >= MANY_TOKENS
     if implementation in ("pallas", "pallas_interpret") or (many and implementation is None):
-        result = _by_platform(
+        return _by_platform(
             arguments, offset=offset, implementation=implementation, missing=bool(missing), **static
         )
-        return (result[0], result[1].astype(query.dtype)) if return_residual else result
     if implementation == "xla":
         return (_many_with_xla if many else attend_at_once)(*arguments, **static)
-
     if missing or _obstacle_of_cudnn(arguments, scale, is_causal) is not None:
         return attend_at_once(*arguments, **static)
     return through_cudnn(everywhere=False)

@@ -34,7 +34,9 @@ def attend_at_once(
     cap,
     return_residual,
 ):
-    """Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
+    """`full_attention` of checked arguments, with the residual in float32.
+
+    Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
     promotion."""
     query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
     (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
@@ -84,7 +86,7 @@ def attend_at_once(
         seen = inside if seen is None else seen & inside
     nothing = -jnp.inf if sinks is None else jnp.broadcast_to(sinks, log_sums.shape)
     log_sums = log_sums if seen is None else jnp.where(seen[..., 0], log_sums, nothing)
-    return out, log_sums.astype(query.dtype)
+    return out, log_sums
 
 
 def _softmax_with_sinks(

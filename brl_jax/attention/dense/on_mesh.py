@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import is_int
+from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 from brl_jax.sharding import sequence_axis, shard_call
 
@@ -20,6 +21,7 @@ def dense_on_mesh(
     *,
     function: Any = full_attention,
     implementation: Any = None,
+    is_causal: bool = False,
     key_value_seq_lengths: Any = None,
     segment_ids: Any = None,
     query_offset: Any = 0,
@@ -28,8 +30,9 @@ def dense_on_mesh(
 ) -> Float[Array, "B T N V"]:
     """function(...), computed by each device of a mesh for its own rows, heads and queries where there are many tokens.
 
-    Each device reads all keys of its rows. The compiler shares calls with few tokens and those through cuDNN. Without a
-    mesh it is a plain call.
+    Where the devices share a row, the keys of `full_attention` go around them (`sharded`), and causal calls are
+    balanced; with a bias, a mask or an offset, and with another function, each device gathers all keys of its rows. The
+    compiler shares calls with few tokens and those through cuDNN. Without a mesh it is a plain call.
 
     Args:
       function: `full_attention`, or a function with these arguments of its.
@@ -43,8 +46,21 @@ def dense_on_mesh(
         segment_ids = (segment_ids, segment_ids)
     axis = sequence_axis(query.shape[1]) if shared else None
     traced = not is_int(query_offset)
+    ring = axis is not None and _goes_around(query, key, is_causal, function, query_offset, static)
 
     def attend(query, key, value, lengths, query_segments, key_segments, offset, sinks):
+        if ring and axis is not None:
+            return sharded.full_attention(
+                query,
+                key,
+                value,
+                axis_name=axis,
+                is_causal=is_causal,
+                key_value_seq_lengths=lengths,
+                segment_ids=None if query_segments is None else (query_segments, key_segments),
+                sinks=sinks,
+                **static,
+            )
         offset = offset if traced else query_offset
         if axis is not None:
             offset = offset + jnp.int32(query.shape[1]) * lax.axis_index(axis)
@@ -56,6 +72,7 @@ def dense_on_mesh(
             key_value_seq_lengths=lengths,
             segment_ids=None if query_segments is None else (query_segments, key_segments),
             query_offset=offset,
+            is_causal=is_causal,
             **options,
             **static,
         )
@@ -65,6 +82,19 @@ def dense_on_mesh(
     if not shared:
         return attend(*operands)
     tokens = None if axis is None else "length"
-    queries, keys = ("batch", tokens, "heads", None), ("batch", None, "kv_heads", None)
-    ids = [("batch", tokens), ("batch", None)]
+    key_tokens = "length" if ring else None
+    queries, keys = ("batch", tokens, "heads", None), ("batch", key_tokens, "kv_heads", None)
+    ids = [("batch", tokens), ("batch", key_tokens)]
     return shard_call(attend, operands, [queries, keys, keys, ("batch",), *ids, (), ("heads",)], queries)
+
+
+def _goes_around(
+    query: Array, key: Array, is_causal: bool, function: Any, offset: Any, static: dict[str, Any]
+) -> bool:
+    """Whether the keys of a call may go around the devices along the sequence axis, which cuts the queries."""
+    if function is not full_attention or not set(static) <= {"implementation", "scale", "logits_soft_cap"}:
+        return False
+    if not is_causal:
+        return sequence_axis(key.shape[1]) is not None
+    same = query.shape[1] == key.shape[1] and is_int(offset) and offset == 0
+    return same and sequence_axis(query.shape[1], block=2) is not None

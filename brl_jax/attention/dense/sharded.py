@@ -1,0 +1,268 @@
+"""Full attention over sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
+
+Each device has one of n equal stretches of every sequence, in the order of the axis, and computes the results of its
+own queries while keys and values go around the devices (ring attention, Liu et al. 2023, arXiv:2310.01889). No device
+ever holds the keys of a whole sequence, in the backward pass either.
+
+Causal attention is balanced: a device whose tokens stand late would see far more keys than the first. So each stretch
+is halved, and the device i from the start and the device i from the end exchange their second halves; each then has a
+half that sees few keys and one that sees as many more. Of the four pairs of halves that meet in a later round exactly
+two are visible, all of their queries and keys, on every device (compare the zigzag order in Llama 3, Dubey et al. 2024,
+arXiv:2407.21783, section 3.3.2, and striped attention, Brandon et al. 2023, arXiv:2311.09431).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.arguments import (
+    check_dtypes,
+    check_lengths,
+    check_scale,
+    check_segments,
+    check_sinks,
+    check_soft_cap,
+)
+from brl_jax.attention.core.checks import check_qkv, require
+from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.softmax import (
+    SoftmaxSums,
+    add_sinks,
+    empty_sums,
+    merge_sums,
+    normalise,
+    sums_of_normalised,
+)
+from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.dense.full import attend
+
+
+def full_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    axis_name: str,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N V"]:
+    """`brl_jax.full_attention` of sequences that are sharded over `axis_name`, T queries and S keys per device.
+
+    Memory is O(T + S) of this device's tokens. With n devices, each sends its keys and values n - 1 times, while it
+    computes, and twice as many with their gradients in the backward pass, which also computes the scores twice.
+
+    Args:
+      query, key, value: this device's tokens; where is_causal, T = S and even.
+      axis_name: the mesh axis, in whose order the stretches follow each other.
+      key_value_seq_lengths: (B,), of the whole sequences.
+      segment_ids: of this device's tokens.
+      sinks: (N,), of the heads of this device.
+      is_causal, scale, logits_soft_cap: as in `brl_jax.full_attention`.
+      implementation: as there, but for "cudnn", which gives no log-sum-exp.
+
+    Returns:
+      (B, T, N, V) in the query's dtype, of this device's queries.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit; is_causal with an odd number of tokens, or with T other than S.
+    """
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    length, keys = query.shape[1], key.shape[1]
+    if is_causal:
+        require(
+            length == keys and length % 2 == 0,
+            "query and key must have the same even number of tokens per device where is_causal, "
+            f"got {length} and {keys}",
+        )
+    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
+    query_ids, key_ids = check_segments(segment_ids, query.shape, key.shape)
+    sinks, cap = check_sinks(sinks, query.shape[2]), check_soft_cap(logits_soft_cap)
+    ring = _Ring(axis_name, is_causal, check_scale(scale, query.shape[3]), cap, implementation)
+    arrays = (query, key, value, query_ids, key_ids, lengths)
+    query, key, value, query_ids, key_ids, lengths = vary_like(arrays, (*arrays, lax.axis_index(axis_name)))
+    query_ids, key_ids = (None if x is None else ring.spread(x) for x in (query_ids, key_ids))
+    shard = _Shard(ring.spread(key), ring.spread(value), key_ids)
+    out, log_sums = _attend(ring, ring.spread(query), shard, query_ids, lengths)
+    if sinks is not None:
+        factor, _ = add_sinks(log_sums, jnp.broadcast_to(sinks.astype(jnp.float32), log_sums.shape))
+        out = out * factor[..., None]
+    return ring.collect(out.astype(query.dtype))
+
+
+class _Shard(NamedTuple):
+    """The keys that a device holds in a round, as P parts of equal length: (P, B, S/P, ...)."""
+
+    key: Float[Array, "P B s K H"]
+    value: Float[Array, "P B s K V"]
+    ids: Int[Array, "P B s"] | None
+
+
+class _Ring(NamedTuple):
+    """What is static about a call. A causal call has two parts on each device, another one."""
+
+    axis: str
+    is_causal: bool
+    scale: float
+    cap: float | None
+    implementation: Implementation | None
+
+    def spread(self, x: Array) -> Array:
+        """An array (B, T, ...) of this device's stretch as its parts (P, B, T/P, ...)."""
+        if not self.is_causal:
+            return x[None]
+        half = x.shape[1] // 2
+        return jnp.stack([x[:, :half], self._mirrored(x[:, half:])])
+
+    def collect(self, x: Array) -> Array:
+        """The inverse of `spread`."""
+        return jnp.concatenate([x[0], self._mirrored(x[1])], axis=1) if self.is_causal else x[0]
+
+    def _mirrored(self, x: Array) -> Array:
+        """x of the device that is as far from the end of the axis as this one is from its start."""
+        last = lax.axis_size(self.axis) - 1
+        return lax.ppermute(x, self.axis, [(i, last - i) for i in range(last + 1)])
+
+    def pass_on(self, tree: Any) -> Any:
+        """The arrays of the device before this one."""
+        size = lax.axis_size(self.axis)
+        return jax.tree.map(
+            lambda x: lax.ppermute(x, self.axis, [(i, (i + 1) % size) for i in range(size)]), tree
+        )
+
+    def around(self, visit: Callable[[Any, Any, Any], Any], state: Any, shard: _Shard) -> Any:
+        """state = visit(state, shard, round) for the shards of all devices, this one's in round 0."""
+        size = lax.axis_size(self.axis)
+        # The next shard is on its way while one is at work.
+        state, shard = visit(state, shard, 0), self.pass_on(shard) if size > 1 else shard
+        if size == 1:
+            return state
+
+        def body(carry, number):
+            state, shard = carry
+            return (visit(state, shard, number), self.pass_on(shard)), None
+
+        (state, shard), _ = lax.scan(body, (state, shard), jnp.arange(1, size - 1, dtype=jnp.int32))
+        return visit(state, shard, jnp.int32(size - 1))
+
+    def pairs(self, number: Any) -> list[tuple[Any, Any, bool]]:
+        """(part of queries, part of keys, whether causal) of the pairs that meet in a round.
+
+        Of n devices, device i has the parts i and 2n - 1 - i of 2n where the halves are exchanged, counted in twos.
+        """
+        if not self.is_causal:
+            return [(0, 0, False)]
+        size, here = lax.axis_size(self.axis), lax.axis_index(self.axis)
+        there = lax.rem(here + size - number, jnp.int32(size))
+        # A device has the parts 2 i and 2 n - 1 - 2 i. The first sees the second of another where that stands earlier.
+        second_sees = (here + there < size).astype(jnp.int32)
+        across = (second_sees, 1 - second_sees, False)
+        if isinstance(number, int):  # round 0
+            return [(0, 0, True), (1, 1, True), across]
+        same = (there > here).astype(jnp.int32)
+        return [(same, same, False), across]
+
+    def lengths_in(self, lengths: Array | None, part: Any, number: Any, size: int) -> Array | None:
+        """How many keys of a part exist, of the device from which it came in a round."""
+        if lengths is None:
+            return None
+        devices = lax.axis_size(self.axis)
+        there = lax.rem(lax.axis_index(self.axis) + devices - number, jnp.int32(devices))
+        first = jnp.where(part == 0, 2 * there, 2 * devices - 1 - 2 * there) if self.is_causal else there
+        return jnp.clip(lengths - first * size, 0, size)
+
+    def meet(
+        self, query: Array, key: Array, value: Array, ids: tuple, lengths: Array | None, is_causal: bool
+    ) -> tuple[Array, Array]:
+        """Output and float32 log-sum-exp of one part of queries over one part of keys."""
+        arrays = (query, key, value, None, None, None, lengths, ids)
+        return attend(
+            arrays,
+            sinks=None,
+            query_offset=0,
+            implementation=self.implementation,
+            scale=self.scale,
+            is_causal=is_causal,
+            cap=self.cap,
+            return_residual=True,
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    ring: _Ring, query: Float[Array, "P B t N H"], shard: _Shard, query_ids: Any, lengths: Any
+) -> tuple[Float[Array, "P B t N V"], Float[Array, "P B t N"]]:
+    """Output and log-sum-exp in float32."""
+
+    def visit(sums: SoftmaxSums, shard: _Shard, number: Any) -> SoftmaxSums:
+        for own, other, is_causal in ring.pairs(number):
+            operands, ids, count = _operands(ring, query, shard, query_ids, lengths, own, other, number)
+            part = sums_of_normalised(*ring.meet(*operands, ids, count, is_causal))
+            merged = merge_sums(jax.tree.map(lambda x, own=own: x[own], sums), part)
+            sums = jax.tree.map(lambda x, new, own=own: x.at[own].set(new), sums, merged)
+        return sums
+
+    empty = vary_like(empty_sums(query.shape[:4], shard.value.shape[4]), (query, shard))
+    return normalise(ring.around(visit, empty, shard))
+
+
+def _attend_forward(ring: _Ring, query: Array, shard: _Shard, query_ids: Any, lengths: Any):
+    result = _attend(ring, query, shard, query_ids, lengths)
+    return result, (query, shard, query_ids, lengths, *result)
+
+
+def _attend_backward(ring: _Ring, residuals: Any, grads: tuple[Array, Array]):
+    query, shard, query_ids, lengths, out, log_sums = residuals
+    d_out, d_log_sums = grads
+    # What every key's weight is multiplied by, less the product of the output's gradient and its own value.
+    mean = jnp.sum(d_out * out, -1) - d_log_sums
+
+    def visit(state: tuple[Array, Array, Array], shard: _Shard, number: Any):
+        d_query, *d_shard = state
+        # The gradients of keys and values go around with them.
+        d_shard = d_shard if isinstance(number, int) else ring.pass_on(d_shard)
+        for own, other, is_causal in ring.pairs(number):
+            operands, ids, count = _operands(ring, query, shard, query_ids, lengths, own, other, number)
+            meet = functools.partial(ring.meet, ids=ids, lengths=count, is_causal=is_causal)
+            (part, part_sums), pull = jax.vjp(meet, *operands)
+            share = jnp.exp(part_sums - log_sums[own])
+            d_part = share[..., None] * d_out[own]
+            d_part_sums = share * (jnp.sum(d_out[own] * part.astype(jnp.float32), -1) - mean[own])
+            # A part of which a query sees no key has -inf, which would multiply a gradient of 0.
+            d_part_sums = jnp.where(jnp.isfinite(part_sums), d_part_sums, 0.0)
+            gradients = pull((d_part.astype(part.dtype), d_part_sums))
+            d_query = d_query.at[own].add(gradients[0].astype(jnp.float32))
+            d_shard = [x.at[other].add(d.astype(jnp.float32)) for x, d in zip(d_shard, gradients[1:])]
+        return d_query, *d_shard
+
+    zeros = [
+        vary_like(jnp.zeros(x.shape, jnp.float32), (query, shard)) for x in (query, shard.key, shard.value)
+    ]
+    d_query, *d_shard = ring.around(visit, tuple(zeros), shard)
+    d_key, d_value = ring.pass_on(d_shard)
+    d_shard = _Shard(d_key.astype(shard.key.dtype), d_value.astype(shard.value.dtype), None)
+    return d_query.astype(query.dtype), d_shard, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _operands(
+    ring: _Ring, query: Array, shard: _Shard, query_ids: Any, lengths: Any, own: Any, other: Any, number: Any
+) -> tuple[tuple[Array, Array, Array], tuple, Array | None]:
+    """Queries, keys and values of a pair of parts, their segments, and how many of the keys exist."""
+    ids = (None, None) if shard.ids is None else (query_ids[own], shard.ids[other])
+    count = ring.lengths_in(lengths, other, number, shard.key.shape[2])
+    return (query[own], shard.key[other], shard.value[other]), ids, count
