@@ -2,6 +2,7 @@
 
 steps: Free[int] = 1000              a run that is resumed may have another value
 vocab_size: Decided[int] = 256       the task or its data set it: there is no such option
+pretrained: Needed[str] = ""         no run begins without it, so that the examples of --help name it
 model: Annotated[ModelConfig, Flat]  its fields are options without a prefix (--d_model, not --model.d_model)
 """
 
@@ -25,10 +26,12 @@ class Mark(enum.Enum):
 
     FREE = "a run that is resumed may change it"
     DECIDED = "the task or its data set it"
+    NEEDED = "no run begins without it"
 
 
 Free = Annotated[T, Mark.FREE]
 Decided = Annotated[T, Mark.DECIDED, tyro.conf.Fixed, tyro.conf.Suppress]
+Needed = Annotated[T, Mark.NEEDED]
 Flat = tyro.conf.arg(name="")
 
 

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from train.fields import Mark, marked
+
 
 def first_screen(presets: Mapping[str, Any], default: str, *, prog: str, about: str) -> str:
     """What a command does, its most used options, and examples: at most 24 lines of at most 80 characters.
@@ -23,7 +25,8 @@ def first_screen(presets: Mapping[str, Any], default: str, *, prog: str, about: 
         ("--workdir DIR", "the run's folder (runs/PRESET); the same again resumes"),
     ]
     other = next((name for name in presets if name != default), default)
-    data = " --data FILE" if getattr(config.data, "data", None) == "" else ""
+    names = [name.rpartition(".")[2] for name in marked(type(config), Mark.NEEDED)]
+    data = "".join(f" --{name} {'FILE' if name == 'data' else 'DIR'}" for name in names)
     lines = [
         f"usage: {prog} [PRESET] [OPTIONS]",
         "",

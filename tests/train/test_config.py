@@ -536,7 +536,16 @@ def test_help_has_no_colour_where_none_is_wanted(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["train.lm", "train.lra", "train.regression", "train.forecast", "eval.pod_plan"]
+    "name",
+    [
+        "train.lm",
+        "train.lra",
+        "train.regression",
+        "train.forecast",
+        "train.glue",
+        "train.graph",
+        "eval.pod_plan",
+    ],
 )
 def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "1")
@@ -552,6 +561,12 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
     assert len(re.findall("^  --[a-z_]+ [A-Z]", out, re.MULTILINE)) == 5
     examples = re.findall(rf"^  python -m {name}(.*)$", out, re.MULTILINE)
     assert len(examples) == 3
+    needed = {
+        "train.forecast": "--data FILE",
+        "train.glue": "--pretrained DIR",
+        "train.graph": "--data_dir DIR",
+    }
+    assert all(needed.get(name, "") in example for example in examples)
     module = importlib.import_module("train.main" if name.startswith("train") else name)
 
     def stop_there(*args, **kwargs):

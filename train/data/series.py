@@ -25,6 +25,7 @@ from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.errors import UserError, one_line
+from train.fields import Needed
 
 Features = Literal["univariate", "multivariate"]
 _SPLITS = ("train", "valid", "test")
@@ -36,7 +37,7 @@ CLOCK = 4
 class SeriesConfig:
     """The series and its windows."""
 
-    data: str = ""
+    data: Needed[str] = ""
     """A .csv or .csv.gz file: a first column "date" (2016-07-01 00:00:00) and columns of numbers."""
     features: Features = "univariate"
     """Forecast the target from its own past ("univariate"), or all columns from that of all ("multivariate")."""

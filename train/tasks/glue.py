@@ -22,7 +22,7 @@ from train.data.lra import EvalBatches, Examples, TrainBatches
 from train.data.lra.batches import default_buckets
 from train.data.tokenizers import load_tokenizer
 from train.errors import UserError
-from train.fields import Decided, Flat
+from train.fields import Decided, Flat, Needed
 from train.loop import HeldOut
 from train.mesh import host_rows
 from train.metrics import log
@@ -40,7 +40,7 @@ class GlueConfig(RunConfig):
 
     data: Annotated[GlueDataConfig, Flat]
     model: Decided[EncoderConfig]
-    pretrained: str = ""
+    pretrained: Needed[str] = ""
     """Folder of the run of train.mlm whose network, tokenizer and weights are used."""
     checkpoint: str = "best"
     """Of that run: best (lowest held-out loss), last, or a step."""

@@ -18,7 +18,7 @@ from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_n
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
 from train.data.lra.files import file_stats
 from train.errors import UserError
-from train.fields import Free
+from train.fields import Free, Needed
 from train.storage import beside, user_cache
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
@@ -29,7 +29,7 @@ _FORMAT = 2
 class GraphDataConfig:
     """The graph, and what a network sees of it."""
 
-    data_dir: str = ""
+    data_dir: Needed[str] = ""
     """A folder of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
     (train.jsonl, test.jsonl), or an .npz file with "features" and "labels"."""
     features: int = 512
@@ -69,6 +69,8 @@ def load_graph(config: GraphDataConfig) -> Graph:
     if not config.data_dir:
         raise UserError("--data_dir: expected a folder or a file, got none")
     source = Path(config.data_dir).expanduser()
+    if not source.exists():
+        raise UserError(f"--data_dir: there is no file or folder {source}")
     is_linked = is_hgb(source)
     if is_linked and config.nearest:
         raise UserError(f"--nearest: expected 0, as {source} has links, got {config.nearest}")
