@@ -9,9 +9,9 @@ strongest pairs of the first layer's attention, one for each of the drawn nodes;
 tokens connect, and black points the compressed tokens, each in the middle of the nodes that it reads, by weight.
 A sample of all nodes is read as a set of its own: the maps of all pairs of 10,000 nodes would take gigabytes.
 
-Prints a JSON object for each run, with these means over heads and nodes for each layer: the row sums of the attention
-("local") and of the absolute regularizer score ("row_sum_absolute"), the share of the latter outside the window
-("beyond_window"), and where nodes attend to nodes the shares of both that connect nodes of different classes
+Prints a JSON object for each run, with these means over heads and existing tokens for each layer: the row sums of the
+attention ("local") and of the absolute regularizer score ("row_sum_absolute"), the share of the latter outside the
+window ("beyond_window"), and where nodes attend to nodes the shares of both that connect nodes of different classes
 ("across_classes_local", "across_classes"; "across_classes_of_all_pairs" is what equal weights would give).
 """
 
@@ -179,10 +179,15 @@ def measures(found: Looked) -> list[dict[str, Any]]:
     rows = []
     for i, maps in sorted(found.layers.items()):
         score = maps.score
-        row: dict[str, Any] = {"layer": i, "local": float(maps.local.sum(-1).mean())}
+        sums = maps.local.sum(-1)
+        exist = float((sums > 0).mean())
+        row: dict[str, Any] = {"layer": i, "local": float(sums.mean()) / exist}
         if score is not None:
             kept = summary(maps.local, score)
-            row |= {name: kept[name] for name in ("row_sum_absolute", "beyond_window")}
+            row |= {
+                "row_sum_absolute": kept["row_sum_absolute"] / exist,
+                "beyond_window": kept["beyond_window"],
+            }
         if found.classes is not None:
             row["across_classes_local"] = across_classes(maps.local[0].mean(0), found.classes)
             if score is not None:
@@ -249,7 +254,7 @@ def _draw_sets(drawn: Sequence[Looked], seed: int) -> Figure:
         from sklearn.manifold import TSNE
     except ModuleNotFoundError as error:
         raise UserError("--picture needs scikit-learn: pip install -e '.[graph]'") from error
-    figure = Figure(figsize=(6.4 * len(drawn), 6.4), layout="constrained")
+    figure = Figure(figsize=(4.8 * len(drawn), 4.8), layout="constrained")
     for axes, found in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn):
         assert found.outputs is not None
         assert found.classes is not None
@@ -265,8 +270,8 @@ def _draw_sets(drawn: Sequence[Looked], seed: int) -> Figure:
         _lines(axes, places, maps.local[0].mean(0), "0.6")
         if maps.score is not None:
             _lines(axes, places, np.abs(maps.score[0]).mean(0), "#B2182B")
-        axes.scatter(*places.T, c=found.classes, cmap="tab10", vmin=0, vmax=9, s=9, zorder=2)
-        axes.scatter(*centres.T, c="black", s=30, zorder=3)
+        axes.scatter(*places.T, c=found.classes, cmap="tab10", vmin=0, vmax=9, s=6, zorder=2)
+        axes.scatter(*centres.T, c="black", s=14, zorder=3)
         axes.set_title(found.title, fontsize=10)
         axes.set_xticks([])
         axes.set_yticks([])
@@ -278,7 +283,7 @@ def _lines(axes: Axes, places: np.ndarray, weights: np.ndarray, colour: str) -> 
     others = weights * (1 - np.eye(len(weights)))
     best = others.argmax(1)
     for start, end in zip(places, places[best]):
-        axes.plot(*zip(start, end), color=colour, linewidth=0.4, alpha=0.6, zorder=1)
+        axes.plot(*zip(start, end), color=colour, linewidth=0.3, alpha=0.6, zorder=1)
 
 
 if __name__ == "__main__":
