@@ -44,7 +44,10 @@ from brl_jax.attention.core.query_blocks import QUERY_BLOCK
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
 from brl_jax.attention.dense.full_xla import attend_in_blocks
-from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local import tpu as local_tpu
+from brl_jax.attention.local import xla as local_xla
+from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.recurrent.tpu import Walked, walk
@@ -164,20 +167,37 @@ def _biased(
     full = (1, options.length, options.heads, options.head_dim)
     numbers_shape, make = _BIASES[bias]
 
+    window_call = PatternCall(
+        SlidingWindow(window - 1, 0), True, options.head_dim**-0.5, options.length, options.length, 0, 0
+    )
+    static: dict[str, Any] = {"scale": options.head_dim**-0.5, "cap": None, "return_residual": False}
+
     def attend(query, key, value, numbers) -> Any:
         given = make(numbers)
         if window < options.length:
-            return local_attention(
-                query, key, value, given, local_window_size=(window - 1, 0), is_causal=True,
-                implementation="pallas" if pallas else "xla",
+            arrays = CallArrays(query, key, value, given)
+            if pallas:
+                return local_tpu.attend(window_call, arrays, interpret=False)
+            return local_xla.attend(window_call, arrays)
+        if pallas:
+            # Without the causal flag the kernel has one body: see `_full`.
+            return full_tpu.attend(
+                query, key, value, given, None, None, None, (None, None), jnp.int32(0), None, is_causal=False,
+                offset=0, interpret=False, **static,
             )  # fmt: skip
-        rest = (None, None, None, (None, None), jnp.int32(0), None)
-        static: dict[str, Any] = {"scale": options.head_dim**-0.5, "cap": None, "return_residual": False}
-        if not pallas:
-            return attend_in_blocks(query, key, value, given, *rest, is_causal=True, **static)
-        # Without the causal flag the kernel has one body: see `_full`.
-        return full_tpu.attend(
-            query, key, value, given, *rest, is_causal=False, offset=0, interpret=False, **static
+        return attend_in_blocks(
+            query,
+            key,
+            value,
+            given,
+            None,
+            None,
+            None,
+            (None, None),
+            jnp.int32(0),
+            None,
+            is_causal=True,
+            **static,
         )
 
     def forward(*arrays):

@@ -110,7 +110,8 @@ def _without_hidden_keys(query: Array, key: Array, value: Array, mask: Array, se
     seen = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], key.shape[1]))
     key, value = (jnp.where(seen[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (key, value))
     every = jnp.ones((1, query.shape[1]), bool)
-    return key, value, mark_absent(*segments, every, seen, query.shape[0])
+    query_ids, key_ids = segments
+    return key, value, mark_absent(query_ids, key_ids, every, seen, query.shape[0])
 
 
 def _widened(x: Array, width: int) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,7 @@ def block_obstacle(
       shapes or lists that do not match, the list of a block that scalar memory does not hold, or too little VMEM. None
       where nothing stands in the way.
     """
-    options = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
+    options: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
     options |= {"chosen_runs": chosen_runs, "bias": bias}
     return obstacle_of(plan_block, query, key, value, key_blocks=key_blocks, **options)
 

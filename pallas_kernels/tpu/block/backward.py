@@ -66,13 +66,11 @@ def _rest_kernel(*refs, call: BlockCall, scalars: int):
 
 def _query_kernel(*refs, call: BlockCall, scalars: int):
     lists, operands, visible, (output, *of_bias, sums) = split_refs(call, refs, scalars, 5)
-    grad_bias, array_grads = of_bias or (None, None)
     first, last = lists.ends()
 
-    if grad_bias is not None:
-
-        @pl.when(lists.step == 0)
-        def _():
+    @pl.when(lists.step == 0)
+    def _():
+        for grad_bias in of_bias[:1]:
             grad_bias[...] = jnp.zeros_like(grad_bias)
 
     @pl.when(first)
@@ -81,14 +79,13 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
 
     def meet(cut):
         pair = GradientPair(lists, False, cut, operands, visible)
-
-        if array_grads is not None:
-            array_grads[...] = jnp.zeros_like(array_grads)
+        if pair.bias is not None:
+            of_bias[1][...] = jnp.zeros_like(of_bias[1])
 
         def score(unit):
             _, capped, changes, *_ = pair.changes(unit)
             if pair.bias is not None:
-                array_grads[unit % call.layout.packed, pair.bias.tile(unit // call.layout.packed)] += capped
+                of_bias[1][unit % call.layout.packed, pair.bias.tile(unit // call.layout.packed)] += capped
             return (changes.astype(pair.query.dtype),)
 
         def read_out(unit, changes):
@@ -97,7 +94,7 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
 
         pair.each_unit(score, read_out)
         if pair.bias is not None:
-            pair.bias.add_gradient(grad_bias, array_grads)
+            pair.bias.add_gradient(*of_bias)
 
     lists.meet(False, meet)
 

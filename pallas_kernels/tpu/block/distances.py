@@ -110,6 +110,7 @@ class PairBias:
 
     def _window(self):
         """The lanes of the table that hold the distances of this pair."""
+        assert self.call.bias is not None
         first, lanes = self.call.bias.extent(self.call.block_q, self.call.block_k)
         width = self.call.block_q + self.call.block_k
         start = self.base + _whole_lanes(self.offset) - self.call.block_k - first
@@ -149,9 +150,8 @@ def described(bias: Slopes | DistanceTable, heads: int) -> RelativeBias:
     Raises:
       ValueError: unless it has a slope, or a row of numbers, for each query head.
     """
-    slopes = isinstance(bias, Slopes)
-    array = bias.slopes if slopes else bias.numbers
-    if array.ndim != (1 if slopes else 2) or array.shape[0] != heads or 0 in array.shape:
-        expected = f"({heads},)" if slopes else f"({heads}, distances)"
+    array, axes = (bias.slopes, 1) if isinstance(bias, Slopes) else (bias.numbers, 2)
+    if array.ndim != axes or array.shape[0] != heads or 0 in array.shape:
+        expected = f"({heads},)" if axes == 1 else f"({heads}, distances)"
         raise ValueError(f"{type(bias).__name__} must have shape {expected}, got {array.shape}")
-    return RelativeBias(0) if slopes else RelativeBias(array.shape[1], bias.first)
+    return RelativeBias(0) if isinstance(bias, Slopes) else RelativeBias(array.shape[1], bias.first)

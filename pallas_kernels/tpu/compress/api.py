@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -87,7 +88,7 @@ def compress_obstacle(
       The message of the error that `compress` would raise: a dtype or head dimension that no kernel supports, shapes
       that do not match, too many compressed tokens, or too little VMEM. None where nothing stands in the way.
     """
-    options = {"chip": chip, "block": block, "splits": splits}
+    options: dict[str, Any] = {"chip": chip, "block": block, "splits": splits}
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
 
     def plan():
@@ -197,7 +198,7 @@ def compress_blocks_obstacle(
       The message of the error that `compress_blocks` would raise: those of `compress_obstacle`, and a block size that
       the kernels do not support. None where nothing stands in the way.
     """
-    options = {"block_size": block_size, "history_size": history_size, "chip": chip}
+    options: dict[str, Any] = {"block_size": block_size, "history_size": history_size, "chip": chip}
 
     def plan():
         given = _of_blocks(bias, query, history_size)

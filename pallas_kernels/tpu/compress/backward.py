@@ -73,12 +73,12 @@ def _rest_kernel(*refs, call: CompressCall):
 
 def _backward_kernel(*refs, call: CompressCall):
     inputs, (grads, statistics, grad_query, *results) = split_refs(call, refs)
-    grad_bias = results.pop() if _has_gradient(call) else None
+    of_bias = [results.pop()] if _has_gradient(call) else []
     *grad_keys, grad_value = results
-    if grad_bias is not None and call.own_queries:
 
-        @pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))
-        def _():
+    @pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))
+    def _():
+        for grad_bias in of_bias if call.own_queries else ():
             grad_bias[...] = jnp.zeros_like(grad_bias)
 
     @pl.when(pl.program_id(3) == 0)
@@ -96,11 +96,11 @@ def _backward_kernel(*refs, call: CompressCall):
         else:
             weights = step.weights(products)
             changes = step.within(elementwise_slopes(call.score, products * call.scale)) * grad_weights
-        if grad_bias is not None:
-            add_to_bias(unit, changes)
+        for grad_bias in of_bias:
+            add_to_bias(grad_bias, unit, changes)
         return weights.astype(dtype), changes.astype(dtype), q, g
 
-    def add_to_bias(unit, changes):
+    def add_to_bias(grad_bias, unit, changes):
         head, which, _ = step.split(unit)
         if call.own_queries:
             rows = pl.ds(pl.multiple_of(pl.program_id(3) * call.block, call.block), call.block)

@@ -30,8 +30,8 @@ def _packed_fwd(query, key, value, bias, call: PropagateCall):
 
 
 def _packed_bwd(call: PropagateCall, residuals, grad):
-    *arrays, bias = residuals
-    *grads, grad_bias = propagate_backward(*arrays, bias, grad, call)
+    query, key, value, bias = residuals
+    *grads, grad_bias = propagate_backward(query, key, value, bias, grad, call)
     return *grads, None if bias is None else gradient_like(bias, grad_bias, call.scale)
 
 
