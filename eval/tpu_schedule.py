@@ -200,9 +200,9 @@ def _biased(
             **static,
         )
 
-    def forward(*arrays):
-        *operands, numbers = arrays
-        return attend(*(x.reshape(full) for x in operands), numbers).reshape(operands[0].shape)
+    def forward(query, key, value, numbers):
+        out = attend(query.reshape(full), key.reshape(full), value.reshape(full), numbers)
+        return out.reshape(query.shape)
 
     def both(query, key, value, grad, numbers):
         out, pull = jax.vjp(attend, *(x.reshape(full) for x in (query, key, value)), numbers)
