@@ -21,7 +21,7 @@ Networks (Flax Linen):
 from brl_jax.attention.compressed.compress import compress
 from brl_jax.attention.compressed.compress_blocks import compress_blocks
 from brl_jax.attention.compressed.propagate import propagate
-from brl_jax.attention.core.biases import ALiBi, PositionBias, RotaryBias, T5Bias, alibi_slopes
+from brl_jax.attention.core.biases import ALiBi, DistanceBias, PositionBias, RotaryBias, T5Bias, alibi_slopes
 from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
@@ -165,6 +165,7 @@ __all__ = [
     "DiagConfig",
     "Dilated",
     "Dimensions",
+    "DistanceBias",
     "Encoder",
     "EncoderConfig",
     "EncoderDecoder",

@@ -38,9 +38,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from brl_jax.attention.core.biases import ALiBi, T5Bias
 from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.core.query_blocks import QUERY_BLOCK
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
+from brl_jax.attention.dense.full_xla import attend_in_blocks
+from brl_jax.attention.local import tpu as local_tpu
+from brl_jax.attention.local import xla as local_xla
+from brl_jax.attention.local.call import CallArrays, PatternCall
+from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.recurrent.tpu import Walked, walk
@@ -67,6 +74,8 @@ class ScheduleOptions:
     """Numbers of compressed tokens for compress and propagate; without any, both are left out."""
     full: bool = False
     """Compile full causal attention."""
+    biases: tuple[str, ...] = ()
+    """Compile windows and, with --full, full attention with these biases too: alibi, t5."""
     chosen: bool = False
     """Compile the attention to chosen blocks of native sparse attention, a key head for every four heads."""
     recurrences: tuple[str, ...] = ("linear", "gated delta")
@@ -86,6 +95,8 @@ class ScheduleOptions:
         check_chips(self.chips)
         check_at_least(self, "length", "heads", "head_dim")
         check_sizes(self, "windows", "compressed", "splash_blocks")
+        for name in self.biases:
+            check_choice("biases", name, tuple(_BIASES))
         for name in self.recurrences:
             check_choice("recurrences", name, tuple(_RECURRENCES))
 
@@ -125,7 +136,7 @@ def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
     # which is that of a call that is not causal.
     def attend(query, key, value):
         out = full_tpu.attend(
-            query, key, value, None, None, (None, None), jnp.int32(0), None, scale=options.head_dim**-0.5,
+            query, key, value, None, None, None, None, (None, None), jnp.int32(0), None, scale=options.head_dim**-0.5,
             is_causal=False, offset=0, cap=None, return_residual=False, interpret=False,
         )  # fmt: skip
         assert isinstance(out, jax.Array)
@@ -140,6 +151,66 @@ def _full(options: ScheduleOptions, chip: str | None, shape, *, backward: bool):
         return [x.reshape(shape.shape) for x in (out, *pull(grad))]
 
     return (both, (shape,) * 4) if backward else (forward, (shape,) * 3)
+
+
+#: Shapes of the numbers of a bias, given the heads, and the bias.
+_BIASES: dict[str, tuple[Callable, Callable]] = {
+    "alibi": (lambda heads: (heads,), ALiBi),
+    "t5": (lambda heads: (32, heads), T5Bias),
+}
+
+
+def _biased(
+    options: ScheduleOptions, chip: str | None, shape, *, window: int, bias: str, backward: bool, pallas: bool
+):
+    """A window or, where it is as long as the rows, full attention."""
+    full = (1, options.length, options.heads, options.head_dim)
+    numbers_shape, make = _BIASES[bias]
+
+    window_call = PatternCall(
+        SlidingWindow(window - 1, 0), True, options.head_dim**-0.5, options.length, options.length, 0, 0
+    )
+    static: dict[str, Any] = {"scale": options.head_dim**-0.5, "cap": None, "return_residual": False}
+
+    def attend(query, key, value, numbers) -> Any:
+        given = make(numbers)
+        if window < options.length:
+            arrays = CallArrays(query, key, value, given)
+            if pallas:
+                return local_tpu.attend(window_call, arrays, interpret=False)
+            return local_xla.attend(window_call, arrays)
+        if pallas:
+            # Without the causal flag the kernel has one body: see `_full`.
+            return full_tpu.attend(
+                query, key, value, given, None, None, None, (None, None), jnp.int32(0), None, is_causal=False,
+                offset=0, interpret=False, **static,
+            )  # fmt: skip
+        return attend_in_blocks(
+            query,
+            key,
+            value,
+            given,
+            None,
+            None,
+            None,
+            (None, None),
+            jnp.int32(0),
+            None,
+            is_causal=True,
+            **static,
+        )
+
+    def forward(query, key, value, numbers):
+        out = attend(query.reshape(full), key.reshape(full), value.reshape(full), numbers)
+        return out.reshape(query.shape)
+
+    def both(query, key, value, grad, numbers):
+        out, pull = jax.vjp(attend, *(x.reshape(full) for x in (query, key, value)), numbers)
+        *grads, of_numbers = pull(grad.reshape(full))
+        return [x.reshape(grad.shape) for x in (out, *grads)], of_numbers
+
+    numbers = jax.ShapeDtypeStruct(numbers_shape(options.heads), jnp.float32, sharding=shape.sharding)
+    return (both, (*(shape,) * 4, numbers)) if backward else (forward, (*(shape,) * 3, numbers))
 
 
 def _splash(
@@ -313,6 +384,13 @@ def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
         ):
             build = functools.partial(_splash, window=window, blocks=blocks, mode=mode)
             yield ScheduleCase(kind, f"splash {blocks[0]} x {blocks[1]} {mode}", build, blocks, window)
+    for (window, name, _), bias, backward in itertools.product(windows, options.biases, (False, True)):
+        kind = f"{name}, {bias}, " + ("forward + backward" if backward else "forward")
+        for label, pallas in (("ours", True), ("XLA", False)):
+            build = functools.partial(_biased, window=window, bias=bias, backward=backward, pallas=pallas)
+            yield ScheduleCase(
+                kind, label, build, trips=None if pallas else -(-options.length // QUERY_BLOCK)
+            )
     for tokens, name, backward in itertools.product(
         options.compressed, ("compress", "propagate"), (False, True)
     ):

@@ -4,7 +4,8 @@ Whether a kernel can serve a call is known from shapes and dtypes alone: each fu
 """
 
 from pallas_kernels.tpu.block.api import block_attention, block_obstacle
-from pallas_kernels.tpu.block.plan import Granules
+from pallas_kernels.tpu.block.distances import DistanceTable, Slopes
+from pallas_kernels.tpu.block.plan import Granules, RelativeBias
 from pallas_kernels.tpu.compress.api import (
     compress,
     compress_blocks,
@@ -20,8 +21,11 @@ from pallas_kernels.tpu.window.sizes import WindowBlocks
 
 __all__ = [
     "CHUNK",
+    "DistanceTable",
     "Factors",
     "Granules",
+    "RelativeBias",
+    "Slopes",
     "Sums",
     "WindowBlocks",
     "block_attention",

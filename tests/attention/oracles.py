@@ -52,6 +52,31 @@ def softmax_attention_gradients(
     return d_query, fold(d_key), fold(d_value), d_scores, d_sinks
 
 
+def alibi(slopes, distance):
+    """The bias (N, T, S) of distances (T, S), the query's position minus the key's, and its gradient as a function of
+    the gradients (B, N, T, S) of all elements."""
+    far = np.abs(distance).astype(np.float64)
+    return -np.asarray(slopes)[:, None, None] * far, lambda d: -(d * far).sum((0, 2, 3))
+
+
+def t5(table, distance, max_distance, bidirectional):
+    """As `alibi`, for a table (buckets, N)."""
+    table = np.asarray(table, np.float64)
+    count = len(table) // 2 if bidirectional else len(table)
+    first = np.where(distance < 0, count, 0) if bidirectional else 0
+    far = np.abs(distance) if bidirectional else np.maximum(distance, 0)
+    share = np.log(np.maximum(far, 1) / (count // 2)) / np.log(max_distance / (count // 2))
+    log_bucket = np.minimum(count // 2 + np.floor(share * (count - count // 2)), count - 1)
+    bucket = (first + np.where(far < count // 2, far, log_bucket)).astype(int)
+
+    def pull(d):
+        total = np.zeros(table.shape)
+        np.add.at(total, bucket, np.moveaxis(d.sum(0), 0, -1))
+        return total
+
+    return np.moveaxis(table[bucket], -1, 0), pull
+
+
 def pairs(num_queries, num_keys, sees, query_start=0, key_start=0, is_causal=False):
     """(T, S) bool, pair by pair: sees(i, j) of absolute positions, and j <= i where causal."""
     return np.array(

@@ -79,6 +79,8 @@ def compress_blocks(
         )
     if gamma is not None:
         gamma = per_head(gamma, query)
+    if isinstance(bias, PositionBias):
+        bias = bias(jnp.arange(query.shape[2]), jnp.arange(history_size))
     operands = (query, key, contrast_key, value, gamma, bias, history_lengths)
     static = {"block_size": block_size, "history_size": history_size, "scale": scale, "score": score}
     return _choose_blocks(*operands, **static, implementation=implementation)
@@ -150,8 +152,6 @@ def _compress_windows(
         block_windows, blocks=blocks, block_size=block_size, history_size=history_size
     )
     mask = _history_mask(lengths, batch, blocks, history_size)
-    if bias is not None and not isinstance(bias, PositionBias):
-        bias = bias[None]
     out = compress(
         rearrange(query, "b c m n h -> (b c) m n h"),
         windows(key),
@@ -160,7 +160,7 @@ def _compress_windows(
         gamma=gamma,
         scale=scale,
         score=score,
-        bias=bias,
+        bias=None if bias is None else bias[None],
         mask=mask,
         implementation="xla",
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from brl_jax.attention.core.dispatch import Backend, bias_obstacle
+from brl_jax.attention.core.dispatch import Backend
 
 # Pallas is imported where it is needed: it costs import time.
 
@@ -17,16 +17,22 @@ def compress_backend(query, key, contrast_key, value, bias, mask, **static: Any)
     def obstacle() -> str | None:
         from pallas_kernels import tpu
 
-        if mask is not None:
-            return "mask must be None, got an array"
-        return bias_obstacle(bias) or tpu.compress_obstacle(query, key, contrast_key, value)
+        return tpu.compress_obstacle(query, key, contrast_key, value, bias=bias, mask=mask)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
         from pallas_kernels import tpu
 
+        if mask is not None:
+            # A key that no query sees may contain anything, even NaN: it must reach neither the sum nor the gradient.
+            seen = jnp.any(mask, axis=(1, 2))[:, :, None, None]
+            key, contrast_key, value = (
+                None if x is None else jnp.where(seen, x, jnp.zeros((), x.dtype))
+                for x in (key, contrast_key, value)
+            )
         return tpu.compress(
-            query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, interpret=interpret, **static
-        )
+            query, key, contrast_key, value, gamma=gamma, bias=bias, mask=mask, key_lengths=lengths,
+            interpret=interpret, **static,
+        )  # fmt: skip
 
     return Backend("pallas", run, obstacle)
 
@@ -40,14 +46,14 @@ def compress_blocks_backend(
     def obstacle() -> str | None:
         from pallas_kernels import tpu
 
-        return bias_obstacle(bias) or tpu.compress_blocks_obstacle(query, key, contrast_key, value, **sizes)
+        return tpu.compress_blocks_obstacle(query, key, contrast_key, value, bias=bias, **sizes)
 
     def run(query, key, contrast_key, value, gamma, bias, lengths, *, interpret):
         from pallas_kernels import tpu
 
         return tpu.compress_blocks(
-            query, key, contrast_key, value, gamma=gamma, history_lengths=lengths, interpret=interpret,
-            **sizes, **static,
+            query, key, contrast_key, value, gamma=gamma, history_lengths=lengths, bias=bias,
+            interpret=interpret, **sizes, **static,
         )  # fmt: skip
 
     return Backend("pallas", run, obstacle)
@@ -59,12 +65,12 @@ def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
     def obstacle() -> str | None:
         from pallas_kernels import tpu
 
-        return bias_obstacle(bias) or tpu.propagate_obstacle(query, key, value)
+        return tpu.propagate_obstacle(query, key, value, bias=bias)
 
     def run(query, key, value, strength, bias, *, interpret):
         from pallas_kernels import tpu
 
         strength = strength.astype(jnp.float32)
-        return tpu.propagate(query, key, value, strength=strength, interpret=interpret, **static)
+        return tpu.propagate(query, key, value, strength=strength, bias=bias, interpret=interpret, **static)
 
     return Backend("pallas", run, obstacle)

@@ -27,6 +27,22 @@ class PositionBias(Protocol):
     ) -> Float[Array, "N T S"]: ...
 
 
+@runtime_checkable
+class DistanceBias(PositionBias, Protocol):
+    """A `PositionBias` that depends on the distance alone, the query's position minus the key's: kernels add it.
+
+    Attributes:
+      farthest: distances from this one on, on either side, have the bias of this one; None if there is none.
+    """
+
+    @property
+    def farthest(self) -> int | None: ...
+
+    def by_distance(self, distances: Int[Array, "D"]) -> Float[Array, "N D"]:
+        """The bias of each head at each distance, which may be negative, in float32."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ALiBi:
@@ -38,13 +54,24 @@ class ALiBi:
 
     slopes: Float[Array, "N"]
 
+    @property
+    def farthest(self) -> None:
+        return None
+
     def __call__(self, query_positions, key_positions):
+        distance = jnp.abs(query_positions[:, None] - key_positions[None, :])
+        return -self.checked_slopes()[:, None, None] * distance.astype(jnp.float32)[None]
+
+    def by_distance(self, distances):
+        return -self.checked_slopes()[:, None] * jnp.abs(distances).astype(jnp.float32)
+
+    def checked_slopes(self) -> Float[Array, "N"]:
+        """The slopes; ValueError unless there is one for each head."""
         if jnp.ndim(self.slopes) != 1:
             raise ValueError(
                 f"slopes of ALiBi must have shape (heads,), as alibi_slopes(heads) gives, got {self.slopes!r}"
             )
-        distance = jnp.abs(query_positions[:, None] - key_positions[None, :])
-        return -self.slopes[:, None, None] * distance.astype(jnp.float32)[None]
+        return self.slopes
 
 
 def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
@@ -72,13 +99,18 @@ class T5Bias:
     max_distance: int = dataclasses.field(default=128, metadata={"static": True})
     bidirectional: bool = dataclasses.field(default=False, metadata={"static": True})
 
+    @property
+    def farthest(self) -> int:
+        return self.max_distance
+
     def __call__(self, query_positions, key_positions):
-        bucket = t5_bucket(
-            key_positions[None, :] - query_positions[:, None],
-            self.table.shape[0],
-            self.max_distance,
-            self.bidirectional,
-        )
+        return self._look_up(key_positions[None, :] - query_positions[:, None])
+
+    def by_distance(self, distances):
+        return self._look_up(-distances)
+
+    def _look_up(self, relative: Int[Array, "*shape"]) -> Float[Array, "N *shape"]:
+        bucket = t5_bucket(relative, self.table.shape[0], self.max_distance, self.bidirectional)
         return jnp.moveaxis(jnp.take(self.table.astype(jnp.float32), bucket, axis=0), -1, 0)
 
 
@@ -102,6 +134,20 @@ class RotaryBias:
         left = self.factor(self.left, query_positions[None])[0]
         right = self.factor(self.right, key_positions[None])[0]
         return jnp.einsum("tnh,snh->nts", left, right)
+
+    @property
+    def farthest(self) -> None:
+        return None
+
+    def by_distance(self, distances):
+        far = jnp.abs(distances)[None]
+        vectors = (self.left, self.right)
+        # The vector of the position that is farther right turns by the distance.
+        ahead, behind = (
+            jnp.einsum("dnh,nh->nd", self.factor(a, far)[0], b.astype(jnp.float32), precision="highest")
+            for a, b in (vectors, vectors[::-1])
+        )
+        return jnp.where(distances >= 0, ahead, behind)
 
     def factor(self, vector: Float[Array, "N H"], positions: Int[Array, "B T"]) -> Float[Array, "B T N H"]:
         """`left` or `right`, rotated to each position, in float32: the bias is the product of both."""

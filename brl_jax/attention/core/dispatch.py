@@ -131,7 +131,7 @@ def check_implementation(implementation: Any, *names: str | None) -> None:
 
 
 def bias_obstacle(bias: Any) -> str | None:
-    """Why the kernels, which add no bias, cannot serve a call with this one; None if there is none."""
+    """Why kernels that add no bias cannot serve a call with this one; None if there is none."""
     if bias is None:
         return None
     return f"bias must be None, got {type(bias).__name__ if isinstance(bias, PositionBias) else 'an array'}"

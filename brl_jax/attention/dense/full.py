@@ -111,7 +111,8 @@ def full_attention(
         are at least 1,024; cuDNN when lowered for an NVIDIA GPU, if cuDNN is installed and supports the call; and XLA
         otherwise. "xla" works everywhere; "cudnn" and "pallas" raise if they do not support the call;
         "pallas_interpret" interprets the kernel on any platform. The kernel takes float32 and bfloat16, heads of up to
-        256, and neither bias nor mask. The compiler cannot share a kernel among the devices of a mesh: use
+        256, biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`), and masks of keys alone,
+        (B or 1, 1, 1, S). The compiler cannot share a kernel among the devices of a mesh: use
         `jax.shard_map` there, or "xla".
       return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. cuDNN
         does not serve it.
@@ -222,8 +223,7 @@ def _by_platform(arguments, *, offset, implementation, missing, **static):
     def run_on_tpu(*arguments, interpret: bool):
         from brl_jax.attention.dense import full_tpu
 
-        query, key, value, _, _, *others = arguments
-        return full_tpu.attend(query, key, value, *others, offset=offset, interpret=interpret, **static)
+        return full_tpu.attend(*arguments, offset=offset, interpret=interpret, **static)
 
     def run_cudnn(*arguments, interpret: bool):
         return _with_cudnn(*arguments, scale=static["scale"], is_causal=static["is_causal"])

@@ -8,27 +8,54 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from brl_jax.attention.core import tpu_biases
+from brl_jax.attention.core.biases import ALiBi
 from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
 from brl_jax.attention.core.tpu_blocks import all_blocks
 from pallas_kernels import tpu
+from pallas_kernels.absent import mark_absent
+
+#: A distance that no two tokens have.
+_ANY = 1 << 30
 
 
 def obstacle(
     query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, offset: Any
 ) -> str | None:
     """Why the kernel cannot serve a call; None if it can. Traces nothing."""
-    for name, given in (("bias", bias), ("mask", mask)):
-        if given is not None:
-            return f"{name} must be None, got {type(given).__name__ if name == 'bias' else 'an array'}"
+    if mask is not None and mask.shape[1:3] != (1, 1):
+        return f"mask must be the same for all heads and queries, got shape {mask.shape}"
+    if (why := tpu_biases.obstacle(bias)) is not None:
+        return why
+    if bias is not None and offset is None and (not is_causal or _unbounded(bias)):
+        return f"query_offset must be a static int with {type(bias).__name__}"
     width = max(query.shape[3], value.shape[3])
     shapes = [jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype) for x in (query, key, value)]
-    return tpu.block_obstacle(*shapes, **all_blocks(query.shape[1], key.shape[1], is_causal, offset))
+    described = tpu_biases.described(bias, _distances(query, key, is_causal, offset))
+    return tpu.block_obstacle(
+        *shapes, bias=described, **all_blocks(query.shape[1], key.shape[1], is_causal, offset)
+    )
+
+
+def _unbounded(bias: Any) -> bool:
+    """Whether a bias needs a number for every distance, which an offset that is known at run time decides."""
+    return bias.farthest is None and not isinstance(bias, ALiBi)
+
+
+def _distances(query: Array, key: Array, is_causal: bool, offset: int | None) -> tpu_biases.Distances:
+    """Those of all visible pairs; any within the number of tokens at an unknown offset."""
+    if offset is None:
+        return tpu_biases.Distances(0, _ANY)
+    least = offset - (key.shape[1] - 1)
+    return tpu_biases.Distances(max(least, 0) if is_causal else least, query.shape[1] - 1 + offset)
 
 
 def attend(
     query: Array,
     key: Array,
     value: Array,
+    bias: Any,
+    mask: Array | None,
     query_lengths: Array | None,
     key_lengths: Array | None,
     segments: tuple,
@@ -46,6 +73,8 @@ def attend(
 
     `offset` is the query offset where it is known, and None where it is known only at run time.
     """
+    if mask is not None:
+        key, value, segments = _without_hidden_keys(query, key, value, mask, segments)
     query_dim, value_dim = query.shape[3], value.shape[3]
     # The kernel has one head dimension; lanes of zeros change neither scores nor gradients.
     query, key, value = (_widened(x, max(query_dim, value_dim)) for x in (query, key, value))
@@ -54,6 +83,7 @@ def attend(
         key,
         value,
         causal=is_causal,
+        bias=tpu_biases.for_kernel(bias, query.shape[2], _distances(query, key, is_causal, offset)),
         query_position=offset or 0,
         shift=query_offset if is_causal and offset is None else None,
         scale=scale,
@@ -73,6 +103,15 @@ def attend(
         out, log_sums = normalise(merged)
         out, log_sums = out.astype(query.dtype), residual(log_sums)
     return (out, log_sums) if return_residual else out
+
+
+def _without_hidden_keys(query: Array, key: Array, value: Array, mask: Array, segments: tuple) -> tuple:
+    """Keys and values that are zero where a mask of keys hides them, and segment ids that hide them."""
+    seen = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], key.shape[1]))
+    key, value = (jnp.where(seen[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (key, value))
+    every = jnp.ones((1, query.shape[1]), bool)
+    query_ids, key_ids = segments
+    return key, value, mark_absent(query_ids, key_ids, every, seen, query.shape[0])
 
 
 def _widened(x: Array, width: int) -> Array:

@@ -136,11 +136,12 @@ def local_attention(
       implementation: None picks by platform when lowering: the kernels on a TPU; on an NVIDIA GPU cuDNN, else the
         Triton kernel (docs/gpu.md), else XLA; XLA elsewhere. "xla" works everywhere; "cudnn" needs a GPU, a sliding
         window with nothing to its right and half precision; "pallas" is the TPU kernels, which take every pattern and
-        offset, without a bias; "pallas_interpret" interprets these kernels on any platform; "triton" and
+        offset, and biases by distance (`ALiBi`, `T5Bias`, `RotaryBias`, any `DistanceBias`) with all patterns but
+        Fixed; "pallas_interpret" interprets these kernels on any platform; "triton" and
         "triton_interpret" are the GPU kernel. A call of fewer than 128 queries on more keys, such as a decoding step,
-        goes to the kernels only when they are asked for. With None, a call that the kernels do not serve (ALiBi and T5
-        among them) runs through XLA on a TPU or GPU too, at the same O(n w), and lowering it logs a warning with the
-        reason, once.
+        goes to the kernels only when they are asked for. With None, a call that the kernels do not serve (an array
+        bias, on a GPU any bias) runs through XLA on a TPU or GPU too, at the same O(n w), and lowering it logs a
+        warning with the reason, once.
       return_residual: also return the log-sum-exp of each query's scores, with bias, soft cap and sinks in them. It has
         gradients, which that of `jax.nn.dot_product_attention` has not. cuDNN does not serve it.
 
@@ -208,7 +209,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
     def tpu_obstacle() -> str | None:
         from brl_jax.attention.local import tpu
 
-        return bias_obstacle(x.bias) or tpu.obstacle(call, x.query, x.key)
+        return tpu.obstacle(call, x.query, x.key, x.bias)
 
     def run_on_tpu(x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
         from brl_jax.attention.local import tpu

@@ -9,6 +9,7 @@ are merged by their log-sum-exp.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -36,21 +38,26 @@ _MIN_GRANULE = 8
 _Result = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
 
 
-def obstacle(call: PatternCall, query: Array, key: Array) -> str | None:
-    """Why the kernels cannot serve a call without a bias; None if they can. Traces nothing."""
+def obstacle(call: PatternCall, query: Array, key: Array, bias: Any) -> str | None:
+    """Why the kernels cannot serve a call; None if they can. Traces nothing."""
     pattern = call.pattern
+    if (why := tpu_biases.obstacle(bias)) is not None:
+        return why
+    if bias is not None and isinstance(pattern, Fixed) and call.key_offset is not None:
+        return f"bias must be None with Fixed, got {type(bias).__name__}"
     if pattern.granule is not None:
         name = type(pattern).__name__
         if pattern.granule < _MIN_GRANULE:
             return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {pattern.granule}"
         if call.key_offset is None:
             return f"key_offset must be a static int with {name}, got it traced"
-    return next((why for step in _launches(call, query, key) if (why := step.obstacle())), None)
+    steps = _launches(call, query, key, bias is not None)
+    return next((why for step in steps if (why := step.obstacle(bias))), None)
 
 
 def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
-    """`local_attention` without a bias, on the kernels; with the residual in float32 if the call returns it."""
-    results = [step.run(x, interpret) for step in _launches(call, x.query, x.key)]
+    """`local_attention` on the kernels; with the residual in float32 if the call returns it."""
+    results = [step.run(x, interpret) for step in _launches(call, x.query, x.key, x.bias is not None)]
     if len(results) == 1 and x.sinks is None:
         return results[0] if call.return_residual else results[0][0]
     parts = [sums_of_normalised(*result) for result in results]
@@ -69,9 +76,10 @@ class _Launch:
     Attributes:
       tokens: how they are arranged.
       query, key: shapes and dtypes of the arranged arrays.
-      window: whether it is the kernel for windows, or the one for lists of blocks.
+      window: whether it is the kernel for windows, or the one for lists of blocks, which alone adds a bias.
       options: of the kernel.
       shifted: whether the call's key_offset, known only at run time, is added to all positions.
+      reach: how far before and after its query a visible key lies at most, in arranged tokens; None for any.
     """
 
     tokens: _Tokens
@@ -80,16 +88,31 @@ class _Launch:
     window: bool
     options: dict[str, Any]
     shifted: bool = False
+    reach: tuple[int | None, int | None] = (None, None)
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, bias: Any) -> str | None:
         names = ("left", "right") if self.window else ("key_blocks", "block_q", "block_k", "granules")
         options = {name: self.options[name] for name in names if name in self.options}
-        function = tpu.window_obstacle if self.window else tpu.block_obstacle
-        return function(self.query, self.key, self.key, **options)
+        if self.window:
+            return tpu.window_obstacle(self.query, self.key, self.key, **options)
+        bias = tpu_biases.described(bias, self._distances())
+        return tpu.block_obstacle(self.query, self.key, self.key, bias=bias, **options)
+
+    def _distances(self) -> tpu_biases.Distances:
+        """Those of all visible pairs."""
+        offset, before, after = self.tokens.query_offset, *self.reach
+        most, least = self.query.shape[1] - 1 + offset, offset - (self.key.shape[1] - 1)
+        most = most if before is None else min(most, before)
+        least = least if after is None else max(least, -after)
+        return tpu_biases.Distances(
+            max(least, 0) if self.tokens.call.is_causal else least, most, self.tokens.step
+        )
 
     def run(self, x: CallArrays, interpret: bool) -> _Result:
         arranged = self.tokens.arrange(x)
         options = self.options | ({"shift": x.key_offset} if self.shifted else {})
+        if x.bias is not None:
+            options["bias"] = tpu_biases.for_kernel(x.bias, x.query.shape[2], self._distances())
         function = tpu.window_attention if self.window else tpu.block_attention
         out, log_sum = function(
             arranged.query,
@@ -108,16 +131,17 @@ class _Launch:
         return self.tokens.restore(out), self.tokens.restore(log_sum)
 
 
-def _launches(call: PatternCall, query: Any, key: Any) -> list[_Launch]:
-    """The launches that serve a call; their keys are disjoint."""
+def _launches(call: PatternCall, query: Any, key: Any, biased: bool) -> list[_Launch]:
+    """The launches that serve a call, `biased` if it has a bias; their keys are disjoint."""
     tokens = _Tokens(call)
+    window = functools.partial(_window, query=query, key=key, biased=biased)
     match call.pattern:
         case SlidingWindow(left, right):
-            return [_window(tokens, query, key, left, right)]
+            return [window(tokens, left=left, right=right)]
         case Dilated(left, right, dilation):
-            return [_window(_Phases(call, dilation), query, key, left, right)]
+            return [window(_Phases(call, dilation), left=left, right=right)]
         case Strided(stride):
-            near = _window(tokens, query, key, stride, stride)
+            near = window(tokens, left=stride, right=stride)
             return [near, _far_columns(_Phases(call, stride), query, key, beyond=1)]
         case Axial(width) if call.key_offset is not None:
             row = _pattern(tokens, query, key, BlockDiagonal(width), call.key_offset)
@@ -142,6 +166,11 @@ class _Tokens:
         """Query i of an arranged sequence stands at index i + query_offset of its keys."""
         return self.call.query_offset
 
+    @property
+    def step(self) -> int:
+        """The distance of two tokens that are arranged beside each other."""
+        return 1
+
     def shape(self, x: Any, is_query: bool) -> jax.ShapeDtypeStruct:
         """The shape of arranged queries or keys x."""
         return _shape_like(x, x.shape)
@@ -163,6 +192,10 @@ class _Phases(_Tokens):
     @property
     def query_offset(self) -> int:
         return self.call.query_offset // self.period
+
+    @property
+    def step(self) -> int:
+        return self.period
 
     @property
     def _query_pad(self) -> tuple[int, int]:
@@ -269,13 +302,13 @@ def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, 
 # --- Launches ---
 
 
-def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int) -> _Launch:
-    """A sliding window by its own kernel where that serves it, else by lists of blocks."""
+def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int, biased: bool) -> _Launch:
+    """A sliding window by its own kernel where that serves it, which adds no bias, else by lists of blocks."""
     right = 0 if tokens.call.is_causal else right
     query_shape, key_shape = tokens.shape(query, True), tokens.shape(key, False)
-    if query_shape.shape[1] == key_shape.shape[1] and tokens.query_offset == 0:
+    if query_shape.shape[1] == key_shape.shape[1] and tokens.query_offset == 0 and not biased:
         launch = _Launch(tokens, query_shape, key_shape, True, {"left": left, "right": right})
-        if launch.obstacle() is None:
+        if launch.obstacle(None) is None:
             return launch
     # What a window shows does not depend on absolute positions.
     return _pattern(tokens, query, key, SlidingWindow(left, right), 0)
@@ -305,7 +338,8 @@ def _pattern(tokens: _Tokens, query: Any, key: Any, pattern: Pattern, key_offset
         if pattern.granule % size or first % size or position % size:
             options["granules"] = _granules(call, lists, size)
     launch = _listed(tokens, query_shape, key_shape, lists, size, options)
-    return dataclasses.replace(launch, shifted=key_offset is None)
+    reach = (pattern.lookback, pattern.lookahead)
+    return dataclasses.replace(launch, shifted=key_offset is None, reach=reach)
 
 
 def _listed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +13,36 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.block.backward import block_backward
+from pallas_kernels.tpu.block.distances import DistanceTable, Slopes, described, lay_out
 from pallas_kernels.tpu.block.forward import block_forward
 from pallas_kernels.tpu.block.launch import Hidden
-from pallas_kernels.tpu.block.plan import BlockCall, ChosenKeys, Granules, PositionMask, plan_block
+from pallas_kernels.tpu.block.plan import (
+    BlockCall,
+    ChosenKeys,
+    Granules,
+    PositionMask,
+    RelativeBias,
+    plan_block,
+)
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.heads import pack, pack_rows, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
+from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _packed(query, key, value, hidden, shift, call: BlockCall, with_log_sum: bool):
-    return _packed_fwd(query, key, value, hidden, shift, call, with_log_sum)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _packed(query, key, value, bias, hidden, shift, call: BlockCall, with_log_sum: bool):
+    return _packed_fwd(query, key, value, bias, hidden, shift, call, with_log_sum)[0]
 
 
-def _packed_fwd(query, key, value, hidden, shift, call: BlockCall, with_log_sum: bool):
-    out, statistics = block_forward(query, key, value, hidden, shift, call)
+def _packed_fwd(query, key, value, bias, hidden, shift, call: BlockCall, with_log_sum: bool):
+    out, statistics = block_forward(query, key, value, bias, hidden, shift, call)
     result = (out, log_sum_exp(statistics, call.scale)) if with_log_sum else out
-    return result, (query, key, value, hidden, shift, out, statistics)
+    return result, (query, key, value, bias, hidden, shift, out, statistics)
 
 
 def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
-    query, key, value, hidden, shift, out, statistics = residuals
+    query, key, value, bias, hidden, shift, out, statistics = residuals
     grad, grad_log_sum = grads if with_log_sum else (grads, None)
     # A product with ones, not a reduction over (heads, head_dim): that shape would be copied into another layout.
     number = jnp.arange(out.shape[2], dtype=jnp.int32) // call.layout.head_dim
@@ -44,7 +54,7 @@ def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
         precision=jax.lax.Precision.HIGHEST,
     )
     mean = mean.reshape(*statistics.shape[:2], call.layout.packed, -1)
-    grads = block_backward(query, key, value, hidden, shift, grad, statistics, mean, grad_log_sum, call)
+    grads = block_backward(query, key, value, bias, hidden, shift, grad, statistics, mean, grad_log_sum, call)
     return *grads, None, None
 
 
@@ -61,6 +71,7 @@ def block_obstacle(
     block_k: int,
     granules: Granules | None = None,
     chosen_runs: int = 0,
+    bias: RelativeBias | None = None,
     chip: str | None = None,
 ) -> str | None:
     """Why `block_attention` cannot serve a call, known from shapes, dtypes and lists without tracing it.
@@ -70,14 +81,15 @@ def block_obstacle(
         count.
       key_blocks, block_q, block_k, granules, chip: as in `block_attention`.
       chosen_runs: M of its chosen_starts, 0 without them.
+      bias: how many distances its bias has numbers for, and the first of them.
 
     Returns:
       The message of the error that `block_attention` would raise: a dtype or head dimension that no kernel supports,
       shapes or lists that do not match, the list of a block that scalar memory does not hold, or too little VMEM. None
       where nothing stands in the way.
     """
-    options = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
-    options["chosen_runs"] = chosen_runs
+    options: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
+    options |= {"chosen_runs": chosen_runs, "bias": bias}
     return obstacle_of(plan_block, query, key, value, key_blocks=key_blocks, **options)
 
 
@@ -95,6 +107,7 @@ def block_attention(
     key_position: int = 0,
     shift: Int[Array, ""] | None = None,
     causal: bool = False,
+    bias: Slopes | DistanceTable | None = None,
     chosen_starts: Int[Array, "B T K M"] | None = None,
     chosen_size: int = 1,
     chosen_aligned: bool = False,
@@ -111,8 +124,9 @@ def block_attention(
     """Softmax attention over any pattern that can be given as a list of key blocks for each block of queries.
 
     The cost is proportional to the listed pairs. The mask inside a block is computed from positions, so that no mask
-    takes memory. Differentiable in query, key and value. This is BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl) eq.
-    1; online softmax and recomputation in the backward pass are those of FlashAttention (Dao et al., arXiv:2205.14135).
+    takes memory. Differentiable in query, key, value and bias. This is BRL-Attention (Liu et al., OpenReview
+    Vpyg3fqXbl) eq. 1; online softmax and recomputation in the backward pass are those of FlashAttention (Dao et al.,
+    arXiv:2205.14135).
 
     Args:
       query: (B, T, N, H), float32 or bfloat16, H up to 256.
@@ -128,6 +142,8 @@ def block_attention(
       causal: hides the keys at positions after the query's, in addition to the mask. The shift is then added to the
         positions of queries alone. A listed pair of blocks in which all keys are hidden costs a grid step but no
         products, and one in which none is hidden computes no mask.
+      bias: added to the scaled and capped scores: a slope for each query head times the distance of positions, or a
+        table of numbers by distance. Differentiable. It costs about as much as a mask, and no memory for pairs.
       chosen_starts: (B, T, K, M) ints, the positions of the first keys of M runs for each query and key head, or any
         position past the last key: queries see no other keys. The lists are not shortened by them, but where
         chosen_aligned holds, a pair of blocks of which no query chooses a key costs no products.
@@ -154,6 +170,7 @@ def block_attention(
         block_k=block_k,
         granules=granules,
         chosen_runs=0 if chosen_starts is None else chosen_starts.shape[3],
+        bias=None if bias is None else described(bias, query.shape[2]),
         chip=chip,
     )
     heads, head_dim = query.shape[2:]
@@ -181,8 +198,17 @@ def block_attention(
         interpret=interpret,
     )
     rows = None if chosen_starts is None else pack_rows(chosen_starts, heads, layout)
+    numbers = None
+    if bias is not None:
+        numbers = lay_out(bias, call, tokens.shift)
+        # The gradient of what devices share is summed over them outside the derivative below.
+        packed_query, packed_key, packed_value, numbers = vary_alike(
+            packed_query, packed_key, packed_value, numbers
+        )
     hidden = Hidden(tokens.segments, rows)
-    result = _packed(packed_query, packed_key, packed_value, hidden, tokens.shift, call, return_log_sum_exp)
+    result = _packed(
+        packed_query, packed_key, packed_value, numbers, hidden, tokens.shift, call, return_log_sum_exp
+    )
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
     out = zero_absent(out, tokens.query_exists)
     if not return_log_sum_exp:

@@ -26,19 +26,19 @@ class GradientPair(BlockPair):
         self.query, key, value, self.grad, self.row_statistics = operands
         super().__init__(lists, by_key, cut, key, value, visible)
 
-    def changes(self, unit: int, capped: bool = True):
-        """Weights and the gradients of their products, both transposed, with the queries and their output gradients.
-
-        Without `capped` the gradients are those of the scores after a cap, which add up to 0 in each row.
+    def changes(self, unit: int):
+        """Weights, the gradients of their scores after a cap, which add up to 0 in each row, and those of their
+        products, all transposed, with the queries and their output gradients.
         """
         q, g = self.rows(self.query, unit), self.rows(self.grad, unit)
         top, log_total, mean, rest = self.statistics(self.row_statistics, unit, 4)
-        products = self.masked(arithmetic.dot(self.key, q, NT), unit)
+        scores = self.capped(arithmetic.dot(self.key, q, NT))
+        products = self.masked(scores, unit)
         weights = jnp.exp2((products - top) * (self.call.scale * LOG2E) - log_total)
-        changes = weights * ((arithmetic.dot(self.value, g, NT) - mean) - rest)
-        if capped and self.call.cap is not None:
-            changes = changes * arithmetic.soft_cap_slope(products, self.call.cap)
-        return weights, changes, q, g
+        capped = changes = weights * ((arithmetic.dot(self.value, g, NT) - mean) - rest)
+        if self.call.cap is not None:
+            changes = changes * arithmetic.soft_cap_slope(scores, self.call.cap)
+        return weights, capped, changes, q, g
 
 
 def _rest_kernel(*refs, call: BlockCall, scalars: int):
@@ -53,7 +53,7 @@ def _rest_kernel(*refs, call: BlockCall, scalars: int):
         pair = GradientPair(lists, False, cut, operands, visible)
 
         def score(unit):
-            return (pair.changes(unit, capped=False)[1],)
+            return (pair.changes(unit)[1],)
 
         def add(unit, changes):
             head, lanes = pair.split(unit)
@@ -65,8 +65,13 @@ def _rest_kernel(*refs, call: BlockCall, scalars: int):
 
 
 def _query_kernel(*refs, call: BlockCall, scalars: int):
-    lists, operands, visible, (output, sums) = split_refs(call, refs, scalars, 5)
+    lists, operands, visible, (output, *of_bias, sums) = split_refs(call, refs, scalars, 5)
     first, last = lists.ends()
+
+    @pl.when(lists.step == 0)
+    def _():
+        for grad_bias in of_bias[:1]:
+            grad_bias[...] = jnp.zeros_like(grad_bias)
 
     @pl.when(first)
     def _():
@@ -74,15 +79,22 @@ def _query_kernel(*refs, call: BlockCall, scalars: int):
 
     def meet(cut):
         pair = GradientPair(lists, False, cut, operands, visible)
+        if pair.bias is not None:
+            of_bias[1][...] = jnp.zeros_like(of_bias[1])
 
         def score(unit):
-            return (pair.changes(unit)[1].astype(pair.query.dtype),)
+            _, capped, changes, *_ = pair.changes(unit)
+            if pair.bias is not None:
+                of_bias[1][unit % call.layout.packed, pair.bias.tile(unit // call.layout.packed)] += capped
+            return (changes.astype(pair.query.dtype),)
 
         def read_out(unit, changes):
             head, lanes = pair.split(unit)
             sums[pair.lanes_of(unit), lanes] += heads.transposed_product(pair.key, changes, head, call.layout)
 
         pair.each_unit(score, read_out)
+        if pair.bias is not None:
+            pair.bias.add_gradient(*of_bias)
 
     lists.meet(False, meet)
 
@@ -107,7 +119,7 @@ def _key_kernel(*refs, call: BlockCall, scalars: int):
         dtype = pair.query.dtype
 
         def score(unit):
-            weights, changes, q, g = pair.changes(unit)
+            weights, _, changes, q, g = pair.changes(unit)
             return weights.astype(dtype), changes.astype(dtype), q, g
 
         def read_out(unit, weights, changes, q, g):
@@ -128,6 +140,7 @@ def block_backward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B S M"],
     value: Float[Array, "B S M"],
+    bias: Float[Array, "tiles rows lanes"] | None,
     hidden: Hidden,
     shift: Int[Array, "1"] | None,
     grad: Float[Array, "B T L"],
@@ -135,12 +148,17 @@ def block_backward(
     mean: Float[Array, "B tiles packed T"],
     grad_log_sum: Float[Array, "B tiles packed T"] | None,
     call: BlockCall,
-) -> tuple[Float[Array, "B T L"], Float[Array, "B S M"], Float[Array, "B S M"]]:
-    """Gradients of packed arrays; `mean` is the sum of weight times change of each row, from the rounded output.
+) -> tuple[
+    Float[Array, "B T L"],
+    Float[Array, "B S M"],
+    Float[Array, "B S M"],
+    Float[Array, "tiles rows lanes"] | None,
+]:
+    """Gradients of packed arrays and of the bias; `mean` is the sum of weight times change of each row, from the
+    rounded output.
 
     The remainder that those rounded sums leave is computed first: where a softmax is almost one-hot, its derivative is
-      a
-    small difference of large numbers, and the rounding of the sums would show in it.
+    a small difference of large numbers, and the rounding of the sums would show in it.
     """
     width = call.layout.width
 
@@ -148,14 +166,19 @@ def block_backward(
         every = jnp.concatenate([statistics, mean, rest], axis=2)
         return [("q", query), ("k", key), ("k", value), ("q", grad), ("s", every)]
 
+    biased = call.bias is not None
+
     (rest,) = BlockLaunch(_rest_kernel, "block_attention_backward_rest", call, "r").run(
-        operands(jnp.zeros_like(mean)), hidden, shift
+        operands(jnp.zeros_like(mean)), hidden, shift, bias
     )
     given = operands(rest if grad_log_sum is None else rest - grad_log_sum)
-    (grad_query,) = BlockLaunch(
-        _query_kernel, "block_attention_backward_query", call, "q", [(width, call.block_q)]
-    ).run(given, hidden, shift)
+    scratch: list[tuple[int, ...]] = [call.bias_array] if biased else []
+    scratch.append((width, call.block_q))
+    grad_query, *of_bias = BlockLaunch(
+        _query_kernel, "block_attention_backward_query", call, "qd" if biased else "q", scratch
+    ).run(given, hidden, shift, bias)
     grad_key, grad_value = BlockLaunch(
         _key_kernel, "block_attention_backward_key", call, "kk", [(call.block_k, width)] * 2, by_key=True
-    ).run(given, hidden, shift)
-    return grad_query, grad_key, grad_value
+    ).run(given, hidden, shift, bias)
+    grad_bias = of_bias[0].sum(axis=0) * call.scale if biased else None
+    return grad_query, grad_key, grad_value, grad_bias

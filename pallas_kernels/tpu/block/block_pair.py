@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.positions import floor_divide
+from pallas_kernels.tpu.block.distances import BiasRefs, PairBias
 from pallas_kernels.tpu.block.plan import TILE, WORD, BlockCall
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import MASKED
@@ -68,10 +69,12 @@ class StepLists:
 
 
 class VisibleRefs(NamedTuple):
-    """References to what decides which keys a query sees: their segment ids, none or two, and the runs it chooses."""
+    """References to what decides which keys a query sees, and how well: their segment ids, none or two, the runs it
+    chooses, and the bias."""
 
     segments: Sequence[Any]
     chosen: Any
+    bias: BiasRefs | None
 
 
 class BlockPair:
@@ -93,6 +96,10 @@ class BlockPair:
             query_segments, key_segments = visible.segments
             self.segments = query_segments, arithmetic.column(key_segments[0], TILE)
         self.chosen = visible.chosen
+        self.bias = None
+        if visible.bias is not None:
+            shift = lists.shift[0] if call.causal and lists.shift is not None else None
+            self.bias = PairBias(call, self.first_query, self.first_key, shift, visible.bias)
         self.granules = None
         if call.granulated:
             queries = slice(0, call.block_q)
@@ -191,12 +198,16 @@ class BlockPair:
             )
         return (found & 1) == 1
 
+    def capped(self, scores: Float[Array, "block_k tile"]) -> Float[Array, "block_k tile"]:
+        """The scores, capped where the call has a cap."""
+        return scores if self.call.cap is None else arithmetic.soft_cap(scores, self.call.cap)
+
     def masked(self, scores: Float[Array, "block_k tile"], unit: int) -> Float[Array, "block_k tile"]:
-        """The scores, capped where the call has a cap, and MASKED where a query of the tile does not see a key."""
+        """The capped scores with their bias, and MASKED where a query of the tile does not see a key."""
         call = self.call
-        if call.cap is not None:
-            scores = arithmetic.soft_cap(scores, call.cap)
-        _, rows = self.split(unit)
+        head, rows = self.split(unit)
+        if self.bias is not None:
+            scores = scores + self.bias.refs.scratch[head, self.bias.tile(unit // call.layout.packed)]
         keys = self.first_key + jax.lax.broadcasted_iota(jnp.int32, (call.block_k, 1), 0)
         queries = self.first_query + rows.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
         seen = []
@@ -230,5 +241,9 @@ def split_refs(
     stop = scalars + operands
     after = stop + (2 if call.segments else 0)
     last = after + (0 if call.chosen is None else 1)
-    visible = VisibleRefs(refs[stop:after], refs[after] if last > after else None)
-    return StepLists(call, refs[:scalars]), refs[scalars:stop], visible, refs[last:]
+    chosen, bias, results = refs[after] if last > after else None, None, refs[last:]
+    if call.bias is not None:
+        numbers, *results, scratch = results
+        bias = BiasRefs(numbers, scratch)
+    visible = VisibleRefs(refs[stop:after], chosen, bias)
+    return StepLists(call, refs[:scalars]), refs[scalars:stop], visible, results

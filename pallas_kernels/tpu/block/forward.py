@@ -35,7 +35,7 @@ def _forward_kernel(*refs, call: BlockCall, scalars: int):
 
         def weigh(unit, products):
             head, lanes = pair.split(unit)
-            products = pair.masked(products, unit)
+            products = pair.masked(pair.capped(products), unit)
             old = statistics[0, 0, head : head + 1, lanes]
             top = jnp.maximum(old, products.max(axis=0, keepdims=True))
             weights = jnp.exp2((products - top) * factor)
@@ -75,6 +75,7 @@ def block_forward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B S M"],
     value: Float[Array, "B S M"],
+    bias: Float[Array, "tiles rows lanes"] | None,
     hidden: Hidden,
     shift: Int[Array, "1"] | None,
     call: BlockCall,
@@ -82,5 +83,5 @@ def block_forward(
     """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`."""
     scratch = [(call.layout.width, call.block_q)]
     launch = BlockLaunch(_forward_kernel, "block_attention_forward", call, "qs", scratch)
-    out, statistics = launch.run([("q", query), ("k", key), ("k", value)], hidden, shift)
+    out, statistics = launch.run([("q", query), ("k", key), ("k", value)], hidden, shift, bias)
     return out, statistics

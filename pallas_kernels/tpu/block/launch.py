@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.block.plan import BlockCall, BlockSteps
 from pallas_kernels.varying import result_like, vary_alike
@@ -38,8 +38,9 @@ class BlockLaunch:
     Attributes:
       kernel, name: the function, and what the compiler calls it.
       call: everything static about the call.
-      results: what each result has rows of: "q" queries, "k" keys, "s" two statistics, "r" one statistic.
-      scratch: shapes of float32 scratch.
+      results: what each result has rows of: "q" queries, "k" keys, "s" two statistics, "r" one statistic; "d" is the
+        gradient of a bias.
+      scratch: shapes of float32 scratch, without that of a bias.
       by_key: whether a block of keys is completed after the other, instead of a block of queries.
     """
 
@@ -47,23 +48,31 @@ class BlockLaunch:
     name: str
     call: BlockCall
     results: str
-    scratch: Sequence[tuple[int, int]] = ()
+    scratch: Sequence[tuple[int, ...]] = ()
     by_key: bool = False
 
     def run(
-        self, operands: Sequence[Operand], hidden: Hidden, shift: Int[Array, "1"] | None
+        self,
+        operands: Sequence[Operand],
+        hidden: Hidden,
+        shift: Int[Array, "1"] | None,
+        bias: Float[Array, "tiles rows lanes"] | None,
     ) -> Sequence[Array]:
         """The results over all pairs; the first two operands are query and key."""
-        pieces = [self._run_piece(steps, operands, hidden, shift) for steps in self.call.pieces(self.by_key)]
+        pieces = [
+            self._run_piece(steps, operands, hidden, shift, bias) for steps in self.call.pieces(self.by_key)
+        ]
         if len(pieces) == 1:
             return pieces[0]
         return [
-            jnp.concatenate(parts, axis=1 if kind in "qk" else 3)
+            functools.reduce(jnp.add, parts)
+            if kind == "d"
+            else jnp.concatenate(parts, axis=1 if kind in "qk" else 3)
             for kind, parts in zip(self.results, zip(*pieces))
         ]
 
     def _run_piece(
-        self, steps: BlockSteps, operands: Sequence[Operand], hidden: Hidden, shift
+        self, steps: BlockSteps, operands: Sequence[Operand], hidden: Hidden, shift, bias
     ) -> Sequence[Array]:
         call, layout, group = self.call, self.call.layout, self.call.layout.group
         query, key = operands[0][1], operands[1][1]
@@ -75,6 +84,10 @@ class BlockLaunch:
         scalars = [*(jnp.asarray(x) for x in lists), *([] if shift is None else [shift])]
         given = [*operands, *zip("ij", hidden.segments or ())]
         given += [] if hidden.chosen is None else [("s", hidden.chosen)]
+        scratch = [*self.scratch]
+        if bias is not None:
+            given.append(("b", bias))
+            scratch.append(call.bias_array)
         own_block, own_length = (call.block_k, call.keys) if self.by_key else (call.block_q, call.queries)
         length = min(steps.stop * own_block, own_length) - steps.first * own_block
         rows = {"s": 2 * layout.packed, "r": layout.packed}
@@ -83,6 +96,7 @@ class BlockLaunch:
             "k": ((batch, length, key.shape[2]), query.dtype),
             "s": ((batch, tiles, rows["s"], length), jnp.float32),
             "r": ((batch, tiles, rows["r"], length), jnp.float32),
+            "d": ((batch, tiles, *bias.shape[1:]) if bias is not None else (), jnp.float32),
         }
         return pl.pallas_call(
             functools.partial(self.kernel, call=call, scalars=len(scalars)),
@@ -94,7 +108,7 @@ class BlockLaunch:
                     self._spec("s" if kind == "r" else kind, rows.get(kind), steps.first)
                     for kind in self.results
                 ],
-                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in self.scratch],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             out_shape=[result_like(query, *shapes[kind]) for kind in self.results],
             compiler_params=pltpu.CompilerParams(
@@ -105,7 +119,8 @@ class BlockLaunch:
         )(*vary_alike(*scalars, *(x for _, x in given)))
 
     def _spec(self, kind: str, rows: int | None, first: int) -> pl.BlockSpec:
-        """The spec of an array of a kind ("i" and "j" are ids of queries and keys) that begins at block `first`."""
+        """The spec of an array of a kind ("i" and "j" are ids of queries and keys, "b" and "d" a bias and its gradient)
+        that begins at block `first`."""
         call, width, group = self.call, self.call.layout.width, self.call.layout.group
 
         def index(b, t, step, *refs):
@@ -120,13 +135,17 @@ class BlockLaunch:
                 "s": (b, tile_q, 0, block_q),
                 "i": (b, 0, block_q),
                 "j": (b, 0, block_k),
+                "b": (tile_q, 0, 0),
+                "d": (b, tile_q, 0, 0),
             }[kind]
 
-        sizes = {
+        sizes: dict[str, tuple] = {
             "q": (1, call.block_q, width),
             "k": (1, call.block_k, width),
             "s": (1, 1, rows, call.block_q),
             "i": (1, 1, call.block_q),
             "j": (1, 1, call.block_k),
         }
+        if call.bias is not None:
+            sizes |= {"b": (1, *call.bias_operand), "d": (1, 1, *call.bias_operand)}
         return pl.BlockSpec(sizes[kind], index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int
 
 from pallas_kernels.tpu.core.chips import resolve_chip, vmem_limit
-from pallas_kernels.tpu.core.heads import HeadLayout, layout_of
+from pallas_kernels.tpu.core.heads import LANES, HeadLayout, layout_of
 from pallas_kernels.tpu.core.inputs import Shaped, check_attention, check_multiple_of_128
 
 #: Which keys queries see, from positions of queries (1, rows) and of keys (rows, 1).
@@ -21,6 +22,8 @@ PositionMask = Callable[[Any, Any], Any]
 WORD = 32
 #: Queries that share one product.
 TILE = 128
+#: Rows of a register, for each of which a table of a bias by distance has a copy.
+COPIES = 8
 #: Pairs of blocks that one launch lists in scalar memory: 1 MiB, two numbers for each pair, half of it left free.
 MAX_PAIRS = 1 << 16
 
@@ -57,6 +60,29 @@ class ChosenKeys(NamedTuple):
     aligned: bool
 
 
+class RelativeBias(NamedTuple):
+    """A bias by distance: see `distances`.
+
+    Attributes:
+      distances: how many have numbers of their own, 0 where the bias is a slope times the distance.
+      first: the first of them.
+    """
+
+    distances: int
+    first: int = 0
+
+    def extent(self, block_q: int, block_k: int) -> tuple[int, int]:
+        """The first distance and the number of distances in a table, which ends in equal numbers for far blocks.
+
+        Its distances are smaller than those of positions by what the offset of the positions has beyond a multiple of
+        the lanes.
+        """
+        around = block_q + block_k
+        first = (self.first - around - LANES) // LANES * LANES
+        stop = self.first + self.distances + COPIES + around
+        return first, -(-(stop - first) // LANES) * LANES
+
+
 class BlockSteps(NamedTuple):
     """Grid steps of one launch: those of the blocks `first` to `stop` of queries (or of keys).
 
@@ -90,6 +116,7 @@ class BlockCall:
         of queries alone.
       segments: whether queries and keys have segment ids.
       chosen: the runs of keys that queries see; None for all keys.
+      bias: what is added to the scores by distance; None for nothing.
       scale: multiplies the scores; positive.
       logits_soft_cap: bounds the scaled scores; None for no bound.
       interpret: as `pl.pallas_call` takes it.
@@ -110,6 +137,7 @@ class BlockCall:
     causal: bool = False
     segments: bool = False
     chosen: ChosenKeys | None = None
+    bias: RelativeBias | None = None
     scale: float = 1.0
     logits_soft_cap: float | None = None
     interpret: bool | pltpu.InterpretParams = False
@@ -129,6 +157,27 @@ class BlockCall:
         """Whether each run of keys that a query chooses is a number of whole rows of a block of keys."""
         chosen = self.chosen
         return chosen is not None and chosen.aligned and self.block_k % chosen.size == chosen.size % 8 == 0
+
+    @property
+    def bias_operand(self) -> tuple[int, int]:
+        """Rows and lanes of a tile of the bias; see `distances.lay_out`."""
+        assert self.bias is not None
+        if self.bias.distances == 0:
+            return self.layout.packed, LANES
+        return self.layout.packed * COPIES, self.bias.extent(self.block_q, self.block_k)[1]
+
+    @property
+    def bias_array(self) -> tuple[int, int, int]:
+        """The shape of the bias of one pair of blocks; see `distances`."""
+        return self.layout.packed, self.block_q + self.block_k - TILE, TILE
+
+    @property
+    def bias_bytes(self) -> int:
+        """VMEM of the bias in the backward pass: operand and gradient, double-buffered, and both arrays of a pair."""
+        if self.bias is None:
+            return 0
+        rows, lanes = self.bias_operand
+        return 16 * max(rows, COPIES) * lanes + 8 * math.prod(self.bias_array)
 
     @property
     def words(self) -> int:
@@ -231,6 +280,7 @@ def plan_block(
     granules: Granules | None,
     chip: str | None,
     chosen_runs: int = 0,
+    bias: RelativeBias | None = None,
 ) -> BlockCall:
     """The part of a call that shapes, dtypes and lists determine; arguments as for `block_attention`.
 
@@ -247,7 +297,7 @@ def plan_block(
     layout = layout_of(heads, key_heads, head_dim)
     needed = pair_bytes(block_q, block_k, layout.width, query.dtype.itemsize)
     needed += 2 * 4 * layout.packed * chosen_runs * block_q
-    limit = vmem_limit("block_attention", needed, chip, "choose smaller blocks")
-    call = BlockCall(queries, keys, block_q, block_k, rows, granules, layout, limit)
+    call = BlockCall(queries, keys, block_q, block_k, rows, granules, layout, None, bias=bias)
     call.check_lists()
-    return call
+    limit = vmem_limit("block_attention", needed + call.bias_bytes, chip, "choose smaller blocks")
+    return dataclasses.replace(call, vmem_limit=limit)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.scores import Score, check_score
 from pallas_kernels.tpu.compress.differentiable import compress_packed
 from pallas_kernels.tpu.compress.plan import CompressCall, plan_compress, plan_compress_blocks
 from pallas_kernels.tpu.core.heads import pack
 from pallas_kernels.tpu.core.inputs import Shaped, obstacle_of, positive_scale
+from pallas_kernels.tpu.core.score_bias import ScoreBias, described, lay_out
 from pallas_kernels.varying import vary_alike
 
 
@@ -25,6 +27,8 @@ def _run(
     gamma: Float[Array, " N"] | None,
     scale: float | None,
     bounds: Int[Array, "#B R 2"],
+    bias: Float[Array, "#B #N #M #S"] | None,
+    mask: Bool[Array, "#B #N #M #S"] | None,
     call: CompressCall,
 ) -> Float[Array, "B R M N H"]:
     """Compression of R sets of queries, each within bounds of its own."""
@@ -44,8 +48,15 @@ def _run(
     if contrast_key is not None:
         keys.append(pack(query, contrast_key, value)[1])
     bounds = jnp.broadcast_to(bounds, (batch, *bounds.shape[1:]))[:, :, None, :]
-    bounds, packed_query, packed_value, *keys = vary_alike(bounds, packed_query, packed_value, *keys)
-    out = compress_packed(bounds, packed_query, keys, packed_value, call)
+    added = None
+    if call.bias is not None:
+        shape = (count, key.shape[1] if bias is None else bias.shape[3])
+        sizes = (call.queries, call.bias_tokens)
+        added = lay_out(bias, mask, call.bias, layout, call.scale, shape, sizes)
+    given = [packed_query, packed_value, bounds, *keys, *([] if added is None else [added])]
+    packed_query, packed_value, bounds, *rest = vary_alike(*given)
+    keys, added = rest[: len(keys)], None if added is None else rest[-1]
+    out = compress_packed(bounds, packed_query, keys, packed_value, added, call)
     out = out.reshape(batch, len(keys), groups, call.queries, -1, layout.head_dim)
     out = out[:, :, :, :count, :heads, :head_dim]
     result = out[:, 0]
@@ -60,6 +71,8 @@ def compress_obstacle(
     contrast_key: Shaped | None,
     value: Shaped,
     *,
+    bias: Shaped | None = None,
+    mask: Shaped | None = None,
     chip: str | None = None,
     block: int | None = None,
     splits: int | None = None,
@@ -67,16 +80,22 @@ def compress_obstacle(
     """Why `compress` cannot serve a call, known from shapes and dtypes without tracing it.
 
     Args:
-      query, key, contrast_key, value: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and
-        the mesh count.
+      query, key, contrast_key, value, bias, mask: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape,
+        the dtype and the mesh count.
       chip, block, splits: as in `compress`.
 
     Returns:
       The message of the error that `compress` would raise: a dtype or head dimension that no kernel supports, shapes
       that do not match, too many compressed tokens, or too little VMEM. None where nothing stands in the way.
     """
-    options = {"chip": chip, "block": block, "splits": splits}
-    return obstacle_of(plan_compress, query, key, contrast_key, value, bounded=True, **options)
+    options: dict[str, Any] = {"chip": chip, "block": block, "splits": splits}
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+
+    def plan():
+        given = described(bias, mask, full)
+        plan_compress(query, key, contrast_key, value, bounded=True, bias=given, **options)
+
+    return obstacle_of(plan)
 
 
 def compress(
@@ -88,6 +107,8 @@ def compress(
     gamma: Float[Array, " N"] | None,
     scale: float | None = None,
     score: Score = "softmax",
+    bias: Float[Array, "#B #N #M #S"] | None = None,
+    mask: Bool[Array, "#B #N #M #S"] | None = None,
     key_lengths: Int[Array, " B"] | None = None,
     axis_name: str | None = None,
     chip: str | None = None,
@@ -99,7 +120,7 @@ def compress(
 
     This is F_comp of BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl, eqs. 11-12). Both attentions run in one pass
     that reads each of key, contrast_key and value once. The sequence may be divided into parts that run side by side
-    and are merged by their log-sum-exp. Differentiable in query, both keys, value and gamma.
+    and are merged by their log-sum-exp. Differentiable in query, both keys, value, gamma and bias.
 
     Args:
       query: (B, M, N, H), float32 or bfloat16, M up to 1024, H up to 256.
@@ -107,6 +128,10 @@ def compress(
       gamma: (N,), the weight of the second attention.
       scale: multiplies the scores; 1 / (M sqrt(H)) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
+      bias: added to the scaled scores of both attentions; float32 numbers for the kernel to read. Its gradient has
+        numbers for each entry of the batch and head before it is summed over those that share one.
+      mask: where it is False a query does not see a key, as where the bias is -inf. A mask without queries (M = 1)
+        takes a number for each key; keys that no query sees must be finite.
       key_lengths: (B,) ints, how many tokens exist; absent tokens never influence a result.
       axis_name: inside `shard_map`, the mesh axis over which sequences are divided: key, contrast_key and value are the
         part of this device, query and the result are the same on all devices. Merged as the parts are.
@@ -126,8 +151,17 @@ def compress(
       NotImplementedError: on another dtype or a wider head.
     """
     bounded = key_lengths is not None
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     call = plan_compress(
-        query, key, contrast_key, value, bounded=bounded, chip=chip, block=block, splits=splits
+        query,
+        key,
+        contrast_key,
+        value,
+        bounded=bounded,
+        chip=chip,
+        block=block,
+        splits=splits,
+        bias=described(bias, mask, full),
     )
     length = key.shape[1]
     bounds = jnp.asarray([[[0, length]]], jnp.int32)
@@ -140,7 +174,7 @@ def compress(
         stop = jnp.minimum(key_lengths.astype(jnp.int32), length)
         bounds = jnp.stack([jnp.zeros_like(stop), stop], axis=-1)[:, None]
     call = dataclasses.replace(call, score=score, axis_name=axis_name, interpret=interpret)
-    return _run(query[:, None], key, contrast_key, value, gamma, scale, bounds, call)[:, 0]
+    return _run(query[:, None], key, contrast_key, value, gamma, scale, bounds, bias, mask, call)[:, 0]
 
 
 def compress_blocks_obstacle(
@@ -151,20 +185,35 @@ def compress_blocks_obstacle(
     *,
     block_size: int,
     history_size: int,
+    bias: Shaped | None = None,
     chip: str | None = None,
 ) -> str | None:
     """Why `compress_blocks` cannot serve a call, known from shapes and dtypes without tracing it.
 
     Args:
-      query, key, contrast_key, value: as for `compress_obstacle`.
+      query, key, contrast_key, value, bias: as for `compress_obstacle`.
       block_size, history_size, chip: as in `compress_blocks`.
 
     Returns:
       The message of the error that `compress_blocks` would raise: those of `compress_obstacle`, and a block size that
       the kernels do not support. None where nothing stands in the way.
     """
-    options = {"block_size": block_size, "history_size": history_size, "chip": chip}
-    return obstacle_of(plan_compress_blocks, query, key, contrast_key, value, bounded=True, **options)
+    options: dict[str, Any] = {"block_size": block_size, "history_size": history_size, "chip": chip}
+
+    def plan():
+        given = _of_blocks(bias, query, history_size)
+        plan_compress_blocks(query, key, contrast_key, value, bounded=True, bias=given, **options)
+
+    return obstacle_of(plan)
+
+
+def _of_blocks(bias: Shaped | None, query: Shaped, history_size: int) -> ScoreBias | None:
+    *_, count, heads, _ = query.shape
+    if bias is None:
+        return None
+    if bias.shape != (heads, count, history_size):
+        raise ValueError(f"bias must have shape {(heads, count, history_size)}, got {bias.shape}")
+    return ScoreBias(batches=False, heads=heads > 1)
 
 
 def compress_blocks(
@@ -179,6 +228,7 @@ def compress_blocks(
     history_lengths: Int[Array, "#B R"] | None = None,
     scale: float | None = None,
     score: Score = "softmax",
+    bias: Float[Array, "N M S"] | None = None,
     chip: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B R M N H"]:
@@ -195,6 +245,7 @@ def compress_blocks(
       history_lengths: (B, R) or (1, R) ints, how many of these tokens, the last ones, exist; the others never influence
         a result, and a block without any gives 0. All exist by default.
       gamma, scale, score, chip, interpret: as in `compress`.
+      bias: (N, M, history_size), added to the scaled scores of each block. Its gradient stays in VMEM.
 
     Returns:
       (B, R, M, N, H) in query's dtype.
@@ -212,6 +263,7 @@ def compress_blocks(
         history_size=history_size,
         bounded=history_lengths is not None,
         chip=chip,
+        bias=_of_blocks(bias, query, history_size),
     )
     batch, readers = query.shape[:2]
     stop = jnp.arange(readers, dtype=jnp.int32)[None] * block_size + history_size
@@ -224,4 +276,5 @@ def compress_blocks(
         start = stop - jnp.minimum(history_lengths.astype(jnp.int32), history_size)
     bounds = jnp.stack(jnp.broadcast_arrays(start, stop), axis=-1)
     call = dataclasses.replace(call, score=score, interpret=interpret)
-    return _run(query, key, contrast_key, value, gamma, scale, bounds, call)
+    added = None if bias is None else bias[None]
+    return _run(query, key, contrast_key, value, gamma, scale, bounds, added, None, call)

@@ -72,7 +72,14 @@ def _rest_kernel(*refs, call: CompressCall):
 
 
 def _backward_kernel(*refs, call: CompressCall):
-    inputs, (grads, statistics, grad_query, *grad_keys, grad_value) = split_refs(call, refs)
+    inputs, (grads, statistics, grad_query, *results) = split_refs(call, refs)
+    of_bias = [results.pop()] if _has_gradient(call) else []
+    *grad_keys, grad_value = results
+
+    @pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))
+    def _():
+        for grad_bias in of_bias if call.own_queries else ():
+            grad_bias[...] = jnp.zeros_like(grad_bias)
 
     @pl.when(pl.program_id(3) == 0)
     def _():
@@ -89,7 +96,19 @@ def _backward_kernel(*refs, call: CompressCall):
         else:
             weights = step.weights(products)
             changes = step.within(elementwise_slopes(call.score, products * call.scale)) * grad_weights
+        for grad_bias in of_bias:
+            add_to_bias(grad_bias, unit, changes)
         return weights.astype(dtype), changes.astype(dtype), q, g
+
+    def add_to_bias(grad_bias, unit, changes):
+        head, which, _ = step.split(unit)
+        if call.own_queries:
+            rows = pl.ds(pl.multiple_of(pl.program_id(3) * call.block, call.block), call.block)
+            grad_bias[0, 0, head, rows] += changes
+        elif which == 0:
+            grad_bias[0, 0, head] = changes
+        else:
+            grad_bias[0, 0, head] += changes
 
     def read_out(unit, weights, changes, q, g):
         head, which, _ = step.split(unit)
@@ -104,19 +123,28 @@ def _backward_kernel(*refs, call: CompressCall):
         out[0, 0] = (functools.reduce(jnp.add, parts) * call.scale).astype(out.dtype)
 
 
+def _has_gradient(call: CompressCall) -> bool:
+    return call.bias is not None and call.bias.queries
+
+
 def compress_backward(
     bounds: Int[Array, "B #R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
+    bias: Float[Array, "..."] | None,
     grads: Float[Array, "B keys Q L"],
     statistics: Float[Array, "B tiles #R statistics lanes"],
     call: CompressCall,
 ) -> tuple[
-    Float[Array, "B tiles R width queries"], list[Float[Array, "slots B S L"]], Float[Array, "slots B S L"]
+    Float[Array, "B tiles R width queries"],
+    list[Float[Array, "slots B S L"]],
+    Float[Array, "slots B S L"],
+    Float[Array, "B tiles packed tokens queries"] | None,
 ]:
     """Gradients of the queries of each reader, transposed and in float32, and of each set of keys and the values, for
-    each slot of readers. Tokens that no reader of a slot reads have undefined gradients there.
+    each slot of readers, and of the bias of each entry of the batch and head, in float32 and in the unit of scaled
+    scores. Tokens that no reader of a slot reads have undefined gradients there.
 
     The statistics end with the sum of weight times change of each row. In float32, the remainder that this rounded sum
     leaves is computed first: where a softmax is almost one-hot, its derivative is a small difference of large numbers,
@@ -129,7 +157,7 @@ def compress_backward(
         (1, call.keys, call.queries, width), lambda b, t, r, s: (b, 0, 0 if shared else r, t)
     )
     specs = [*history_specs(call), of_grads]
-    operands = [bounds, query, *keys, value, grads]
+    operands = [bounds, query, *keys, value, *([] if bias is None else [bias]), grads]
     if call.score == "softmax" and query.dtype == jnp.float32:
         (rest,) = launch(
             _rest_kernel,
@@ -142,13 +170,25 @@ def compress_backward(
         )
         statistics = jnp.concatenate(vary_alike(statistics, call.sum_readers(rest)), axis=3)
     history = ((call.slots, *value.shape), value.dtype)
+    bias_specs, bias_results = [], []
+    if _has_gradient(call):
+        tokens = call.bias_tokens if call.own_queries else call.block
+        bias_specs.append(
+            pl.BlockSpec(
+                (1, 1, packed, tokens, call.queries),
+                lambda b, t, r, s: (b, t, 0, 0 if call.own_queries else call.bias_block(r, s), 0),
+            )
+        )
+        bias_results.append(((*outer[:2], packed, call.bias_tokens, call.queries), jnp.float32))
     grad_query, *others = launch(
         _backward_kernel,
         "compress_backward",
         call,
         [*specs, reader_spec(statistics.shape[3], lanes, shared)],
         [*operands, statistics],
-        [reader_spec(width, call.queries), *[slot_spec(call)] * (call.keys + 1)],
-        [((*outer, width, call.queries), jnp.float32), *[history] * (call.keys + 1)],
+        [reader_spec(width, call.queries), *[slot_spec(call)] * (call.keys + 1), *bias_specs],
+        [((*outer, width, call.queries), jnp.float32), *[history] * (call.keys + 1), *bias_results],
+        in_order=_has_gradient(call) and call.own_queries,
     )
-    return grad_query, others[:-1], others[-1]
+    grad_bias = others.pop() if bias_results else None
+    return grad_query, others[:-1], others[-1], grad_bias

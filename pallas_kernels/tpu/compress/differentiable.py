@@ -12,29 +12,32 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.tpu.compress.backward import compress_backward
 from pallas_kernels.tpu.compress.forward import compress_forward, merge_readers
 from pallas_kernels.tpu.compress.plan import CompressCall
+from pallas_kernels.tpu.core.score_bias import gradient_like
 from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def compress_packed(
     bounds: Int[Array, "B #R 1 2"],
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
+    bias: Float[Array, "..."] | None,
     call: CompressCall,
 ) -> Float[Array, "B sets Q L"]:
-    """What each set of keys contributes, in float32; differentiable in query, keys and value."""
-    return _forward(bounds, query, keys, value, call)[0]
+    """What each set of keys contributes, in float32; differentiable in query, keys, value and a bias with numbers for
+    each compressed token."""
+    return _forward(bounds, query, keys, value, bias, call)[0]
 
 
-def _forward(bounds, query, keys, value, call: CompressCall):
-    sums, statistics = merge_readers(*compress_forward(bounds, query, keys, value, call), call)
+def _forward(bounds, query, keys, value, bias, call: CompressCall):
+    sums, statistics = merge_readers(*compress_forward(bounds, query, keys, value, bias, call), call)
     out = _to_rows(sums, call)
-    return out, (bounds, query, keys, value, out, statistics)
+    return out, (bounds, query, keys, value, bias, out, statistics)
 
 
 def _backward(call: CompressCall, residuals, grad):
-    bounds, query, keys, value, out, statistics = residuals
+    bounds, query, keys, value, bias, out, statistics = residuals
     batch, sets, _, lanes = out.shape
     packed, tiles = call.layout.packed, lanes // call.layout.width
     # The derivative of the softmax needs the sum of weight times change of each row: the output times its gradient,
@@ -49,7 +52,11 @@ def _backward(call: CompressCall, residuals, grad):
     bounds, query, value, grad, statistics, *keys = vary_alike(
         bounds, query, value, grad, jnp.concatenate([statistics, mean], axis=3), *keys
     )
-    grad_query, grad_keys, grad_value = compress_backward(bounds, query, keys, value, grad, statistics, call)
+    grad_query, grad_keys, grad_value, grad_bias = compress_backward(
+        bounds, query, keys, value, bias, grad, statistics, call
+    )
+    if bias is not None:
+        grad_bias = gradient_like(bias, grad_bias, call.scale)
     if not call.own_queries:
         grad_query = grad_query.sum(axis=2, keepdims=True)
     grad_query = _to_rows(grad_query, call)[:, 0].astype(query.dtype)
@@ -61,7 +68,7 @@ def _backward(call: CompressCall, residuals, grad):
             x = jnp.where(jnp.asarray(covered)[:, None, :, None], x, jnp.zeros((), x.dtype))
         return x[0] if call.slots == 1 else x.astype(jnp.float32).sum(0).astype(x.dtype)
 
-    return None, grad_query, [over_slots(x) for x in grad_keys], over_slots(grad_value)
+    return None, grad_query, [over_slots(x) for x in grad_keys], over_slots(grad_value), grad_bias
 
 
 compress_packed.defvjp(_forward, _backward)

@@ -62,6 +62,7 @@ def compress_forward(
     query: Float[Array, "B Q L"],
     keys: list[Float[Array, "B S L"]],
     value: Float[Array, "B S L"],
+    bias: Float[Array, "..."] | None,
     call: CompressCall,
 ) -> tuple[Float[Array, "B tiles R width lanes"], Float[Array, "B tiles R statistics lanes"]]:
     """For each reader, transposed: weighted sums of the values, and (largest score, sum of exponentials relative to
@@ -77,7 +78,7 @@ def compress_forward(
         "compress_forward",
         call,
         history_specs(call),
-        [bounds, query, *keys, value],
+        [bounds, query, *keys, value, *([] if bias is None else [bias])],
         [reader_spec(call.layout.width, lanes), reader_spec(rows, lanes)],
         [((*outer, call.layout.width, lanes), jnp.float32), ((*outer, rows, lanes), jnp.float32)],
     )

@@ -21,12 +21,14 @@ from pallas_kernels.scores import elementwise_weights
 from pallas_kernels.tpu.compress.plan import CompressCall
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import NT
+from pallas_kernels.tpu.core.heads import LANES
+from pallas_kernels.tpu.core.score_bias import ScoreBias
 from pallas_kernels.varying import result_like
 
 
 def split_refs(call: CompressCall, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The references that every kernel starts with (bounds, queries, sets of keys, values), and the others."""
-    first = call.keys + 3
+    """The references that every kernel starts with (bounds, queries, sets of keys, values, bias), and the others."""
+    first = call.keys + 3 + (call.bias is not None)
     return refs[:first], refs[first:]
 
 
@@ -37,7 +39,9 @@ class HistoryStep:
     """
 
     def __init__(self, call: CompressCall, refs: Sequence[Any]):
-        limits, self.query, *keys, value = refs
+        limits, self.query, *keys = refs
+        self._bias = keys.pop() if call.bias is not None else None
+        value = keys.pop()
         self.call = call
         self._start, self._stop = call.bounds(limits)
         self.keys = [self.within(key[0]) for key in keys]
@@ -74,8 +78,17 @@ class HistoryStep:
         return heads.lanes_of_head(self.query[0], self.split(unit)[0], self.call.layout)
 
     def products(self, unit: int, queries: Float[Array, "queries width"]) -> Float[Array, "block queries"]:
-        """Unscaled scores of a unit."""
-        return arithmetic.dot(self.keys[self.split(unit)[1]], queries, NT)
+        """Unscaled scores of a unit, with their bias."""
+        head, which, _ = self.split(unit)
+        scores = arithmetic.dot(self.keys[which], queries, NT)
+        if self._bias is None:
+            return scores
+        assert self.call.bias is not None
+        head = head if self.call.bias.heads else 0
+        if self.call.bias.queries:
+            return scores + self._bias[0, 0, head]
+        column = arithmetic.column(self._bias[0, 0, head : head + 1], LANES)
+        return scores + jnp.concatenate([column] * (self.call.queries // LANES), axis=1)
 
     def weights(self, products: Float[Array, "block queries"]) -> Float[Array, "block queries"]:
         """Weights of a score that is not normalised, 0 out of bounds."""
@@ -83,14 +96,26 @@ class HistoryStep:
 
 
 def history_specs(call: CompressCall) -> list[pl.BlockSpec]:
-    """Block specs of bounds, queries, each set of keys, and values."""
+    """Block specs of bounds, queries, each set of keys, values, and the bias."""
     width, own = call.layout.width, call.own_queries
     of_history = pl.BlockSpec((1, call.block, width), lambda b, t, r, s: (b, call.history_block(r, s), t))
     return [
         pl.BlockSpec((1, 1, 1, 2), lambda b, t, r, s: (b, r if own else 0, 0, 0), memory_space=pltpu.SMEM),
         pl.BlockSpec((1, call.queries, width), lambda b, t, r, s: (b, r if own else 0, t)),
         *[of_history] * (call.keys + 1),
+        *([] if call.bias is None else [bias_spec(call, call.bias)]),
     ]
+
+
+def bias_spec(call: CompressCall, bias: ScoreBias) -> pl.BlockSpec:
+    """The block spec of a bias; see `score_bias.lay_out`."""
+
+    def index(b, t, r, s):
+        place = (b if bias.batches else 0, t if bias.heads else 0, 0, call.bias_block(r, s))
+        return (*place, 0) if bias.queries else place
+
+    heads = call.layout.packed if bias.heads else 1
+    return pl.BlockSpec((1, 1, heads, call.block, *((call.queries,) if bias.queries else ())), index)
 
 
 def slot_spec(call: CompressCall) -> pl.BlockSpec:
@@ -115,8 +140,10 @@ def launch(
     operands: Sequence[Array],
     out_specs: Sequence[pl.BlockSpec],
     results: Sequence[tuple[tuple[int, ...], Any]],
+    in_order: bool = False,
 ) -> Sequence[Array]:
-    """Runs a kernel over the steps of every reader; `results` are shapes and dtypes."""
+    """Runs a kernel over the steps of every reader; `results` are shapes and dtypes. `in_order` is for results to which
+    one reader after the other adds."""
     query = operands[1]
     return pl.pallas_call(
         functools.partial(kernel, call=call),
@@ -125,7 +152,12 @@ def launch(
         out_specs=list(out_specs),
         out_shape=[result_like(query, shape, dtype) for shape, dtype in results],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            dimension_semantics=(
+                "parallel",
+                "parallel",
+                "arbitrary" if in_order else "parallel",
+                "arbitrary",
+            ),
             vmem_limit_bytes=call.vmem_limit,
         ),
         interpret=call.interpret,

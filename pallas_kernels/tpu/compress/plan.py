@@ -1,8 +1,7 @@
 """What a call of compress does step by step: its readers, its block sizes, and their VMEM.
 
 A reader is one run over one stretch of the history: a part of the sequence (the results of the parts are merged by
-  their
-log-sum-exp), or the history of one block of a long sequence.
+their log-sum-exp), or the history of one block of a long sequence.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pallas_kernels.tpu.core.inputs import (
     check_compressed,
     check_multiple_of_128,
 )
+from pallas_kernels.tpu.core.score_bias import ScoreBias
 
 #: Blocks of a sequence start at multiples of this number: the rows of a register of bfloat16.
 _ROWS = 16
@@ -45,6 +45,7 @@ class CompressCall:
       slots: two readers whose numbers differ by a multiple of `slots` never read the same block.
       above, below: whether a block may hold tokens at or after the end of a reader's bounds, or before their start.
       vmem_limit: in bytes, to request from the compiler; None requests none.
+      bias: what is added to the scores of both sets of keys; None for nothing.
       axis_name: the mesh axis over which the sequence is divided, whose devices read the other parts; None for one
         device.
       scale: multiplies the scores; positive.
@@ -65,6 +66,7 @@ class CompressCall:
     above: bool
     below: bool
     vmem_limit: int | None
+    bias: ScoreBias | None = None
     axis_name: str | None = None
     scale: float = 1.0
     score: Score = "softmax"
@@ -78,6 +80,15 @@ class CompressCall:
     def history_block(self, reader, step):
         """The block of the history that a reader reads in a step."""
         return reader * self.stride + step
+
+    @property
+    def bias_tokens(self) -> int:
+        """Tokens of the bias: those of the sequence, or of the history of each reader."""
+        return self.steps * self.block if self.own_queries else self.length
+
+    def bias_block(self, reader, step):
+        """The block of the bias that a reader takes in a step."""
+        return step if self.own_queries else self.history_block(reader, step)
 
     def bounds(self, ref) -> tuple[Int[Array, ""] | None, Int[Array, ""] | None]:
         """The first row of this step's block that its reader reads, and the row before which it stops; None for no
@@ -98,19 +109,23 @@ def _whole_lanes(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-def compress_bytes(block: int, queries: int, width: int, itemsize: int, keys: int, packed: int) -> int:
+def compress_bytes(
+    block: int, queries: int, width: int, itemsize: int, keys: int, packed: int, bias_blocks: int
+) -> int:
     """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, results, the scores in
-    flight.
+    flight, and `bias_blocks` arrays as large as the scores of a head.
 
     Products of float32 are made of several of bfloat16: the compiler keeps their parts for all packed heads.
     """
     history = (2 * keys + 2) * block * width * itemsize
     resident = queries * width * (itemsize * (1 + keys) + 4 * (1 + keys)) + 8 * 4 * packed * keys * queries
     scores = 28 * keys if itemsize == 4 else 6
-    return 2 * (history + resident) + scores * block * queries * 4
+    return 2 * (history + resident) + (scores + 2 * bias_blocks) * block * queries * 4
 
 
-def compress_block(length: int, queries: int, head_dim: int, width: int, itemsize: int, keys: int) -> int:
+def compress_block(
+    length: int, queries: int, head_dim: int, width: int, itemsize: int, keys: int, bias_blocks: int
+) -> int:
     """Tokens in a grid step, halved until they fit in the VMEM that every kernel is granted.
 
     Heads of fewer than 32 dimensions count as if they filled a tile without padding: with the number that really share
@@ -119,7 +134,8 @@ def compress_block(length: int, queries: int, head_dim: int, width: int, itemsiz
     packed = max(1, LANES // head_dim)
     block, most = 1024, GRANTED_MIB * MIB * 7 // 8
     while block > 128 and (
-        block // 2 >= length or compress_bytes(block, queries, width, itemsize, keys, packed) > most
+        block // 2 >= length
+        or compress_bytes(block, queries, width, itemsize, keys, packed, bias_blocks) > most
     ):
         block //= 2
     return block
@@ -136,30 +152,55 @@ class _CompressSizes:
     head_dim: int
     itemsize: int
     chip: str | None
+    bias: ScoreBias | None
 
     @property
     def queries(self) -> int:
         return _whole_lanes(self.count)
 
+    @property
+    def bias_blocks(self) -> int:
+        """A block of the bias for each packed head, and of its gradient."""
+        if self.bias is None:
+            return 0
+        return 2 * self.layout.packed if self.bias.queries else 1
+
     def largest_block(self, length: int) -> int:
         return compress_block(
-            length, self.queries, self.head_dim, self.layout.width, self.itemsize, self.keys
+            length,
+            self.queries,
+            self.head_dim,
+            self.layout.width,
+            self.itemsize,
+            self.keys,
+            self.bias_blocks,
         )
 
-    def limit(self, block: int) -> int | None:
-        """The VMEM limit to request for a block.
+    def limit(self, block: int, resident: int = 0) -> int | None:
+        """The VMEM limit to request for a block, and for `resident` bytes that every step needs.
 
         Raises:
           ValueError: where the chip has too little.
         """
         needed = compress_bytes(
-            block, self.queries, self.layout.width, self.itemsize, self.keys, self.layout.packed
+            block,
+            self.queries,
+            self.layout.width,
+            self.itemsize,
+            self.keys,
+            self.layout.packed,
+            self.bias_blocks,
         )
-        return vmem_limit("compress", needed, self.chip, f"choose a block below {block}")
+        return vmem_limit("compress", needed + resident, self.chip, f"choose a block below {block}")
 
 
 def _sizes(
-    query: Shaped, key: Shaped, contrast_key: Shaped | None, value: Shaped, chip: str | None
+    query: Shaped,
+    key: Shaped,
+    contrast_key: Shaped | None,
+    value: Shaped,
+    chip: str | None,
+    bias: ScoreBias | None,
 ) -> _CompressSizes:
     """Checks a history against a query (B, M, N, H) or (B, R, M, N, H)."""
     batch, *readers, count, heads, head_dim = query.shape
@@ -173,7 +214,7 @@ def _sizes(
     check_compressed("query", count)
     layout, keys = layout_of(heads, heads, head_dim), 1 if contrast_key is None else 2
     chip = resolve_chip(chip, query)
-    return _CompressSizes(key.shape[1], count, keys, layout, head_dim, query.dtype.itemsize, chip)
+    return _CompressSizes(key.shape[1], count, keys, layout, head_dim, query.dtype.itemsize, chip, bias)
 
 
 def plan_compress(
@@ -186,6 +227,7 @@ def plan_compress(
     chip: str | None,
     block: int | None,
     splits: int | None,
+    bias: ScoreBias | None = None,
 ) -> CompressCall:
     """The part of a call that shapes and dtypes determine; arguments as for `compress`.
 
@@ -201,7 +243,7 @@ def plan_compress(
         check_multiple_of_128(block=block)
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
-    sizes = _sizes(query, key, contrast_key, value, chip)
+    sizes = _sizes(query, key, contrast_key, value, chip, bias)
     length = sizes.length
     size = block or sizes.largest_block(length)
     parts = splits or (1 if math.prod(query.shape) // sizes.count >= 2 * sizes.layout.width else 2)
@@ -224,6 +266,7 @@ def plan_compress(
         above=bounded or length % size != 0,
         below=False,
         vmem_limit=sizes.limit(size),
+        bias=bias,
     )
 
 
@@ -237,6 +280,7 @@ def plan_compress_blocks(
     history_size: int,
     bounded: bool,
     chip: str | None,
+    bias: ScoreBias | None = None,
 ) -> CompressCall:
     """The part of a call that shapes and dtypes determine; arguments as for `compress_blocks`.
 
@@ -257,7 +301,7 @@ def plan_compress_blocks(
         )
     if readers > 1 and block_size % _ROWS:
         raise NotImplementedError(f"block_size must be a multiple of {_ROWS}, got {block_size}")
-    sizes = _sizes(query, key, contrast_key, value, chip)
+    sizes = _sizes(query, key, contrast_key, value, chip, bias)
     size = sizes.largest_block(history_size)
     if readers > 1:
         size = max(n for n in range(_ROWS, size + 1, _ROWS) if block_size % n == 0)
@@ -275,5 +319,7 @@ def plan_compress_blocks(
         slots=min(-(-steps // stride), readers),
         above=history_size % size != 0,
         below=bounded,
-        vmem_limit=sizes.limit(size),
+        # The gradient of a bias, which all readers share, stays in VMEM.
+        vmem_limit=sizes.limit(size, 4 * sizes.bias_blocks * steps * size * sizes.queries),
+        bias=bias,
     )

@@ -13,44 +13,62 @@ from jaxtyping import Array, Float
 from pallas_kernels.scores import Score, check_score
 from pallas_kernels.tpu.core.heads import pack, unpack
 from pallas_kernels.tpu.core.inputs import Shaped, obstacle_of, positive_scale
+from pallas_kernels.tpu.core.score_bias import described, gradient_like, lay_out
 from pallas_kernels.tpu.propagate.backward import propagate_backward
 from pallas_kernels.tpu.propagate.forward import propagate_forward
 from pallas_kernels.tpu.propagate.plan import PropagateCall, plan_propagate
 from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _packed(query, key, value, call: PropagateCall):
-    return propagate_forward(query, key, value, call)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _packed(query, key, value, bias, call: PropagateCall):
+    return propagate_forward(query, key, value, bias, call)
 
 
-def _packed_fwd(query, key, value, call: PropagateCall):
-    return _packed(query, key, value, call), (query, key, value)
+def _packed_fwd(query, key, value, bias, call: PropagateCall):
+    return _packed(query, key, value, bias, call), (query, key, value, bias)
 
 
 def _packed_bwd(call: PropagateCall, residuals, grad):
-    query, key, value = residuals
-    return propagate_backward(query, key, value, grad, call)
+    query, key, value, bias = residuals
+    *grads, grad_bias = propagate_backward(query, key, value, bias, grad, call)
+    return *grads, None if bias is None else gradient_like(bias, grad_bias, call.scale)
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
 
 
 def propagate_obstacle(
-    query: Shaped, key: Shaped, value: Shaped, *, chip: str | None = None, block: int | None = None
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    *,
+    bias: Shaped | None = None,
+    chip: str | None = None,
+    block: int | None = None,
 ) -> str | None:
     """Why `propagate` cannot serve a call, known from shapes and dtypes without tracing it.
 
     Args:
-      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the mesh
-        count.
+      query, key, value, bias: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the
+        mesh count.
       chip, block: as in `propagate`.
 
     Returns:
       The message of the error that `propagate` would raise: a dtype or head dimension that no kernel supports, shapes
       that do not match, too many compressed tokens, or too little VMEM. None where nothing stands in the way.
     """
-    return obstacle_of(plan_propagate, query, key, value, block=block, chip=chip)
+
+    def plan():
+        plan_propagate(
+            query, key, value, block=block, chip=chip, bias=described(bias, None, _pairs(query, key))
+        )
+
+    return obstacle_of(plan)
+
+
+def _pairs(query: Shaped, key: Shaped) -> tuple[int, int, int, int]:
+    return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
 
 def propagate(
@@ -61,6 +79,7 @@ def propagate(
     strength: Float[Array, " N"],
     scale: float | None = None,
     score: Score = "softmax",
+    bias: Float[Array, "#B #N #T #M"] | None = None,
     chip: str | None = None,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -69,7 +88,7 @@ def propagate(
 
     This is F_prop of BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl, eqs. 8-9). The compressed tokens stay in VMEM;
     the queries pass through once, forward and backward, and nothing but the inputs is kept for the backward pass.
-    Differentiable in query, key, value and strength.
+    Differentiable in query, key, value, strength and bias.
 
     Args:
       query: (B, T, N, H), float32 or bfloat16, H up to 256.
@@ -77,6 +96,8 @@ def propagate(
       strength: (N,), one factor for each head.
       scale: multiplies the scores; 1 / sqrt(H) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
+      bias: added to the scaled scores, in float32; a query does not see a key where it is -inf. Its gradient has
+        numbers for each entry of the batch and head before it is summed over those that share one.
       chip: "v4", "v5e", "v5p", "v6e" or "7x", whose block sizes are used. None takes the chip of the mesh on which
         query lies, or of the mesh in use, or of this process; where none of these determines it, sizes that fit every
         chip.
@@ -92,7 +113,8 @@ def propagate(
       NotImplementedError: on another dtype or a wider head.
     """
     check_score(score)
-    call = plan_propagate(query, key, value, block=block, chip=chip)
+    kind = described(bias, None, _pairs(query, key))
+    call = plan_propagate(query, key, value, block=block, chip=chip, bias=kind)
     heads, head_dim = query.shape[2:]
     if strength.shape != (heads,):
         raise ValueError(f"strength must have shape {(heads,)}, got {strength.shape}")
@@ -107,4 +129,11 @@ def propagate(
         pad = ((0, 0), (0, rows), (0, 0))
         packed_key, packed_value = jnp.pad(packed_key, pad), jnp.pad(packed_value, pad)
     call = dataclasses.replace(call, scale=scale, score=score, interpret=interpret)
-    return unpack(_packed(packed_query, packed_key, packed_value, call), layout, heads, head_dim)
+    added = None
+    if kind is not None:
+        shape, padded = (call.length, call.keys), (call.length, call.padded_keys)
+        added = lay_out(bias, None, kind, layout, scale, shape, padded)
+        packed_query, packed_key, packed_value, added = vary_alike(
+            packed_query, packed_key, packed_value, added
+        )
+    return unpack(_packed(packed_query, packed_key, packed_value, added, call), layout, heads, head_dim)

@@ -18,7 +18,9 @@ from pallas_kernels.tpu.propagate.plan import PropagateCall
 from pallas_kernels.varying import result_like
 
 
-def _backward_kernel(query, key, value, grad, grad_query, grad_key, grad_value, *, call: PropagateCall):
+def _backward_kernel(query, key, value, *refs, call: PropagateCall):
+    bias, grad_bias = (refs[0], refs[-1]) if call.bias is not None else (None, None)
+    grad, grad_query, grad_key, grad_value = refs if call.bias is None else refs[1:-1]
     layout = call.layout
     parts: list[Array] = []
 
@@ -30,7 +32,8 @@ def _backward_kernel(query, key, value, grad, grad_query, grad_key, grad_value, 
     def score(unit):
         q, _ = call.load(query, unit)
         g, _ = call.load(grad, unit)
-        return arithmetic.dot(key[0], q, NT), arithmetic.dot(value[0], g, NT), q, g
+        products = call.biased(arithmetic.dot(key[0], q, NT), bias, unit)
+        return products, arithmetic.dot(value[0], g, NT), q, g
 
     def differentiate(unit, products, grads, q, g):
         weights = call.weights(products)
@@ -39,6 +42,9 @@ def _backward_kernel(query, key, value, grad, grad_query, grad_key, grad_value, 
             (changes,) = arithmetic.softmax_changes([weights], [grads], None, exact)
         else:
             changes = elementwise_slopes(call.score, products * call.scale) * grads
+        if grad_bias is not None:
+            _, rows = call.load(query, unit)
+            grad_bias[0, 0, unit % layout.packed, :, rows] = changes
         return weights.astype(query.dtype), changes.astype(query.dtype), q, g
 
     def read_out(unit, weights, changes, q, g):
@@ -58,24 +64,43 @@ def propagate_backward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B M L"],
     value: Float[Array, "B M L"],
+    bias: Float[Array, "..."] | None,
     grad: Float[Array, "B T L"],
     call: PropagateCall,
-) -> tuple[Float[Array, "B T L"], Float[Array, "B M L"], Float[Array, "B M L"]]:
-    """Gradients of packed arrays; those of key and value in their own dtype, summed in float32."""
+) -> tuple[
+    Float[Array, "B T L"],
+    Float[Array, "B M L"],
+    Float[Array, "B M L"],
+    Float[Array, "B tiles packed M T"] | None,
+]:
+    """Gradients of packed arrays, those of key and value in their own dtype, summed in float32, and that of the bias in
+    the unit of scaled scores."""
     by_query, by_key = call.specs()
-    grad_query, grad_key, grad_value = pl.pallas_call(
+    given, specs, results = [], [], []
+    if bias is not None and call.bias is not None:
+        batch, tiles, _ = call.grid(query)
+        given, specs = [bias], [call.bias_spec(call.bias, gradient) for gradient in (False, True)]
+        shape = (batch, tiles, call.layout.packed, call.padded_keys, call.length)
+        results = [result_like(query, shape, jnp.float32)]
+    grad_query, grad_key, grad_value, *grad_bias = pl.pallas_call(
         functools.partial(_backward_kernel, call=call),
         grid=call.grid(query),
-        in_specs=[by_query, by_key, by_key, by_query],
-        out_specs=[by_query, by_key, by_key],
+        in_specs=[by_query, by_key, by_key, *specs[:1], by_query],
+        out_specs=[by_query, by_key, by_key, *specs[1:]],
         out_shape=[
             result_like(query, query.shape, query.dtype),
             *[result_like(query, key.shape, jnp.float32)] * 2,
+            *results,
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=call.vmem_limit
         ),
         interpret=call.interpret,
         name="propagate_backward",
-    )(query, key, value, grad)
-    return grad_query, grad_key.astype(key.dtype), grad_value.astype(value.dtype)
+    )(query, key, value, *given, grad)
+    return (
+        grad_query,
+        grad_key.astype(key.dtype),
+        grad_value.astype(value.dtype),
+        grad_bias[0] if grad_bias else None,
+    )

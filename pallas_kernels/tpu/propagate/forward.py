@@ -16,13 +16,15 @@ from pallas_kernels.tpu.propagate.plan import PropagateCall
 from pallas_kernels.varying import result_like
 
 
-def _forward_kernel(query, key, value, output, *, call: PropagateCall):
+def _forward_kernel(query, key, value, *refs, call: PropagateCall):
+    *bias, output = refs
+    bias_ref = bias[0] if bias else None
     layout = call.layout
     parts: list[Array] = []
 
     def score(unit):
         q, _ = call.load(query, unit)
-        return (arithmetic.dot(key[0], q, NT),)
+        return (call.biased(arithmetic.dot(key[0], q, NT), bias_ref, unit),)
 
     def weigh(unit, products):
         return (call.weights(products).astype(query.dtype),)
@@ -42,14 +44,16 @@ def propagate_forward(
     query: Float[Array, "B T L"],
     key: Float[Array, "B M L"],
     value: Float[Array, "B M L"],
+    bias: Float[Array, "..."] | None,
     call: PropagateCall,
 ) -> Float[Array, "B T L"]:
     """The output of packed arrays; see `heads.pack`."""
     by_query, by_key = call.specs()
+    specs = [] if call.bias is None else [call.bias_spec(call.bias, gradient=False)]
     return pl.pallas_call(
         functools.partial(_forward_kernel, call=call),
         grid=call.grid(query),
-        in_specs=[by_query, by_key, by_key],
+        in_specs=[by_query, by_key, by_key, *specs],
         out_specs=by_query,
         out_shape=result_like(query, query.shape, query.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -57,4 +61,4 @@ def propagate_forward(
         ),
         interpret=call.interpret,
         name="propagate_forward",
-    )(query, key, value)
+    )(query, key, value, *([] if bias is None else [bias]))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.scores import Score, elementwise_weights
 from pallas_kernels.tpu.core import arithmetic, heads
-from pallas_kernels.tpu.core.arithmetic import LOG2E, MASKED
+from pallas_kernels.tpu.core.arithmetic import LOG2E, MASKED, NONE_YET
 from pallas_kernels.tpu.core.chips import GRANTED_MIB, MIB, resolve_chip, vmem_limit
 from pallas_kernels.tpu.core.heads import HeadLayout, layout_of
 from pallas_kernels.tpu.core.inputs import (
@@ -22,6 +22,7 @@ from pallas_kernels.tpu.core.inputs import (
     check_compressed,
     check_multiple_of_128,
 )
+from pallas_kernels.tpu.core.score_bias import ScoreBias
 
 #: The compressed tokens are padded to a multiple of this number of rows: the rows of a register of bfloat16.
 _ROWS = 16
@@ -35,6 +36,7 @@ class PropagateCall:
       length: queries. keys: compressed tokens. padded_keys: the same with padding.
       layout: how heads lie in lanes.
       vmem_limit: in bytes, to request from the compiler; None requests none.
+      bias: what is added to the scores; None for nothing.
       scale: multiplies the scores; positive.
       score: the score function.
       interpret: as `pl.pallas_call` takes it.
@@ -47,6 +49,7 @@ class PropagateCall:
     block: int
     layout: HeadLayout
     vmem_limit: int | None
+    bias: ScoreBias | None = None
     scale: float = 1.0
     score: Score = "softmax"
     interpret: bool | pltpu.InterpretParams = False
@@ -73,6 +76,27 @@ class PropagateCall:
             pl.BlockSpec((1, self.padded_keys, width), lambda b, t, i: (b, 0, t)),
         )
 
+    def bias_spec(self, bias: ScoreBias, gradient: bool) -> pl.BlockSpec:
+        """The spec of a bias, see `score_bias.lay_out`, or of its gradient."""
+        batches, heads = gradient or bias.batches, gradient or bias.heads
+        return pl.BlockSpec(
+            (1, 1, self.layout.packed if heads else 1, self.padded_keys, self.block),
+            lambda b, t, i: (b if batches else 0, t if heads else 0, 0, 0, i),
+        )
+
+    def biased(self, products: Float[Array, "m tile"], ref, unit: int) -> Float[Array, "m tile"]:
+        """Unscaled scores with their bias, which is `ref`'s; None without one."""
+        if ref is None:
+            return products
+        assert self.bias is not None
+        tile, head = divmod(unit, self.layout.packed)
+        bias = ref[0, 0, head if self.bias.heads else 0, :, tile * self.tile : (tile + 1) * self.tile]
+        if self.ragged:
+            lane = jax.lax.broadcasted_iota(jnp.int32, bias.shape, 1)
+            left = self.length - pl.program_id(2) * self.block - tile * self.tile
+            bias = jnp.where(lane < left, bias, 0.0)
+        return products + bias
+
     def load(self, ref, unit: int) -> tuple[Float[Array, "tile width"], slice]:
         """The queries (or output gradients) of one head and tile, zero past the end of the sequence, and their
         rows."""
@@ -90,22 +114,29 @@ class PropagateCall:
             exists = jax.lax.broadcasted_iota(jnp.int32, products.shape, 0) < self.keys
         if self.score == "softmax":
             s = products if exists is None else jnp.where(exists, products, MASKED)
-            w = jnp.exp2((s - s.max(axis=0, keepdims=True)) * (self.scale * LOG2E))
-            return w * arithmetic.reciprocal(w.sum(axis=0, keepdims=True))
+            top = s.max(axis=0, keepdims=True)
+            # A bias may hide all keys.
+            top = top if self.bias is None else jnp.maximum(top, NONE_YET)
+            w = jnp.exp2((s - top) * (self.scale * LOG2E))
+            total = w.sum(axis=0, keepdims=True)
+            total = total if self.bias is None else jnp.where(total == 0.0, 1.0, total)
+            return w * arithmetic.reciprocal(total)
         w = elementwise_weights(self.score, products * self.scale)
         return w if exists is None else jnp.where(exists, w, 0.0)
 
 
-def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int) -> int:
-    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks and the scores in flight.
+def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int, bias_heads: int) -> int:
+    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, among them a bias with its
+    gradient for each of `bias_heads` heads, and the scores in flight.
 
     For float32 the compiler keeps the scores of all packed heads where there are many keys.
     """
     scores = 56 if itemsize == 4 and keys > 256 else 8
-    return 2 * (3 * block * width * itemsize + keys * width * (2 * itemsize + 8)) + scores * keys * tile * 4
+    blocks = 3 * block * width * itemsize + keys * width * (2 * itemsize + 8) + 8 * bias_heads * keys * block
+    return 2 * blocks + scores * keys * tile * 4
 
 
-def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple[int, int]:
+def propagate_blocks(length: int, keys: int, width: int, itemsize: int, bias_heads: int) -> tuple[int, int]:
     """(tile, block): queries in one product and in a grid step.
 
     The block is halved until it fits in the VMEM that every kernel is granted, and until the end of the sequence leaves
@@ -113,14 +144,21 @@ def propagate_blocks(length: int, keys: int, width: int, itemsize: int) -> tuple
     """
     tile, block, most = 256 if keys <= 256 else 128, 4096, GRANTED_MIB * MIB * 3 // 4
     while block > tile and (
-        8 * (-length % block) > length or propagate_bytes(block, tile, keys, width, itemsize) > most
+        8 * (-length % block) > length
+        or propagate_bytes(block, tile, keys, width, itemsize, bias_heads) > most
     ):
         block //= 2
     return tile, block
 
 
 def plan_propagate(
-    query: Shaped, key: Shaped, value: Shaped, *, block: int | None, chip: str | None
+    query: Shaped,
+    key: Shaped,
+    value: Shaped,
+    *,
+    block: int | None,
+    chip: str | None,
+    bias: ScoreBias | None = None,
 ) -> PropagateCall:
     """The part of a call that shapes and dtypes determine; arguments as for `propagate`.
 
@@ -136,10 +174,11 @@ def plan_propagate(
     check_compressed("key", keys)
     layout = layout_of(count, count, head_dim)
     padded = keys + -keys % _ROWS
-    tile, chosen = propagate_blocks(length, padded, layout.width, itemsize)
+    bias_heads = 0 if bias is None else layout.packed
+    tile, chosen = propagate_blocks(length, padded, layout.width, itemsize, bias_heads)
     if block is not None:
         check_multiple_of_128(block=block)
         tile, chosen = math.gcd(tile, block), block
-    needed = propagate_bytes(chosen, tile, padded, layout.width, itemsize)
+    needed = propagate_bytes(chosen, tile, padded, layout.width, itemsize, bias_heads)
     limit = vmem_limit("propagate", needed, chip, f"choose a block below {chosen}")
-    return PropagateCall(length, keys, padded, tile, chosen, layout, limit)
+    return PropagateCall(length, keys, padded, tile, chosen, layout, limit, bias)

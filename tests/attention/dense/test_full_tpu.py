@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.attention.core.biases import ALiBi, alibi_slopes
+from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 from tests.attention import oracles
 from tests.attention.dense.test_full import EVERYTHING, run
 from tests.attention.local.test_local import assert_close, expect, random_qkv
+from tests.marks import slow_unless
 
 on_kernel = functools.partial(run, implementation="pallas_interpret")
 
@@ -95,6 +96,70 @@ def test_kernel_equals_xla_in_residual_sinks_and_soft_cap(sinks):
         assert oracles.relative_error(x, y) < 1e-5
 
 
+@pytest.mark.parametrize("packed", slow_unless([False, True], (False,)))
+def test_mask_of_keys(packed):
+    """A mask of padding in any place, whose keys may be NaN; beside segments."""
+    query, key, value, d_out = random_qkv(137, 145)
+    mask = np.random.default_rng(5).random((2, 1, 1, 145)) < 0.7
+    options, visible = {}, np.broadcast_to(mask, (2, 1, 137, 145))
+    if packed:
+        ids = np.arange(137)[None] // 50, np.arange(145)[None] // 60
+        options = {"segment_ids": tuple(jnp.asarray(np.repeat(x, 2, 0)) for x in ids)}
+        visible = visible & (ids[0][:, None, :, None] == ids[1][:, None, None, :])
+    poison = lambda x: jnp.where(jnp.asarray(mask[:, 0, 0])[:, :, None, None], x, jnp.nan)  # noqa: E731
+    got = on_kernel(query, poison(key), poison(value), d_out, mask=jnp.asarray(mask), **options)
+    assert_close(got, expect((query, key, value, d_out), visible), 1e-5)
+
+
+@jax.tree_util.register_static
+class _Parity:
+    """A bias of odd keys alone."""
+
+    def __call__(self, query_positions, key_positions):
+        return (
+            jnp.broadcast_to(key_positions % 2, (4, query_positions.shape[0], key_positions.shape[0])) * 1.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "offset", "traced"),
+    slow_unless(
+        [("alibi", 7, False), ("alibi", 460, True), ("t5", 460, True), ("t5", -5, False)],
+        (("t5", 460, True),),
+    ),
+)
+def test_bias_equals_oracle(kind, offset, traced):
+    """Its gradient too; causal where the offset is known only at run time. With a cap, before which it is not added."""
+    num_queries, num_keys = (140, 600) if traced else (300, 290)
+    query, key, value, d_out = random_qkv(num_queries, num_keys, batch=1)
+    distance = np.arange(num_queries)[:, None] + offset - np.arange(num_keys)
+    numbers = np.random.default_rng(1).standard_normal((12, 4) if kind == "t5" else 4).astype(np.float32) / 4
+    of = functools.partial(T5Bias, max_distance=50, bidirectional=not traced) if kind == "t5" else ALiBi
+    dense, pull = (
+        oracles.t5(numbers, distance, 50, not traced) if kind == "t5" else oracles.alibi(numbers, distance)
+    )
+
+    def both(query, key, value, numbers, offset):
+        def attend(query, key, value, numbers):
+            return full_attention(
+                query, key, value, of(numbers), is_causal=traced, query_offset=offset, logits_soft_cap=2.0,
+                implementation="pallas_interpret",
+            )  # fmt: skip
+
+        out, pull = jax.vjp(attend, query, key, value, numbers)
+        return out, *pull(d_out)
+
+    run_both = jax.jit(both, static_argnums=() if traced else 4)
+    given = jnp.int32(offset) if traced else offset
+    *got, grad = run_both(query, key, value, jnp.asarray(numbers), given)
+    visible = oracles.pairs(num_queries, num_keys, EVERYTHING, offset, 0, is_causal=traced)
+    arrays, options = (query, key, value, visible), {"bias": dense[None], "cap": 2.0}
+    out, _ = oracles.softmax_attention(*arrays, **options)
+    *grads, d_scores = oracles.softmax_attention_gradients(*arrays, d_out, **options)
+    assert_close(got, (out, *grads))
+    assert oracles.relative_error(grad, pull(d_scores)) < 1e-5
+
+
 def _program(platform, length, **options):
     """The text of the gradient's program, lowered for a platform."""
     x, y = (jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32) for heads in (2, 1))
@@ -116,7 +181,7 @@ def test_many_tokens_on_a_tpu_take_no_array_of_all_pairs(options):
     length = MANY_TOKENS + 1
     text = _program("tpu", length, **options)
     assert not _all_pairs(text, length)
-    assert ("tpu_custom_call" in text) == ("is_causal" in options)
+    assert ("tpu_custom_call" in text) == ("implementation" not in options)
     assert _all_pairs(_program("cuda", length, **options), length)
 
 
@@ -128,7 +193,13 @@ def test_few_tokens_go_through_xla():
 def test_what_the_kernel_refuses():
     query, key, value, _ = random_qkv(9)
     attend = functools.partial(full_attention, query, key, value, implementation="pallas_interpret")
-    with pytest.raises(NotImplementedError, match="bias must be None, got ALiBi"):
-        attend(bias=ALiBi(alibi_slopes(4)))
-    with pytest.raises(NotImplementedError, match="mask must be None, got an array"):
+    with pytest.raises(NotImplementedError, match="bias must be None, got an array"):
+        attend(bias=jnp.zeros((9, 9)))
+    with pytest.raises(NotImplementedError, match=r"bias must depend on the distance alone .* got _Parity"):
+        attend(bias=_Parity())
+    with pytest.raises(NotImplementedError, match="query_offset must be a static int with ALiBi"):
+        attend(bias=ALiBi(alibi_slopes(4)), query_offset=jnp.int32(3))
+    with pytest.raises(
+        NotImplementedError, match=r"mask must be the same for all heads and queries, got shape"
+    ):
         attend(mask=jnp.ones((9, 9), bool))

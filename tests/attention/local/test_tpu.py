@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import BigBird, BlockMask, GlobalWindow, SlidingWindow, Strided
 from tests.attention import oracles
 from tests.attention.local.test_local import PATTERNS, expect, random_qkv
+from tests.attention.local.test_sinks import SINKS
 from tests.marks import slow_unless
 
 
@@ -119,3 +121,84 @@ def test_blocks_as_large_as_the_kernels_own(pattern, sees):
     else:
         visible = oracles.pairs(length, length, sees)
     assert_close(run(arrays, pattern=pattern), expect(arrays, visible))
+
+
+SLOPES = np.float32([0.3, -0.05])
+TABLE = np.random.default_rng(3).standard_normal((8, 2)).astype(np.float32)
+
+
+def run_biased(arrays, bias, **kwargs):
+    """Output and gradients of query, key, value and bias on the kernels."""
+
+    @jax.jit
+    def both(query, key, value, d_out, bias, traced):
+        f = lambda q, k, v, b: local_attention(  # noqa: E731
+            q, k, v, b, implementation="pallas_interpret", **kwargs, **traced
+        )
+        out, pull = jax.vjp(f, query, key, value, bias)
+        return out, *pull(d_out)
+
+    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], jax.Array)}
+    *got, grad = both(*arrays, bias, traced)
+    return got, jax.tree.leaves(grad)
+
+
+# Fast: a window, tokens in phases, and a pattern whose blocks are looked up.
+BIASED = ["sliding", "dilated", "block_mask", "strided", "axial", "fixed", "global_window", "bucketed"]
+
+
+@pytest.mark.parametrize("kind", ["alibi", "t5"])
+@pytest.mark.parametrize(
+    "name", slow_unless([x for x in BIASED if x in PATTERNS and x != "fixed"], BIASED[:3])
+)
+def test_bias_equals_oracle(name, kind):
+    """With sinks, a soft cap, and keys that do not start at 0: the bias is added after the cap."""
+    pattern, sees = PATTERNS[name]
+    causal = pattern.causal_ok and kind == "alibi"
+    arrays = random_qkv(130, 150, batch=1, heads=2, kv_heads=1)
+    distance = np.arange(130)[:, None] + 20 - np.arange(150)
+    if kind == "alibi":
+        bias, (dense, pull) = ALiBi(jnp.asarray(SLOPES)), oracles.alibi(SLOPES, distance)
+    else:
+        bias, (dense, pull) = T5Bias(jnp.asarray(TABLE), 30, True), oracles.t5(TABLE, distance, 30, True)
+    options = {"sinks": SINKS[:2], "cap": 2.0}
+    visible = oracles.pairs(130, 150, sees, 20 + 5, 5, causal)
+    out, _ = oracles.softmax_attention(*arrays[:3], visible, bias=dense[None], **options)
+    *grads, d_scores, _ = oracles.softmax_attention_gradients(
+        *arrays[:3], visible, arrays[3], bias=dense[None], **options
+    )
+    where = {"query_offset": 20, "key_offset": 5, "is_causal": causal}
+    got, (grad,) = run_biased(arrays, bias, pattern=pattern, logits_soft_cap=2.0, sinks=SINKS[:2], **where)
+    assert_close(got, (out, *grads))
+    assert oracles.relative_error(grad, pull(d_scores)) < 1e-5
+
+
+def test_bias_of_packed_rows_in_bfloat16():
+    """Segments and lengths, NaN in the padding, a bias of vectors that turn with the distance."""
+    rng = np.random.default_rng(5)
+    left, right = rng.standard_normal((2, 2, 8)).astype(np.float32)
+    arrays = random_qkv(140, batch=2, heads=2, kv_heads=1, dtype=jnp.bfloat16)
+    ids, lengths = np.arange(140)[None] // 50 + np.zeros((2, 1), int), np.asarray([120, 0])
+    inside = np.arange(140)[None] < lengths[:, None]
+    visible = oracles.pairs(140, 140, oracles.sliding(30, 20))[None] & (ids[:, :, None] == ids[:, None])
+    visible = (visible & inside[:, None] & inside[:, :, None])[:, None]
+    turn = (np.arange(140)[:, None] - np.arange(140))[..., None] * 10000.0 ** (-np.arange(4) / 4)
+    even, odd = left[:, None, None, ::2], left[:, None, None, 1::2]
+    turned = even * np.cos(turn) - odd * np.sin(turn), even * np.sin(turn) + odd * np.cos(turn)
+    dense = sum((x * right[:, None, None, n::2]).sum(-1) for n, x in enumerate(turned))
+    out, _ = oracles.softmax_attention(*arrays[:3], visible, bias=dense[None])
+    grads = oracles.softmax_attention_gradients(*arrays[:3], visible, arrays[3], bias=dense[None])
+    poisoned = [jnp.where(jnp.asarray(inside)[:, :, None, None], x, jnp.nan) for x in arrays[:3]]
+    got, (d_left, d_right) = run_biased(
+        [*poisoned, arrays[3]],
+        RotaryBias(jnp.asarray(left), jnp.asarray(right)),
+        local_window_size=(30, 20),
+        query_seq_lengths=jnp.asarray(lengths),
+        key_value_seq_lengths=jnp.asarray(lengths),
+        segment_ids=jnp.asarray(ids),
+    )
+    assert_close(got, (out, *grads[:3]), 2e-2)
+    weighted = grads[3].sum(0)[..., None]
+    want = [(weighted * x * 1.0).sum((1, 2)) for x in turned]
+    assert oracles.relative_error(d_right, np.stack(want, -1).reshape(2, 8)) < 2e-2
+    assert np.isfinite(np.asarray(d_left)).all()

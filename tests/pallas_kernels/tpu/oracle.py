@@ -16,8 +16,11 @@ def rounded(logits: np.ndarray) -> np.ndarray:
     return logits.astype(np.float32).astype(np.float64)
 
 
-def attention(query, key, value, mask, scale, grad=None, grad_log_sum=None, see=lambda logits: logits):
-    """Masked softmax attention: (output, log-sum-exp) and, with `grad`, the three gradients.
+def attention(
+    query, key, value, mask, scale, grad=None, grad_log_sum=None, see=lambda logits: logits, bias=None
+):
+    """Masked softmax attention: (output, log-sum-exp) and, with `grad`, the three gradients, and with `bias`, which
+    broadcasts to (B, N, T, S), the gradient of each of its elements.
 
     query (B, T, N, H); key, value (B, S, K, H); mask (B or 1, T, S) bool; rows that see nothing give 0 and
     -inf. see(logits) replaces the logits.
@@ -26,6 +29,7 @@ def attention(query, key, value, mask, scale, grad=None, grad_log_sum=None, see=
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
     scores = see(np.einsum("btnh,bsnh->bnts", q, k)) * scale
+    scores = scores if bias is None else scores + bias
     seen = np.broadcast_to(mask[:, None], scores.shape)
     scores = np.where(seen, scores, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True)
@@ -50,7 +54,8 @@ def attention(query, key, value, mask, scale, grad=None, grad_log_sum=None, see=
     def ungroup(x):
         return x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(3)
 
-    return out, log_sum, grad_query, ungroup(grad_key), ungroup(grad_value)
+    results = out, log_sum, grad_query, ungroup(grad_key), ungroup(grad_value)
+    return results if bias is None else (*results, grad_scores)
 
 
 def distance(got, want) -> float:
@@ -80,11 +85,11 @@ def weights(score: str, logits: np.ndarray, seen: np.ndarray) -> tuple[np.ndarra
     return np.where(seen, 0.5 * (1 + _erf(z / np.sqrt(2))), 0), np.where(seen, density, 0)
 
 
-def cross_attention(query, key, value, grad, scale, score, seen=True, see=lambda logits: logits):
-    """One unmasked or masked attention in float64: output, then gradients of query, key and value for
-    `grad`."""
+def cross_attention(query, key, value, grad, scale, score, seen=True, see=lambda logits: logits, bias=0.0):
+    """One unmasked or masked attention in float64: output, gradients of query, key and value for `grad`, and that of
+    each element of a bias, which broadcasts to (B, N, M, S)."""
     q, k, v, g = query, key, value, grad
-    logits = see(np.einsum("bmnh,bsnh->bnms", q, k)) * scale
+    logits = see(np.einsum("bmnh,bsnh->bnms", q, k)) * scale + bias
     w, slope = weights(score, logits, np.broadcast_to(seen, logits.shape))
     grad_w = np.einsum("bmnh,bsnh->bnms", g, v)
     if slope is None:
@@ -96,34 +101,43 @@ def cross_attention(query, key, value, grad, scale, score, seen=True, see=lambda
         np.einsum("bnms,bsnh->bmnh", change, k) * scale,
         np.einsum("bnms,bmnh->bsnh", change, q) * scale,
         np.einsum("bnms,bmnh->bsnh", w, g),
+        change,
     )
 
 
 def propagate(query, key, value, strength, scale, score, grad, **options):
-    """Output and the gradients of query, key, value and strength."""
+    """Output and the gradients of query, key, value and strength, and of each element of a bias where there is one."""
     q, k, v, s, g = (to64(x) for x in (query, key, value, strength, grad))
     plain, *_ = cross_attention(q, k, v, g, scale, score, **options)
-    _, grad_query, grad_key, grad_value = cross_attention(q, k, v * s[:, None], g, scale, score, **options)
-    return plain * s[:, None], grad_query, grad_key, grad_value * s[:, None], (plain * g).sum((0, 1, 3))
+    _, grad_query, grad_key, grad_value, change = cross_attention(
+        q, k, v * s[:, None], g, scale, score, **options
+    )
+    results = plain * s[:, None], grad_query, grad_key, grad_value * s[:, None], (plain * g).sum((0, 1, 3))
+    return (*results, change) if "bias" in options else results
 
 
-def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True, **options):
-    """Differential compression: output and the gradients of query, both keys, value and gamma.
+def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True, bias=None, **options):
+    """Differential compression: output and the gradients of query, both keys, value and gamma; with a bias also that of
+    each of its elements.
 
-    contrast and gamma may be None, and then so are their gradients. seen (B or 1, 1, 1, S) bool, or True.
+    contrast and gamma may be None, and then so are their gradients. seen (B or 1, N or 1, M or 1, S) bool, or True.
     """
     q, k1, v, g = (to64(x) for x in (query, key, value, grad))
     if np.ndim(seen):
         # Absent tokens may hold NaN.
-        there = np.swapaxes(np.broadcast_to(seen, (q.shape[0], 1, 1, k1.shape[1])), 1, 3)
+        there = np.broadcast_to(np.any(seen, axis=(1, 2)), (q.shape[0], k1.shape[1]))[:, :, None, None]
         k1, v = np.where(there, k1, 0.0), np.where(there, v, 0.0)
-    out, grad_query, grad_key, grad_value = cross_attention(q, k1, v, g, scale, score, seen, **options)
+    options["bias"] = 0.0 if bias is None else bias
+    out, grad_query, grad_key, grad_value, grad_bias = cross_attention(
+        q, k1, v, g, scale, score, seen, **options
+    )
+    of_bias = lambda x: () if bias is None else (x,)  # noqa: E731
     if contrast is None:
-        return out, grad_query, grad_key, None, grad_value, None
+        return out, grad_query, grad_key, None, grad_value, None, *of_bias(grad_bias)
     k2, factor = to64(contrast), to64(gamma)[:, None]
     if np.ndim(seen):
         k2 = np.where(there, k2, 0.0)
-    second, query2, grad_contrast, value2 = cross_attention(
+    second, query2, grad_contrast, value2, bias2 = cross_attention(
         q, k2, v, -factor * g, scale, score, seen, **options
     )
     return (
@@ -133,4 +147,5 @@ def compress(query, key, contrast, value, gamma, scale, score, grad, seen=True, 
         grad_contrast,
         grad_value + value2,
         -(second * g).sum((0, 1, 3)),
+        *of_bias(grad_bias + bias2),
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias, alibi_slopes
 from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import (
@@ -33,6 +34,7 @@ from pallas_kernels.tpu import (
     window_attention,
 )
 from pallas_kernels.tpu.block import plan
+from tests.marks import slow_unless
 
 pytestmark = [
     pytest.mark.skipif(
@@ -160,6 +162,103 @@ def test_block_attention():
         block_attention, key_blocks=rows, block_q=256, block_k=256, mask=strided, chip="v6e"
     )
     attend("v6e", 2000, 4, 2, 64, f)
+
+
+def biased(kind, heads):
+    """A bias, and the numbers that it is made of."""
+    if kind == "alibi":
+        return ALiBi, (alibi_slopes(heads),)
+    if kind == "rotary":
+        return RotaryBias, (jnp.ones((heads, 32)), jnp.ones((heads, 32)))
+    return functools.partial(T5Bias, max_distance=128, bidirectional=True), (jnp.ones((32, heads)),)
+
+
+@pytest.mark.parametrize(
+    ("chip", "heads", "groups", "head_dim", "window", "kind", "dtype"),
+    slow_unless(
+        [
+            ("v5e", 4, 2, 64, 64, "t5", jnp.bfloat16),
+            ("v6e", 2, 2, 128, None, "alibi", jnp.bfloat16),
+            ("v5e", 2, 2, 256, 2048, "alibi", jnp.bfloat16),
+            ("v6e", 2, 1, 64, 2048, "t5", jnp.float32),
+            ("v6e", 2, 2, 256, None, "t5", jnp.bfloat16),
+            ("7x", 2, 2, 128, 100, "rotary", jnp.bfloat16),
+            ("7x", 3, 1, 64, None, "t5", jnp.bfloat16),
+            ("7x", 2, 2, 256, 512, "alibi", jnp.float32),
+            ("v4", 4, 4, 32, None, "t5", jnp.float32),
+            ("v5p", 2, 2, 128, 4096, "rotary", jnp.bfloat16),
+        ],
+        (
+            ("v5e", 4, 2, 64, 64, "t5", jnp.bfloat16),
+            ("v6e", 2, 2, 128, None, "alibi", jnp.bfloat16),
+        ),
+    ),
+)
+def test_biases_by_distance(chip, heads, groups, head_dim, window, kind, dtype):
+    """Causal windows and full attention, with the gradient of the bias."""
+    make, numbers = biased(kind, heads)
+    window_size = {} if window is None else {"local_window_size": (window - 1, 0)}
+
+    def f(query, key, value):
+        # Numbers that depend on the arrays, so that their gradients are compiled as well.
+        bias = make(*(x * query[0, 0, 0, 0].astype(jnp.float32) for x in numbers))
+        function = full_attention if window is None else local_attention
+        return function(query, key, value, bias, is_causal=True, **window_size)
+
+    text = attend(chip, 2000, heads, groups, head_dim, f, dtype).as_text()
+    assert "block_attention_forward" in text
+    assert "block_attention_backward_query" in text
+
+
+@pytest.mark.slow
+def test_memory_with_a_bias_is_linear():
+    def f(query, key, value):
+        table = jnp.broadcast_to(query[0, :2, 0, 0].astype(jnp.float32), (32, 2))
+        return local_attention(query, key, value, T5Bias(table), local_window_size=(255, 0), is_causal=True)
+
+    small, large = (
+        attend("v5e", n, 2, 2, 128, f).memory_analysis().temp_size_in_bytes for n in (1 << 14, 1 << 17)
+    )
+    assert large <= 8 * small * 1.1
+    assert large < (1 << 17) * 256
+
+
+@pytest.mark.parametrize(
+    ("chip", "head_dim", "tokens", "dtype"),
+    slow_unless(
+        [("v5e", 64, 64, jnp.bfloat16), ("v6e", 128, 256, jnp.float32), ("7x", 256, 128, jnp.bfloat16)],
+        (("v5e", 64, 64, jnp.bfloat16),),
+    ),
+)
+def test_compress_and_propagate_with_biases_and_masks(chip, head_dim, tokens, dtype):
+    ones, heads = jnp.ones((4,), jnp.float32), 4
+    short, long = (1, tokens, heads, head_dim), (1, 2000, heads, head_dim)
+
+    def numbers(array, *shape):
+        return jnp.broadcast_to(array[0, 0, 0, 0].astype(jnp.float32), (1, *shape))
+
+    def compressed(query, key, contrast, value):
+        bias, mask = numbers(query, heads, tokens, 2000), key[:, None, None, :, 0, 0] > 0
+        return compress(query, key, contrast, value, gamma=ones, bias=bias, mask=mask, chip=chip)
+
+    def masked(query, key, contrast, value):
+        return compress(
+            query, key, contrast, value, gamma=ones, mask=key[:, None, None, :, 0, 0] > 0, chip=chip
+        )
+
+    def of_blocks(query, key, contrast, value):
+        blocks, sizes = query.reshape(1, 2, -1, heads, head_dim), {"block_size": 160, "history_size": 500}
+        bias = numbers(query, heads, tokens // 2, 500)[0]
+        out = compress_blocks(blocks, key, contrast, value, gamma=ones, bias=bias, chip=chip, **sizes)
+        return out.reshape(query.shape)
+
+    def propagated(query, key, value):
+        bias = numbers(query, heads, 2000, tokens)
+        return propagate(query, key, value, strength=ones, bias=bias, chip=chip)
+
+    for f in (compressed, masked, of_blocks):
+        compile_both(chip, f, (short, long, long, long), dtype)
+    compile_both(chip, propagated, (long, short, short), dtype)
 
 
 PATTERNS = {

@@ -4,9 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.tpu import propagate
+from tests.marks import slow_unless
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
@@ -33,6 +35,42 @@ def check(shape, keys, score, dtype, tolerance, **options):
 @pytest.mark.parametrize("score", ["softmax", "relu2", "laplace"])
 def test_matches_reference_in_float32(score):
     check((2, 301, 2, 128), 70, score, jnp.float32, 1e-5, block=256)
+
+
+@pytest.mark.parametrize(
+    ("score", "shape", "bias", "dtype", "tolerance"),
+    slow_unless(
+        [
+            ("softmax", (2, 301, 3, 64), (2, 3, 301, 20), jnp.float32, 1e-5),
+            ("softmax", (2, 301, 2, 64), (1, 1, 1, 20), jnp.bfloat16, 1e-2),
+            ("relu2", (1, 150, 2, 128), (1, 2, 150, 20), jnp.float32, 1e-5),
+            ("laplace", (2, 150, 4, 32), (1, 4, 150, 1), jnp.float32, 1e-5),
+        ],
+        (("softmax", (2, 301, 3, 64), (2, 3, 301, 20), jnp.float32, 1e-5),),
+    ),
+)
+def test_bias(score, shape, bias, dtype, tolerance):
+    """A row of it hides all keys, and gives 0; the tokens of the last block end early."""
+    batch, _, heads, head_dim = shape
+    q, k, v, g = arrays(0, dtype, shape, *[(batch, 20, heads, head_dim)] * 2, shape)
+    strength, numbers = arrays(1, jnp.float32, (heads,), bias)
+    if bias[2] > 1:
+        numbers = numbers.at[:, :, 7].set(-jnp.inf)
+
+    @jax.jit
+    def run(q, k, v, strength, numbers, g):
+        f = functools.partial(propagate, score=score, block=256, interpret=True)
+        out, pull = jax.vjp(lambda q, k, v, s, b: f(q, k, v, strength=s, bias=b), q, k, v, strength, numbers)
+        return out, *pull(g)
+
+    got = run(q, k, v, strength, numbers, g)
+    seen = np.isfinite(np.asarray(numbers))
+    added = np.where(seen, np.asarray(numbers, np.float64), 0.0)
+    want = oracle.propagate(q, k, v, strength, head_dim**-0.5, score, g, seen=seen, bias=added)
+    shared = tuple(axis for axis in range(4) if bias[axis] == 1)
+    want = (*want[:-1], want[-1].sum(shared, keepdims=True))
+    distances = [oracle.distance(x, y) for x, y in zip(got, want, strict=True)]
+    assert max(distances) < tolerance, distances
 
 
 @pytest.mark.slow

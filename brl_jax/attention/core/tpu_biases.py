@@ -1,0 +1,73 @@
+"""Position biases in the form that the TPU kernel for lists of blocks takes: by distance."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from brl_jax.attention.core.biases import ALiBi, DistanceBias
+from brl_jax.attention.core.checks import require
+from brl_jax.attention.core.dispatch import bias_obstacle
+from pallas_kernels import tpu
+
+
+class Distances(NamedTuple):
+    """The distances of a launch, the position of a query minus that of a key, in steps.
+
+    Attributes:
+      least, most: those between which all visible pairs lie.
+      step: the distance of two tokens that the kernel has beside each other.
+    """
+
+    least: int
+    most: int
+    step: int = 1
+
+    def within(self, bias: DistanceBias) -> tuple[int, int]:
+        """The first distance for which the bias needs a number of its own, and how many there are."""
+        least, most = self.least, self.most
+        if bias.farthest is not None:
+            far = -(-bias.farthest // self.step)
+            least, most = max(least, -far), min(most, far)
+        return least, max(most - least, 0) + 1
+
+
+def obstacle(bias: Any) -> str | None:
+    """Why the kernel cannot add a bias; None if it can."""
+    if bias is None or isinstance(bias, DistanceBias):
+        return None
+    if callable(bias):
+        return f"bias must depend on the distance alone (`DistanceBias`), got {type(bias).__name__}"
+    return bias_obstacle(bias)
+
+
+def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:
+    """What `tpu.block_obstacle` takes of a bias."""
+    if bias is None:
+        return None
+    if isinstance(bias, ALiBi):
+        return tpu.RelativeBias(0)
+    first, count = distances.within(bias)
+    return tpu.RelativeBias(count, first)
+
+
+def for_kernel(bias: Any, heads: int, distances: Distances) -> tpu.Slopes | tpu.DistanceTable | None:
+    """What `tpu.block_attention` takes of a bias; differentiable."""
+    if bias is None:
+        return None
+    if isinstance(bias, ALiBi):
+        slopes = bias.checked_slopes()
+        _check_shape(slopes.shape, (heads,))
+        return tpu.Slopes(slopes * distances.step)
+    first, count = distances.within(bias)
+    numbers = bias.by_distance((first + jnp.arange(count, dtype=jnp.int32)) * distances.step)
+    _check_shape(numbers.shape, (heads, count))
+    return tpu.DistanceTable(numbers, first)
+
+
+def _check_shape(got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    require(
+        got == expected,
+        f"bias must have numbers for {expected[0]} heads: it must give shape {expected}, got {got}",
+    )
