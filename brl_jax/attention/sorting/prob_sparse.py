@@ -149,7 +149,7 @@ def prob_sparse_attention(
         attends, _ = _rank(measures, exists, places, state, factor)
         most = min(length, capacity(length, factor))
         chosen = -lax.top_k(-jnp.where(attends, places[None, None], length), most)[0]
-        rest = lax.associative_scan(jnp.add, value, axis=1)
+        rest = lax.cumsum(value, axis=1)
     else:
         chosen = lax.top_k(measures, budget(length, factor))[1]
         within = jnp.arange(chosen.shape[2], dtype=jnp.int32)[None] < budget(lengths, factor)[:, None]
