@@ -106,6 +106,12 @@ def performer(query, key, value, projection, **options):
     return performer_attention(query, key, value, projection=projection, **options)
 
 
+def flow(query, key, value, **options):
+    """The output, and the state but for its count of tokens."""
+    out = flow_attention(query, key, value, **options)
+    return (out[0], out[1]._replace(length=None)) if "state" in options else out
+
+
 def luna(query, key, value, packed, **options):
     return luna_attention(query, key, value, packed, **options)
 
@@ -147,9 +153,9 @@ CASES = {
     "decay of a feature and token": lambda: _case(decayed, features),
     "bsbr": lambda: causal(bsbr),
     "bsbr, both directions, padded": lambda: _case(bsbr, key_value_seq_lengths=lengths(96)),
-    "flow": lambda: causal(flow_attention),
+    "flow": lambda: causal(flow),
     "flow, padded, from a state": lambda: causal(
-        flow_attention, key_value_seq_lengths=lengths(96), state=_flow_state(), return_state=True
+        flow, key_value_seq_lengths=lengths(96), state=_flow_state(), return_state=True
     ),
     "luna": lambda: _case(luna, _packing),
     "luna, packed": lambda: _case(luna, _packing, segment_ids=packed(96)),
