@@ -104,7 +104,7 @@ def mlr_attention(
         out = mlr_on_mesh(levels, axis, query, key, value, lengths, is_causal)
         return zero_padding(out, query_lengths)
     plan = MlrPlan(rectangles(length, ranks, block_sizes, is_causal), is_causal, divide_by_levels)
-    return zero_padding(attend(plan, query, key, value, lengths), query_lengths)
+    return zero_padding(attend(plan, query, key, value, lengths)[0], query_lengths)
 
 
 def doubling_block_sizes(length: int, levels: int) -> tuple[int | None, ...]:

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.full import attend
+from brl_jax.attention.structured import mlr_tiles
 from brl_jax.attention.structured.mlr_rectangles import rectangles
-from brl_jax.attention.structured.mlr_tiles import MlrPlan, attend_with_sums
 from brl_jax.sharding import current_shards, sequence_axis, shard_call
 
 
@@ -49,8 +49,8 @@ class Levels(NamedTuple):
         size = query.shape[1]
         if place.same:
             within = tuple(None if block is None or block >= size else block for block in self.block_sizes)
-            plan = MlrPlan(rectangles(size, self.ranks, within, is_causal), is_causal, self.divide)
-            return attend_with_sums(plan, query, key, value, lengths)
+            plan = mlr_tiles.MlrPlan(rectangles(size, self.ranks, within, is_causal), is_causal, self.divide)
+            return mlr_tiles.attend(plan, query, key, value, lengths)
         factors = [self._shared(block, size, place) for block in self.block_sizes]
         if self.divide:
             count = jnp.maximum(sum(factors[1:], start=factors[0]), 1.0)

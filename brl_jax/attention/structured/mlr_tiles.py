@@ -51,22 +51,18 @@ def attend(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
     lengths: Int[Array, "B"] | None,
-) -> Float[Array, "B T N V"]:
-    """Attention whose scales are already in the query; keys at and after `lengths` are not visible."""
-    return attend_with_sums(plan, query, key, value, lengths)[0]
-
-
-def attend_with_sums(
-    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`attend`, and the float32 log-sum-exp of the scores; -inf where a query sees no key."""
-    # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
-    arrays = (query, key, value)
+    """Attention whose scales are already in the query; keys at and after `lengths` are not visible.
+
+    Also returns the float32 log-sum-exp of each query's scores, -inf where it sees no key.
+    """
 
     def plain(query: Array, key: Array, value: Array, lengths: Array | None) -> tuple[Array, Array]:
         return _forward(plan, query, key, value, lengths, loop=False)
 
-    out, lse = differentiable(functools.partial(_attend, plan), plain)(*vary_like(arrays, arrays), lengths)
+    # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
+    arrays = vary_like((query, key, value), (query, key, value))
+    out, lse = differentiable(functools.partial(_attend, plan), plain)(*arrays, lengths)
     sums = jnp.moveaxis(lse.reshape(lse.shape[0], -1, lse.shape[3]), 1, 2)
     return out, jnp.where(sums == -MASKED, -jnp.inf, sums)
 
@@ -109,10 +105,8 @@ def _forward(
             keys, visible = tiling.keys(k), tiling.visible(plan, lengths, q)
             arrays = (tiling.rows(q[..., : rectangle.width]), keys, tiling.values(v), visible)
             out, lse = tiling.groups(functools.partial(_tiles_forward, plan, tiling), arrays)
-            part = (
-                tiling.restore_rows(out, length),
-                tiling.restore_rows(lse[..., None], length, MASKED)[..., 0],
-            )
+            lse = tiling.restore_rows(lse[..., None], length, MASKED)[..., 0]
+            part = (tiling.restore_rows(out, length), lse)
             total = part if total is None else _merge_normalised([total, part])
         assert total is not None
         out, lse = total
