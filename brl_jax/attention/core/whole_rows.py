@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from jax import lax
 from jaxtyping import Array, Float
 
-from brl_jax.sharding import sequence_axis, shard_call
+from brl_jax.sharding import Names, sequence_axis, shard_call
 
 
 def by_heads(
@@ -57,7 +57,7 @@ def by_heads(
         return swap(out, 1, 2)
 
     tokens = ("batch", "length", "heads", None)
-    names = [tokens] * len(arrays)
+    names: list[Names] = [tokens] * len(arrays)
     names += [() if x is None else ("batch", *[None] * (x.ndim - 1)) for x in rows]
     names += [(None,) * x.ndim for x in whole]
     return shard_call(stretch, (*arrays, *rows, *whole), names, tokens)
