@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-_FOUND = re.compile(r"= (\S+|\(.*?\)) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+_FOUND = re.compile(
+    r"= (\S+|\(.*?\)) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
