@@ -20,6 +20,7 @@ def dense_on_mesh(
     value: Float[Array, "B S K V"],
     *,
     function: Any = full_attention,
+    around: Any = sharded.full_attention,
     implementation: Any = None,
     is_causal: bool = False,
     key_value_seq_lengths: Any = None,
@@ -30,12 +31,13 @@ def dense_on_mesh(
 ) -> Float[Array, "B T N V"]:
     """function(...), computed by each device of a mesh for its own rows, heads and queries where there are many tokens.
 
-    Where the devices share a row, the keys of `full_attention` go around them (`sharded`), and causal calls are
-    balanced; with a bias, a mask or an offset, and with another function, each device gathers all keys of its rows. The
-    compiler shares calls with few tokens and those through cuDNN. Without a mesh it is a plain call.
+    Where the devices share a row, keys go around them (`sharded`), and causal calls are balanced; with a bias, a mask
+    or an offset each device gathers all keys of its rows. The compiler shares calls with few tokens and those through
+    cuDNN. Without a mesh it is a plain call.
 
     Args:
       function: `full_attention`, or a function with these arguments of its.
+      around: the function of `sharded` that is `function` for sequences that devices share.
       query, key, value, ...: as for `full_attention`; `static` has no arrays.
     """
     shared = implementation in ("pallas", "pallas_interpret") or (
@@ -46,36 +48,21 @@ def dense_on_mesh(
         segment_ids = (segment_ids, segment_ids)
     axis = sequence_axis(query.shape[1]) if shared else None
     traced = not is_int(query_offset)
-    ring = axis is not None and _goes_around(query, key, is_causal, function, query_offset, static)
+    ring = axis is not None and _goes_around(query, key, is_causal, query_offset, static)
 
     def attend(query, key, value, lengths, query_segments, key_segments, offset, sinks):
-        if ring and axis is not None:
-            return sharded.full_attention(
-                query,
-                key,
-                value,
-                axis_name=axis,
-                is_causal=is_causal,
-                key_value_seq_lengths=lengths,
-                segment_ids=None if query_segments is None else (query_segments, key_segments),
-                sinks=sinks,
-                **static,
-            )
+        options = {} if sinks is None else {"sinks": sinks}
+        options |= {
+            "is_causal": is_causal,
+            "key_value_seq_lengths": lengths,
+            "segment_ids": None if query_segments is None else (query_segments, key_segments),
+        }
+        if ring:
+            return around(query, key, value, axis_name=axis, **options, **static)
         offset = offset if traced else query_offset
         if axis is not None:
             offset = offset + jnp.int32(query.shape[1]) * lax.axis_index(axis)
-        options = {} if sinks is None else {"sinks": sinks}
-        return function(
-            query,
-            key,
-            value,
-            key_value_seq_lengths=lengths,
-            segment_ids=None if query_segments is None else (query_segments, key_segments),
-            query_offset=offset,
-            is_causal=is_causal,
-            **options,
-            **static,
-        )
+        return function(query, key, value, query_offset=offset, **options, **static)
 
     offset = query_offset if traced else None
     operands = (query, key, value, key_value_seq_lengths, *segment_ids, offset, sinks)
@@ -88,11 +75,9 @@ def dense_on_mesh(
     return shard_call(attend, operands, [queries, keys, keys, ("batch",), *ids, (), ("heads",)], queries)
 
 
-def _goes_around(
-    query: Array, key: Array, is_causal: bool, function: Any, offset: Any, static: dict[str, Any]
-) -> bool:
+def _goes_around(query: Array, key: Array, is_causal: bool, offset: Any, static: dict[str, Any]) -> bool:
     """Whether the keys of a call may go around the devices along the sequence axis, which cuts the queries."""
-    if function is not full_attention or not set(static) <= {"implementation", "scale", "logits_soft_cap"}:
+    if not set(static) <= {"implementation", "scale", "logits_soft_cap"}:
         return False
     if not is_causal:
         return sequence_axis(key.shape[1]) is not None

@@ -1,4 +1,4 @@
-"""Full attention over sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
+"""Full and Hopfield attention over sequences that are sharded over a mesh axis; to be called inside `jax.shard_map`.
 
 Each device has one of n equal stretches of every sequence, in the order of the axis, and computes the results of its
 own queries while keys and values go around the devices (ring attention, Liu et al. 2023, arXiv:2310.01889). No device
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -90,16 +90,98 @@ def full_attention(
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     query_ids, key_ids = check_segments(segment_ids, query.shape, key.shape)
     sinks, cap = check_sinks(sinks, query.shape[2]), check_soft_cap(logits_soft_cap)
-    ring = _Ring(axis_name, is_causal, check_scale(scale, query.shape[3]), cap, implementation)
-    arrays = (query, key, value, query_ids, key_ids, lengths)
-    query, key, value, query_ids, key_ids, lengths = vary_like(arrays, (*arrays, lax.axis_index(axis_name)))
-    query_ids, key_ids = (None if x is None else ring.spread(x) for x in (query_ids, key_ids))
-    shard = _Shard(ring.spread(key), ring.spread(value), key_ids)
-    out, log_sums = _attend(ring, ring.spread(query), shard, query_ids, lengths)
+    ring = Ring(axis_name, is_causal, _FullPair(check_scale(scale, query.shape[3]), cap, implementation))
+    out, log_sums = attend_around(ring, query, key, value, (query_ids, key_ids), lengths)
     if sinks is not None:
         factor, _ = add_sinks(log_sums, jnp.broadcast_to(sinks.astype(jnp.float32), log_sums.shape))
         out = out * factor[..., None]
     return ring.collect(out.astype(query.dtype))
+
+
+def hopfield_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    steps: int = 1,
+    **options: Any,
+) -> Float[Array, "B T N H"]:
+    """`brl_jax.hopfield_attention` of sequences that are sharded: a `full_attention` of this module for each step.
+
+    Keys go around once a step. Arguments, result and errors are those of `full_attention` but for sinks and
+    logits_soft_cap, which it does not have; `steps` as in `brl_jax.hopfield_attention`.
+    """
+    for _ in range(steps - 1):
+        query = full_attention(query, key, key, **options)
+    return full_attention(query, key, value, **options)
+
+
+def attend_around(
+    ring: Ring,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    ids: tuple[Any, Any],
+    lengths: Int[Array, " B"] | None,
+) -> tuple[Float[Array, "P B t N V"], Float[Array, "P B t N"]]:
+    """Outputs and log-sum-exp, in float32, of this device's queries over the keys of all devices.
+
+    Args:
+      ids: the segments of queries and of keys, or a pair of None.
+      lengths: of the whole rows.
+
+    Returns:
+      The parts of this device; `ring.collect` makes a stretch of them.
+    """
+    arrays = (query, key, value, *ids, lengths)
+    query, key, value, *more, lengths = vary_like(arrays, (*arrays, lax.axis_index(ring.axis)))
+    query_ids, key_ids = (None if x is None else ring.spread(x) for x in more)
+    shard = _Shard(ring.spread(key), ring.spread(value), key_ids)
+    return _attend(ring, ring.spread(query), shard, query_ids, lengths)
+
+
+class Place(NamedTuple):
+    """Which parts of a row meet.
+
+    Attributes:
+      same: whether it is a part and itself; a causal call masks the later keys there, and sees all keys elsewhere.
+      query, key: the place of the first token of each in the row.
+    """
+
+    same: bool
+    query: Int[Array, ""]
+    key: Int[Array, ""]
+
+
+class Pair(Protocol):
+    """The attention of one part of the queries to one part of the keys; it is static, so it has no arrays."""
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, ids: tuple, lengths: Any, is_causal: bool, place: Place
+    ) -> tuple[Float[Array, "B t N V"], Float[Array, "B t N"]]:
+        """The output and the float32 log-sum-exp; `lengths` are those of the part of the keys."""
+
+
+class _FullPair(NamedTuple):
+    """That of `full_attention`."""
+
+    scale: float
+    cap: float | None
+    implementation: Implementation | None
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, ids: tuple, lengths: Any, is_causal: bool, place: Place
+    ) -> tuple[Array, Array]:
+        return attend(
+            (query, key, value, None, None, None, lengths, ids),
+            sinks=None,
+            query_offset=0,
+            implementation=self.implementation,
+            scale=self.scale,
+            is_causal=is_causal,
+            cap=self.cap,
+            return_residual=True,
+        )
 
 
 class _Shard(NamedTuple):
@@ -110,14 +192,12 @@ class _Shard(NamedTuple):
     ids: Int[Array, "P B s"] | None
 
 
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """What is static about a call. A causal call has two parts on each device, another one."""
 
     axis: str
     is_causal: bool
-    scale: float
-    cap: float | None
-    implementation: Implementation | None
+    pair: Pair
 
     def spread(self, x: Array) -> Array:
         """An array (B, T, ...) of this device's stretch as its parts (P, B, T/P, ...)."""
@@ -158,12 +238,9 @@ class _Ring(NamedTuple):
         return visit(state, shard, jnp.int32(size - 1))
 
     def pairs(self, number: Any) -> list[tuple[Any, Any, bool]]:
-        """(part of queries, part of keys, whether causal) of the pairs that meet in a round.
-
-        Of n devices, device i has the parts i and 2n - 1 - i of 2n where the halves are exchanged, counted in twos.
-        """
+        """(part of queries, part of keys, whether they are the same) of the pairs that meet in a round."""
         if not self.is_causal:
-            return [(0, 0, False)]
+            return [(0, 0, isinstance(number, int))]
         size, here = lax.axis_size(self.axis), lax.axis_index(self.axis)
         there = lax.rem(here + size - number, jnp.int32(size))
         # A device has the parts 2 i and 2 n - 1 - 2 i. The first sees the second of another where that stands earlier.
@@ -174,42 +251,26 @@ class _Ring(NamedTuple):
         same = (there > here).astype(jnp.int32)
         return [(same, same, False), across]
 
-    def lengths_in(self, lengths: Array | None, part: Any, number: Any, size: int) -> Array | None:
-        """How many keys of a part exist, of the device from which it came in a round."""
-        if lengths is None:
-            return None
+    def first_token(self, part: Any, number: Any, size: int) -> Array:
+        """The place of the first token of a part of `size` tokens, of the device from which it came in a round."""
         devices = lax.axis_size(self.axis)
         there = lax.rem(lax.axis_index(self.axis) + devices - number, jnp.int32(devices))
-        first = jnp.where(part == 0, 2 * there, 2 * devices - 1 - 2 * there) if self.is_causal else there
-        return jnp.clip(lengths - first * size, 0, size)
-
-    def meet(
-        self, query: Array, key: Array, value: Array, ids: tuple, lengths: Array | None, is_causal: bool
-    ) -> tuple[Array, Array]:
-        """Output and float32 log-sum-exp of one part of queries over one part of keys."""
-        arrays = (query, key, value, None, None, None, lengths, ids)
-        return attend(
-            arrays,
-            sinks=None,
-            query_offset=0,
-            implementation=self.implementation,
-            scale=self.scale,
-            is_causal=is_causal,
-            cap=self.cap,
-            return_residual=True,
-        )
+        if not self.is_causal:
+            return there * size
+        # Where the halves are exchanged, device i has the parts 2 i and 2 n - 1 - 2 i of 2 n.
+        return jnp.where(part == 0, 2 * there, 2 * devices - 1 - 2 * there) * size
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: _Ring, query: Float[Array, "P B t N H"], shard: _Shard, query_ids: Any, lengths: Any
+    ring: Ring, query: Float[Array, "P B t N H"], shard: _Shard, query_ids: Any, lengths: Any
 ) -> tuple[Float[Array, "P B t N V"], Float[Array, "P B t N"]]:
     """Output and log-sum-exp in float32."""
 
     def visit(sums: SoftmaxSums, shard: _Shard, number: Any) -> SoftmaxSums:
-        for own, other, is_causal in ring.pairs(number):
-            operands, ids, count = _operands(ring, query, shard, query_ids, lengths, own, other, number)
-            part = sums_of_normalised(*ring.meet(*operands, ids, count, is_causal))
+        for own, other, same in ring.pairs(number):
+            operands, meet = _meeting(ring, query, shard, query_ids, lengths, own, other, number, same)
+            part = sums_of_normalised(*meet(*operands))
             merged = merge_sums(jax.tree.map(lambda x, own=own: x[own], sums), part)
             sums = jax.tree.map(lambda x, new, own=own: x.at[own].set(new), sums, merged)
         return sums
@@ -218,12 +279,12 @@ def _attend(
     return normalise(ring.around(visit, empty, shard))
 
 
-def _attend_forward(ring: _Ring, query: Array, shard: _Shard, query_ids: Any, lengths: Any):
+def _attend_forward(ring: Ring, query: Array, shard: _Shard, query_ids: Any, lengths: Any):
     result = _attend(ring, query, shard, query_ids, lengths)
     return result, (query, shard, query_ids, lengths, *result)
 
 
-def _attend_backward(ring: _Ring, residuals: Any, grads: tuple[Array, Array]):
+def _attend_backward(ring: Ring, residuals: Any, grads: tuple[Array, Array]):
     query, shard, query_ids, lengths, out, log_sums = residuals
     d_out, d_log_sums = grads
     # What every key's weight is multiplied by, less the product of the output's gradient and its own value.
@@ -233,9 +294,8 @@ def _attend_backward(ring: _Ring, residuals: Any, grads: tuple[Array, Array]):
         d_query, *d_shard = state
         # The gradients of keys and values go around with them.
         d_shard = d_shard if isinstance(number, int) else ring.pass_on(d_shard)
-        for own, other, is_causal in ring.pairs(number):
-            operands, ids, count = _operands(ring, query, shard, query_ids, lengths, own, other, number)
-            meet = functools.partial(ring.meet, ids=ids, lengths=count, is_causal=is_causal)
+        for own, other, same in ring.pairs(number):
+            operands, meet = _meeting(ring, query, shard, query_ids, lengths, own, other, number, same)
             (part, part_sums), pull = jax.vjp(meet, *operands)
             share = jnp.exp(part_sums - log_sums[own])
             d_part = share[..., None] * d_out[own]
@@ -259,10 +319,26 @@ def _attend_backward(ring: _Ring, residuals: Any, grads: tuple[Array, Array]):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _operands(
-    ring: _Ring, query: Array, shard: _Shard, query_ids: Any, lengths: Any, own: Any, other: Any, number: Any
-) -> tuple[tuple[Array, Array, Array], tuple, Array | None]:
-    """Queries, keys and values of a pair of parts, their segments, and how many of the keys exist."""
+def _meeting(
+    ring: Ring,
+    query: Array,
+    shard: _Shard,
+    query_ids: Any,
+    lengths: Any,
+    own: Any,
+    other: Any,
+    number: Any,
+    same: bool,
+) -> tuple[tuple[Array, Array, Array], Callable[..., tuple[Array, Array]]]:
+    """Queries, keys and values of two parts that meet, and the function that attends."""
     ids = (None, None) if shard.ids is None else (query_ids[own], shard.ids[other])
-    count = ring.lengths_in(lengths, other, number, shard.key.shape[2])
-    return (query[own], shard.key[other], shard.value[other]), ids, count
+    size = shard.key.shape[2]
+    first = ring.first_token(other, number, size)
+    meet = functools.partial(
+        ring.pair,
+        ids=ids,
+        lengths=None if lengths is None else jnp.clip(lengths - first, 0, size),
+        is_causal=ring.is_causal and same,
+        place=Place(same, ring.first_token(own, 0, query.shape[2]), first),
+    )
+    return (query[own], shard.key[other], shard.value[other]), meet

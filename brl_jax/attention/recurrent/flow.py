@@ -7,16 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.core.running import last_token, running_log_sum, running_sum, token_numbers
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.linear import LinearState, check_positions, feature_sums
 from brl_jax.attention.recurrent.rows import zero_unless
+from brl_jax.sharding import sequence_axis
 
 # Added to features and to their sums where a flow is computed, as in the authors' code: no flow is 0.
 _MIN_FLOW = 1e-6
@@ -186,11 +188,27 @@ def _causal_flows(
     q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None, state: FlowState
 ) -> tuple[_Flows, FlowState]:
     """The flows over the tokens up to each one, and the state after them but for `key_value`."""
-    number = jnp.minimum(jnp.arange(1, q.shape[1] + 1, dtype=jnp.int32)[None], counts[:, None])
+    length = q.shape[1]
+    axis = sequence_axis(length)
+    stretch = functools.partial(_causal_flows_of_stretch, axis=axis)
+    if axis is None:
+        return stretch(q, k, counts, exists, state)
+    cut, whole = PartitionSpec(None, axis), PartitionSpec()
+    mapped = jax.shard_map(
+        stretch, in_specs=(cut, cut, whole, cut, whole), out_specs=(cut, whole), axis_names={axis}
+    )
+    return mapped(q, k, counts, exists, state)
+
+
+def _causal_flows_of_stretch(
+    q: Array, k: Array, counts: Int[Array, " B"], exists: Array | None, state: FlowState, *, axis: str | None
+) -> tuple[_Flows, FlowState]:
+    """The same for a stretch of every row, which is all of it without an axis."""
+    number = jnp.minimum(token_numbers(q.shape[1], axis)[None] + 1, counts[:, None])
     number = jnp.maximum(state.length[:, None] + number, 1).astype(jnp.float32)[..., None]
 
     def up_to(before: Float[Array, "B N F"], x: Float[Array, "B T N F"]) -> Float[Array, "B T N F"]:
-        return before[:, None] + lax.associative_scan(jnp.add, x, axis=1)
+        return before[:, None] + running_sum(x, axis)
 
     queries, keys = up_to(state.query, q), up_to(state.key, k)
     incoming, outgoing = _flow(q, keys) / number, _flow(k, queries) / number
@@ -200,17 +218,16 @@ def _causal_flows(
     if exists is not None:
         conserved_sources = jnp.where(exists[..., None], conserved_sources, _LOG_ZERO)
     # Logarithms, because a sum of exponentials relative to the largest would look at later tokens.
-    within = lax.associative_scan(jnp.logaddexp, conserved_sources, axis=1)
-    competition = jnp.logaddexp(state.competition[:, None], within)
+    competition = jnp.logaddexp(state.competition[:, None], running_log_sum(conserved_sources, axis))
     flows = _Flows(
         jax.nn.sigmoid(conserved_sinks) / (incoming * number),
         jnp.exp(conserved_sources - competition) * number,
     )
     return flows, state._replace(
-        query=queries[:, -1],
-        key=keys[:, -1],
-        sink=sinks[:, -1],
-        source=sources[:, -1],
-        competition=competition[:, -1],
+        query=last_token(queries, axis),
+        key=last_token(keys, axis),
+        sink=last_token(sinks, axis),
+        source=last_token(sources, axis),
+        competition=last_token(competition, axis),
         length=state.length + counts,
     )

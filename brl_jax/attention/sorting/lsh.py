@@ -29,6 +29,7 @@ from brl_jax.attention.core.softmax import (
     merge_sums,
     normalise,
 )
+from brl_jax.attention.core.varying import vary_like
 
 
 def check_buckets(num_buckets: Any) -> None:
@@ -216,7 +217,7 @@ def attend_in_buckets(
         part = block_sums(scores, lambda weights: jnp.einsum("bncqk,bnckv->bncqv", weights, values))
         return merge_sums(sums, SoftmaxSums(*map(back, part))), None
 
-    start = empty_sums(query.shape[:3], value.shape[3])
+    start = vary_like(empty_sums(query.shape[:3], value.shape[3]), (query, value))
     sums, _ = lax.scan(jax.checkpoint(of_round), start, (slots, codes))
     return jnp.moveaxis(alone_sees_itself(sums, value), 1, 2)
 

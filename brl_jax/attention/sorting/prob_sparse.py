@@ -21,6 +21,7 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.scores import softmax_weights
+from brl_jax.attention.core.varying import vary_like
 
 # Queries that attend at a time: their scores for all keys are the largest array in memory.
 _QUERY_BLOCK = 128
@@ -149,7 +150,7 @@ def prob_sparse_attention(
         attends, _ = _rank(measures, exists, places, state, factor)
         most = min(length, capacity(length, factor))
         chosen = -lax.top_k(-jnp.where(attends, places[None, None], length), most)[0]
-        rest = lax.associative_scan(jnp.add, value, axis=1)
+        rest = lax.cumsum(value, axis=1)
     else:
         chosen = lax.top_k(measures, budget(length, factor))[1]
         within = jnp.arange(chosen.shape[2], dtype=jnp.int32)[None] < budget(lengths, factor)[:, None]
@@ -263,6 +264,7 @@ def _measures(
 
     shape = (batch, heads, length)
     start = (jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32))
+    start = vary_like(start, (query, key))
     (largest, total), _ = lax.scan(sample, start, jnp.arange(most, dtype=jnp.int32))
     return largest - total / numbers[:, None].astype(jnp.float32)
 
@@ -297,7 +299,7 @@ def _rank(
         return ProbSparseState(largest, state.attending + _count(attends)), attends
 
     pieces = (cut(measures, _LOWEST), cut(exists, False), cut(positions, 0))
-    state, attends = lax.scan(step, state, pieces)
+    state, attends = lax.scan(step, vary_like(state, measures), pieces)
     return jnp.moveaxis(attends, 0, 2).reshape(batch, heads, -1)[..., :length], state
 
 

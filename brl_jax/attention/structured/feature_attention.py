@@ -12,7 +12,9 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.attention.structured.mlr import mlr_attention
+from brl_jax.sharding import sequence_axis
 
 
 def feature_attention(
@@ -28,6 +30,8 @@ def feature_attention(
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N V"]:
     """softmax(query key^T) value with unscaled scores, where value heads and key heads may be grouped differently.
+
+    On a mesh that cuts sequences keys go around the devices (`dense_on_mesh`).
 
     Args:
       query: (B, T, N, F); key: (B, S, K, F); value: (B, S, J, V), of one dtype. J divides K, and K divides N.
@@ -47,13 +51,19 @@ def feature_attention(
     )
     value = jnp.repeat(value, key.shape[2] // value.shape[2], axis=2)
     same_tokens = query.shape[1] == key.shape[1] and is_int(query_offset) and query_offset == 0
+    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    if same_tokens and sequence_axis(query.shape[1]) is not None:
+        out = dense_on_mesh(
+            zero_padding(query, query_lengths), key, value, scale=1.0, is_causal=is_causal, segment_ids=segment_ids,
+            key_value_seq_lengths=key_value_seq_lengths, implementation=implementation,
+        )  # fmt: skip
+        return zero_padding(out, query_lengths)
     if segment_ids is None and same_tokens:
         # MLR attention with one level is softmax attention in tiles, and computes only the causal half of them.
         return mlr_attention(
             query, key, value, ranks=(query.shape[3],), scale=1.0, is_causal=is_causal,
             query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         )  # fmt: skip
-    query_lengths = check_lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     segments = check_segments(segment_ids, query.shape, key.shape)
 
     def attend(query: Array, segment: Array | None, offset: Any) -> Array:

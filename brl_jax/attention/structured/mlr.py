@@ -19,6 +19,7 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.structured.mlr_rectangles import rectangles
+from brl_jax.attention.structured.mlr_sharded import Levels, mlr_on_mesh
 from brl_jax.attention.structured.mlr_tiles import MlrPlan, attend
 
 BlockSizes = Sequence[int | None]
@@ -96,9 +97,14 @@ def mlr_attention(
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query = zero_padding(query, query_lengths)
     key, value = zero_padding(key, lengths), zero_padding(value, lengths)
-    plan = MlrPlan(rectangles(length, ranks, block_sizes, is_causal), is_causal, divide_by_levels)
     query = query * feature_scales(ranks, scale, query.dtype)
-    return zero_padding(attend(plan, query, key, value, lengths), query_lengths)
+    levels = Levels(ranks, block_sizes, divide_by_levels, implementation)
+    axis = levels.axis(length, is_causal)
+    if axis is not None:
+        out = mlr_on_mesh(levels, axis, query, key, value, lengths, is_causal)
+        return zero_padding(out, query_lengths)
+    plan = MlrPlan(rectangles(length, ranks, block_sizes, is_causal), is_causal, divide_by_levels)
+    return zero_padding(attend(plan, query, key, value, lengths)[0], query_lengths)
 
 
 def doubling_block_sizes(length: int, levels: int) -> tuple[int | None, ...]:

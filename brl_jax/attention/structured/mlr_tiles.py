@@ -51,30 +51,37 @@ def attend(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
     lengths: Int[Array, "B"] | None,
-) -> Float[Array, "B T N V"]:
-    """Attention whose scales are already in the query; keys at and after `lengths` are not visible."""
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention whose scales are already in the query; keys at and after `lengths` are not visible.
+
+    Also returns the float32 log-sum-exp of each query's scores, -inf where it sees no key.
+    """
+
+    def plain(query: Array, key: Array, value: Array, lengths: Array | None) -> tuple[Array, Array]:
+        return _forward(plan, query, key, value, lengths, loop=False)
+
     # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
-    arrays = (query, key, value)
-
-    def plain(query: Array, key: Array, value: Array, lengths: Array | None) -> Array:
-        return _forward(plan, query, key, value, lengths, loop=False)[0]
-
-    return differentiable(functools.partial(_attend, plan), plain)(*vary_like(arrays, arrays), lengths)
+    arrays = vary_like((query, key, value), (query, key, value))
+    out, lse = differentiable(functools.partial(_attend, plan), plain)(*arrays, lengths)
+    sums = jnp.moveaxis(lse.reshape(lse.shape[0], -1, lse.shape[3]), 1, 2)
+    return out, jnp.where(sums == -MASKED, -jnp.inf, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None) -> Array:
-    return _forward(plan, query, key, value, lengths)[0]
+def _attend(
+    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B K G T"]]:
+    return _forward(plan, query, key, value, lengths)
 
 
 def _attend_forward(plan, query, key, value, lengths):
     out, lse = _forward(plan, query, key, value, lengths)
-    return out, (query, key, value, lengths, out, lse)
+    return (out, lse), (query, key, value, lengths, out, lse)
 
 
-def _attend_backward(plan, saved, d_out):
+def _attend_backward(plan, saved, grads):
     query, key, value, lengths, out, lse = saved
-    return *_backward(plan, query, key, value, lengths, out, lse, d_out), None
+    return *_backward(plan, query, key, value, lengths, out, lse, *grads), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -98,10 +105,8 @@ def _forward(
             keys, visible = tiling.keys(k), tiling.visible(plan, lengths, q)
             arrays = (tiling.rows(q[..., : rectangle.width]), keys, tiling.values(v), visible)
             out, lse = tiling.groups(functools.partial(_tiles_forward, plan, tiling), arrays)
-            part = (
-                tiling.restore_rows(out, length),
-                tiling.restore_rows(lse[..., None], length, MASKED)[..., 0],
-            )
+            lse = tiling.restore_rows(lse[..., None], length, MASKED)[..., 0]
+            part = (tiling.restore_rows(out, length), lse)
             total = part if total is None else _merge_normalised([total, part])
         assert total is not None
         out, lse = total
@@ -132,14 +137,14 @@ def _merge_normalised(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return sum(weighted[1:], start=weighted[0]), jnp.where(sees, top + jnp.log(total), MASKED)
 
 
-def _backward(plan: MlrPlan, query, key, value, lengths, out, lse, d_out):
+def _backward(plan: MlrPlan, query, key, value, lengths, out, lse, d_out, d_lse):
     """The gradients of query, key and value."""
     length, kv_heads = query.shape[1], key.shape[2]
 
-    def run(loop: bool, query, key, value, lengths, out, lse, d_out):
+    def run(loop: bool, query, key, value, lengths, out, lse, d_out, d_lse):
         q, o, do = (split_heads(x, kv_heads) for x in (query, out, d_out))
         k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
-        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
+        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1) - d_lse
         sums = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
         for rectangle in plan.rectangles:
             tiling = _RectangleTiling.of(rectangle, q, loop)
@@ -168,7 +173,7 @@ def _backward(plan: MlrPlan, query, key, value, lengths, out, lse, d_out):
         return merge_heads(dq).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
     return lax.platform_dependent(
-        query, key, value, lengths, out, lse, d_out,
+        query, key, value, lengths, out, lse, d_out, d_lse,
         cpu=functools.partial(run, True), default=functools.partial(run, False),
     )  # fmt: skip
 

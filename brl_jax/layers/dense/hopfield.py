@@ -11,6 +11,7 @@ import flax.linen as nn
 from jaxtyping import Array
 
 from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.layers.core.attention_layer import AttentionLayer
@@ -54,5 +55,8 @@ class HopfieldAttention(AttentionLayer):
         return self._retrieve(query, key, value, scale=beta * factor, **options)
 
     def _retrieve(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        retrieve = functools.partial(hopfield_attention, steps=self.mechanism.steps)
-        return dense_on_mesh(query, key, value, function=retrieve, **options)
+        retrieve, around = (
+            functools.partial(function, steps=self.mechanism.steps)
+            for function in (hopfield_attention, sharded.hopfield_attention)
+        )
+        return dense_on_mesh(query, key, value, function=retrieve, around=around, **options)

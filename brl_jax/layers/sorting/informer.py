@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.prob_sparse import (
     ProbSparseState,
     init_prob_sparse_state,
@@ -86,10 +87,13 @@ class InformerAttention(MechanismLayer):
             return merge_heads(d, out), InformerCache(past, value_sum, state)
 
         def attend(value: Array) -> Array:
-            return prob_sparse_attention(
-                query, key, value, rng=rng, factor=m.factor, is_causal=d.is_causal,
-                key_value_seq_lengths=None if d.is_causal else call.lengths, implementation=d.implementation,
-            )  # fmt: skip
+            def of_rows(query: Array, key: Array, value: Array, lengths: Any, rng: Any) -> Array:
+                return prob_sparse_attention(
+                    query, key, value, rng=rng, factor=m.factor, is_causal=d.is_causal,
+                    key_value_seq_lengths=lengths, implementation=d.implementation,
+                )  # fmt: skip
+
+            return by_heads(of_rows, (query, key, value), (None if d.is_causal else call.lengths,), (rng,))
 
         sow_weights(self, attend, value)
         return merge_heads(d, attend(value)), None

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.rotary import rotate
+from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.lsh import check_buckets, lsh_attention, lsh_rotations
 from brl_jax.attention.sorting.lsh_generation import LSHState, init_lsh_state, lsh_step
 from brl_jax.layers.core.caches import KeyValueCache
@@ -96,10 +97,13 @@ class ReformerAttention(MechanismLayer):
             return merge_heads(d, out), ReformerCache(past, state)
 
         def attend(value: Array) -> Array:
-            return lsh_attention(
-                query, value, rotations, chunk_size=m.chunk_size, is_causal=d.is_causal,
-                key_value_seq_lengths=None if d.is_causal else call.lengths, implementation=d.implementation,
-            )  # fmt: skip
+            def of_rows(query: Array, value: Array, lengths: Any, rotations: Array) -> Array:
+                return lsh_attention(
+                    query, value, rotations, chunk_size=m.chunk_size, is_causal=d.is_causal,
+                    key_value_seq_lengths=lengths, implementation=d.implementation,
+                )  # fmt: skip
+
+            return by_heads(of_rows, (query, value), (None if d.is_causal else call.lengths,), (rotations,))
 
         sow_weights(self, attend, value)
         return merge_heads(d, attend(value)), None

@@ -9,6 +9,7 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.attention.sorting.slice_sort import Order, slice_sort
 from brl_jax.layers.core.modules import dense, merge_heads
 from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, MechanismLayer
@@ -47,7 +48,11 @@ class Sliceformer(MechanismLayer):
         d, m = self.dimensions, self.mechanism
         m.check(d)
         value = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="value")(x)
-        out = slice_sort(
-            value, order=m.order, key_value_seq_lengths=call.lengths, implementation=d.implementation
-        )
+
+        def of_rows(value: Array, lengths: Any) -> Array:
+            return slice_sort(
+                value, order=m.order, key_value_seq_lengths=lengths, implementation=d.implementation
+            )
+
+        out = by_heads(of_rows, (value,), (call.lengths,))
         return merge_heads(d, out), None

@@ -1,10 +1,9 @@
-"""Full attention whose keys go around devices, for test_sharded.py, which asks for parts of it by name.
+"""Full and Hopfield attention whose keys go around devices, for test_sharded.py, which asks for parts of it by name.
 
 Through XLA: Pallas cannot interpret a kernel inside `jax.shard_map`.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from brl_jax.attention.dense import sharded
 from tests.attention.local.test_local import random_qkv
+from tests.collectives import collectives
 
 ROWS = P("rows", "stretch")
 
@@ -36,7 +36,7 @@ def packed(length):
 
 def case(
     devices, length, num_keys=None, is_causal=True, dtype="float32", segments=False, lengths=None, sinks=None,
-    magnitude=1.0, **options,
+    magnitude=1.0, steps=None, **options,
 ):  # fmt: skip
     """(function of query, key, value and sinks on the mesh, its arguments, the cotangent of its output)."""
     *arrays, d_out = random_qkv(length, num_keys, batch=8, dtype=dtype)
@@ -45,10 +45,11 @@ def case(
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
 
     def local(query, key, value, sinks, ids, lengths):
-        return sharded.full_attention(
-            query, key, value, axis_name="stretch", is_causal=is_causal, key_value_seq_lengths=lengths,
-            segment_ids=ids, sinks=sinks, **options,
-        )  # fmt: skip
+        given = {"axis_name": "stretch", "is_causal": is_causal, "key_value_seq_lengths": lengths}
+        given |= {"segment_ids": ids, **options}
+        if steps is not None:
+            return sharded.hopfield_attention(query, key, value, steps=steps, **given)
+        return sharded.full_attention(query, key, value, sinks=sinks, **given)
 
     def on_mesh(query, key, value, *sinks):
         specs = (
@@ -85,6 +86,12 @@ CASES = {
         "devices": 4, "length": 12, "num_keys": 36, "is_causal": False, "sinks": [0.5, -1.0, 2.0, 0.0],
         "lengths": [0, 1, 9, 10, 17, 30, 35, 36],
     },
+    "hopfield": {"devices": 4, "length": 32, "steps": 2, "scale": 1.5},
+    "hopfield, packed": {"devices": 4, "length": 40, "steps": 3, "segments": True},
+    "hopfield, both ways, padded": {
+        "devices": 4, "length": 20, "steps": 2, "is_causal": False, "lengths": [20, 0, 3, 7, 8, 11, 19, 20],
+    },
+    "hopfield, bfloat16": {"devices": 8, "length": 64, "steps": 2, "dtype": "bfloat16"},
     "both ways, bfloat16": {"devices": 8, "length": 64, "is_causal": False, "dtype": "bfloat16"},
 }  # fmt: skip
 
@@ -101,18 +108,18 @@ def compared(name):
     return [np.asarray(x.astype(jnp.float32)) for x in both(arguments, d_out)]
 
 
-def after(place):
+def after(place, steps=None):
     """A causal case and the same with other tokens from `place` on."""
-    function, (query, key, value), _ = case(devices=4, length=48, segments=False)
+    function, (query, key, value), _ = case(devices=4, length=48, steps=steps)
     function = jax.jit(function)
     other = [x.at[:, place:].set(-1e4 if i else 50.0) for i, x in enumerate((query, key, value))]
     return [np.asarray(function(*x)) for x in ((query, key, value), other)]
 
 
-def moved(is_causal):
+def moved(**settings):
     """(operation, elements) of what each collective in the program of 4,096 tokens on 4 devices brings to one of them,
     with gradients."""
-    function, arguments, d_out = case(devices=4, length=32, is_causal=is_causal)
+    function, arguments, d_out = case(devices=4, length=32, **settings)
 
     def both(arguments, d_out):
         out, pull = jax.vjp(function, *arguments)
@@ -122,17 +129,14 @@ def moved(is_causal):
         sharding = NamedSharding(mesh(4), ROWS)
         return jax.ShapeDtypeStruct((8, 4096, *x.shape[2:]), x.dtype, sharding=sharding)
 
-    hlo = jax.jit(both).lower(tuple(map(shape, arguments)), shape(d_out)).compile().as_text()
-    kinds = r"= \(?\w+\[([\d,]*)\]\S* (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
-    found = re.findall(kinds, hlo)
-    return [(kind, int(np.prod([int(n) for n in dims.split(",") if n]))) for dims, kind in found]
+    return collectives(jax.jit(both).lower(tuple(map(shape, arguments)), shape(d_out)).compile())
 
 
 def work():
     """For each of 8 devices and each round, how many pairs of a query and a key its products are of, and how many of
     these pairs are visible, where each device has 12 tokens."""
     half = 6
-    ring = sharded._Ring("stretch", True, 1.0, None, None)
+    ring = sharded.Ring("stretch", True, None)
 
     def local():
         here = jax.lax.axis_index("stretch")
@@ -160,5 +164,7 @@ def work():
 
 PARTS = {name: functools.partial(compared, name) for name in CASES}
 PARTS |= {f"after {place}": functools.partial(after, place) for place in (1, 17, 30)}
-PARTS |= {f"moved {is_causal}": functools.partial(moved, is_causal) for is_causal in (False, True)}
+PARTS["after 17, hopfield"] = functools.partial(after, 17, steps=2)
+MOVED = {"causal": {}, "both ways": {"is_causal": False}, "hopfield": {"steps": 2}}
+PARTS |= {f"moved {name}": functools.partial(moved, **settings) for name, settings in MOVED.items()}
 PARTS["work"] = work

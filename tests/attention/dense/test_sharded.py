@@ -1,4 +1,4 @@
-"""Full attention whose keys go around the devices: an oracle's numbers, equal work, and no device with a whole row."""
+"""Keys that go around the devices: an oracle's numbers, equal work, and no device with a whole row."""
 
 import functools
 
@@ -37,12 +37,29 @@ def expected(name):
         visible &= (np.arange(keys) < np.array(settings["lengths"])[:, None])[:, None, None]
     options = {"sinks": sinks[0] if sinks else None, "cap": settings.get("logits_soft_cap")}
     options["scale"] = settings.get("scale")
+    if "steps" in settings:
+        return retrieved(*arrays, visible, d_out, settings["steps"], options["scale"])
     out, _ = softmax_attention(*arrays, visible, **options)
     d_query, d_key, d_value, _, *d_sinks = softmax_attention_gradients(*arrays, visible, d_out, **options)
     return [out, d_query, d_key, d_value, *d_sinks]
 
 
-FAST = ("causal", "causal, packed", "both ways, odd stretches, packed, padded")
+def retrieved(query, key, value, visible, d_out, steps, scale):
+    """Hopfield attention and its gradients, by the chain rule over its steps."""
+    states = [query]
+    for _ in range(steps - 1):
+        states.append(softmax_attention(states[-1], key, key, visible, scale=scale)[0])
+    out, _ = softmax_attention(states[-1], key, value, visible, scale=scale)
+    d_state, d_key, d_value, _ = softmax_attention_gradients(
+        states[-1], key, value, visible, d_out, scale=scale
+    )
+    for state in reversed(states[:-1]):
+        d_state, *d_keys, _ = softmax_attention_gradients(state, key, key, visible, d_state, scale=scale)
+        d_key = d_key + sum(d_keys)
+    return [out, d_state, d_key, d_value]
+
+
+FAST = ("hopfield", "causal", "causal, packed", "both ways, odd stretches, packed, padded")
 
 
 @pytest.mark.parametrize("name", slow_unless(ring.CASES, FAST))
@@ -56,9 +73,10 @@ def test_numbers_and_gradients_are_the_oracles(result, name):
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
-@pytest.mark.parametrize("place", slow_unless((1, 17, 30), (17,)))
-def test_later_tokens_change_no_bit(result, place):
-    whole, other = result(f"after {place}")
+@pytest.mark.parametrize("case", slow_unless(("1", "17", "30", "17, hopfield"), ("17",)))
+def test_later_tokens_change_no_bit(result, case):
+    place = int(case.split(",")[0])
+    whole, other = result(f"after {case}")
     assert (whole[:, :place] == other[:, :place]).all()
     assert not (whole[:, place:] == other[:, place:]).all()
 
@@ -71,11 +89,11 @@ def test_all_devices_do_the_same_visible_work_in_each_round(result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_no_row_is_gathered(result, is_causal):
+@pytest.mark.parametrize("name", ring.MOVED)
+def test_no_row_is_gathered(result, name):
     """Eight rows on two devices: a stretch of 1,024 tokens has 4 x 1,024 x 16 numbers of the keys, and four times as
     many make the rows."""
-    found = result(f"moved {is_causal}")
+    found = result(f"moved {name}")
     assert {kind for kind, _ in found} == {"collective-permute"}
     assert max(elements for _, elements in found) <= 4 * 1024 * 32
 

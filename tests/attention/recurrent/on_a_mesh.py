@@ -1,7 +1,6 @@
 """Mechanisms with a state on a mesh that cuts sequences over four of eight devices; asked for by test_on_a_mesh.py."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,11 @@ from brl_jax import (
     norm_attention,
     performer_attention,
 )
+from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
+from brl_jax.attention.recurrent.luna import luna_attention
 from brl_jax.attention.recurrent.performer import performer_projection
 from brl_jax.sharding import MeshConfig, make_mesh
+from tests.collectives import collectives
 
 BATCH, HEADS, KV_HEADS, SIZE, CHUNK = 2, 4, 2, 8, 8
 
@@ -69,6 +71,11 @@ def _linear_state():
     return jax.tree.map(lambda x: 0.5 + 0.1 * draw(*x.shape, seed=7), state)
 
 
+def _flow_state():
+    state = init_flow_state(BATCH, HEADS, SIZE, SIZE)
+    return jax.tree.map(lambda x: jnp.abs(draw(*x.shape, seed=7)).astype(x.dtype) * 3 + 1, state)
+
+
 def _delta_state():
     return jax.tree.map(lambda x: draw(*x.shape, seed=7), init_delta_state(BATCH, KV_HEADS, SIZE, SIZE))
 
@@ -97,6 +104,20 @@ def bsbr(query, key, value, **options):
 
 def performer(query, key, value, projection, **options):
     return performer_attention(query, key, value, projection=projection, **options)
+
+
+def flow(query, key, value, **options):
+    """The output, and the state but for its count of tokens."""
+    out = flow_attention(query, key, value, **options)
+    return (out[0], out[1]._replace(length=None)) if "state" in options else out
+
+
+def luna(query, key, value, packed, **options):
+    return luna_attention(query, key, value, packed, **options)
+
+
+def _packing(length):
+    return draw(3, KV_HEADS, SIZE, seed=6)
 
 
 def _case(function, *more, length=96, **options):
@@ -132,6 +153,12 @@ CASES = {
     "decay of a feature and token": lambda: _case(decayed, features),
     "bsbr": lambda: causal(bsbr),
     "bsbr, both directions, padded": lambda: _case(bsbr, key_value_seq_lengths=lengths(96)),
+    "flow": lambda: causal(flow),
+    "flow, padded, from a state": lambda: causal(
+        flow, key_value_seq_lengths=lengths(96), state=_flow_state(), return_state=True
+    ),
+    "luna": lambda: _case(luna, _packing),
+    "luna, packed": lambda: _case(luna, _packing, segment_ids=packed(96)),
     "flash": lambda: causal(flash),
     "flash, padded": lambda: causal(flash, key_value_seq_lengths=lengths(96)),
 }
@@ -163,17 +190,13 @@ def moved(name, length=4096):
 
     def shape(x):
         dims = [length if n == operands[0].shape[1] else n for n in x.shape]
-        spec = PartitionSpec("data", "sequence") if len(dims) > 2 else PartitionSpec()
+        spec = PartitionSpec("data", "sequence") if length in dims else PartitionSpec()
         return jax.ShapeDtypeStruct(dims, x.dtype, sharding=NamedSharding(mesh(), spec))
 
     with jax.set_mesh(mesh()):
-        hlo = both_of(function).lower(tuple(map(shape, operands))).compile().as_text()
-    found = re.findall(
-        r"= \(?\w+\[([\d,]*)\]\S* (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", hlo
-    )
-    return [(kind, int(np.prod([int(n) for n in dims.split(",") if n]))) for dims, kind in found]
+        return collectives(both_of(function).lower(tuple(map(shape, operands))).compile())
 
 
-MOVED = ("linear", "decay of a feature and token", "performer, padded", "delta", "flash")
+MOVED = ("linear", "decay of a feature and token", "performer, padded", "delta", "flow", "luna", "flash")
 PARTS = {name: functools.partial(compared, name) for name in CASES}
 PARTS |= {f"moved {name}": functools.partial(moved, name) for name in MOVED}

@@ -28,7 +28,7 @@ def test_results_and_gradients_are_those_of_one_device(result, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOVED)
 def test_states_travel_and_no_rows(result, name):
-    """Four devices have 1,024 tokens each, 16 numbers of a key; a state has 128 to 216 numbers, and 8 are gathered."""
+    """Four devices have 1,024 tokens each, 16 numbers of a key; a state has 128 to 256 numbers, and 8 are gathered."""
     collectives = result(f"moved {name}")
     assert any(kind == "all-gather" for kind, _ in collectives)
-    assert max(elements for _, elements in collectives) < 2048
+    assert max(elements for _, elements in collectives) <= 2048

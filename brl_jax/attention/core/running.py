@@ -1,0 +1,53 @@
+"""Sums over the tokens up to each one, of rows that the devices along a mesh axis may share.
+
+Inside `jax.shard_map` a device has a stretch of each row, and `axis_name` names the axis in whose order the stretches
+follow each other. Devices exchange the totals of their stretches, as large as one token each. Without an axis the
+arrays have all tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def running_sum(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Float[Array, "B T *F"]:
+    """The sum over the tokens up to each one."""
+    within = lax.cumsum(x, axis=1)
+    if axis_name is None:
+        return within
+    return within + _earlier(within[:, -1], axis_name, 0.0).sum(0)[:, None]
+
+
+def running_log_sum(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Float[Array, "B T *F"]:
+    """The logarithm of the sum of the exponentials over the tokens up to each one."""
+    within = lax.associative_scan(jnp.logaddexp, x, axis=1)
+    if axis_name is None:
+        return within
+    # Finite, so that differences are not NaN.
+    before = jax.nn.logsumexp(_earlier(within[:, -1], axis_name, -1e30), axis=0)
+    return jnp.logaddexp(within, before[:, None])
+
+
+def token_numbers(length: int, axis_name: str | None = None) -> Int[Array, " T"]:
+    """The places in their rows of the `length` tokens that a device has."""
+    first = 0 if axis_name is None else lax.axis_index(axis_name) * jnp.int32(length)
+    return first + jnp.arange(length, dtype=jnp.int32)
+
+
+def last_token(x: Float[Array, "B T *F"], axis_name: str | None = None) -> Float[Array, "B *F"]:
+    """That of the last token of each row, on every device."""
+    own = x[:, -1]
+    if axis_name is None:
+        return own
+    is_last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    return lax.psum(jnp.where(is_last, own, jnp.zeros((), own.dtype)), axis_name)
+
+
+def _earlier(own: Array, axis_name: str, otherwise: float) -> Array:
+    """Those of the devices before this one, and `otherwise` in place of the others: (devices, ...)."""
+    every = lax.all_gather(own, axis_name)
+    before = jnp.arange(every.shape[0], dtype=jnp.int32) < lax.axis_index(axis_name)
+    return jnp.where(before.reshape(-1, *[1] * own.ndim), every, jnp.asarray(otherwise, own.dtype))
