@@ -65,8 +65,8 @@ def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backwar
 def window_blocks(
     left: int, right: int, length: int, layout: HeadLayout, itemsize: int, chip: str | None
 ) -> WindowBlocks | None:
-    """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; where none fit, in twice as
-    much, if the chip has it; and for float32, which needs more, in the chip's whole VMEM.
+    """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; where none fit, in twice
+    as much, if the chip has it; and for float32, which needs more, in the chip's whole VMEM.
 
     None when the window is so wide that no block that holds its sides fits.
     """
