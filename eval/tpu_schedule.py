@@ -9,7 +9,13 @@ that of their fusions and copies: the bundles in one pass of an instruction's ou
 walk over chunks through XLA, whose loop counts as many times as there are chunks; the instructions around the kernels
 count there as well.
 Only issue slots are counted: a kernel that waits for memory is slower than its cost suggests, so the bytes that the
-block specs fetch are counted as well, except where those read scalars.
+block specs fetch and write are counted as well, except where those read scalars.
+
+Beside its cost, each row has its bounds in cycles: `least`, what the matrix units need for the products of visible
+pairs; `in tiles`, what they need for those that the kernel performs, masked parts of tiles and an unfilled depth of the
+units included (how fast weights are exchanged is not counted); and `memory`, what the memory needs for the bytes that
+the kernel moves. `of bound` is the cost over the larger one of `least` and `memory`. A schedule may promise less than
+`in tiles`, because the compiler may issue products faster than the units take them: then `in tiles` is what counts.
 
 For splash attention, only the pairs of blocks in which something is visible count, although its fused backward pass
 steps over the other pairs as well.
@@ -53,6 +59,7 @@ from brl_jax.attention.recurrent.linear import linear_attention
 from brl_jax.attention.recurrent.tpu import Walked, walk
 from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES
 from brl_jax.attention.sorting.selected import selected_attention
+from eval.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, visible_products
 from eval.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from pallas_kernels import tpu
 from train.config import parse_options
@@ -110,6 +117,8 @@ class ScheduleCase:
     build: Callable[..., tuple[Callable, tuple]]
     splash_blocks: tuple[int, int] | None = None
     window: int | None = None
+    products: Callable[[str], tuple[int, int | None]] | None = None
+    """Products of the matrix units that the result needs, and those that the kernel performs, for a chip."""
     trips: int | None = None
     """How often its own loops run, where the instructions around kernels count too."""
 
@@ -369,6 +378,14 @@ def _recurrence(
     return (both, (*arguments, shape)) if backward else (forward, arguments)
 
 
+def _products(
+    options: ScheduleOptions, window: int, chip: str, *, tiled: bool, backward: bool
+) -> tuple[int, int | None]:
+    shape = (options.length, window, options.heads, options.head_dim)
+    least = visible_products(*shape, backward=backward)
+    return least, tiled_products(chip, *shape, options.any_chip, backward=backward) if tiled else None
+
+
 def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
     """All requested programs; those for forward + backward contain both kernels."""
     windows: list[tuple[int, str, Callable]]
@@ -377,7 +394,8 @@ def cases(options: ScheduleOptions) -> Iterator[ScheduleCase]:
         windows.append((options.length, "full causal", _full))
     for (window, name, ours), backward in itertools.product(windows, (False, True)):
         kind = f"{name} " + ("forward + backward" if backward else "forward")
-        yield ScheduleCase(kind, "ours", functools.partial(ours, backward=backward))
+        products = functools.partial(_products, options, window, tiled=ours is not _full, backward=backward)
+        yield ScheduleCase(kind, "ours", functools.partial(ours, backward=backward), products=products)
         sizes = [size for size in options.splash_blocks if options.length % size == 0]
         for blocks, mode in itertools.product(
             itertools.product(sizes, sizes), ("separate", "fused") if backward else ("forward",)
@@ -424,19 +442,20 @@ def pallas_calls(jaxpr) -> Iterator[Any]:
                 yield from pallas_calls(inner)
 
 
-def bytes_fetched(call) -> int:
-    """Bytes that the block specs of a kernel read from HBM: a block is fetched whenever its index changes."""
+def bytes_moved(call) -> tuple[int, int]:
+    """Bytes that the block specs of a kernel read from HBM and write to it: a block moves whenever its index
+    changes."""
     mapping = call.params["grid_mapping"]
     points = np.stack(np.meshgrid(*[np.arange(size) for size in mapping.grid], indexing="ij"), -1)
     points = points.reshape(-1, len(mapping.grid)).astype(np.int32)
-    total = 0
-    for spec, operand in zip(mapping.block_mappings[: mapping.num_inputs], call.invars):
+    moved = []
+    for spec, operand in zip(mapping.block_mappings, (*call.invars, *call.outvars), strict=True):
         index = jax.vmap(jax.extend.core.jaxpr_as_fun(spec.index_map_jaxpr))
         indices = np.stack([np.broadcast_to(x, len(points)) for x in index(*points.T)], -1)
         changes = 1 + int((indices[1:] != indices[:-1]).any(-1).sum())
         block = math.prod(int(getattr(size, "block_size", size) or 1) for size in spec.block_shape)
-        total += changes * block * operand.aval.dtype.itemsize
-    return total
+        moved.append(changes * block * operand.aval.dtype.itemsize)
+    return sum(moved[: mapping.num_inputs]), sum(moved[mapping.num_inputs :])
 
 
 def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
@@ -510,7 +529,7 @@ def measure(
     calls = list(pallas_calls(traced.jaxpr.jaxpr))
     text = traced.lower().compile().as_text()
     found = bundles(folder, seen)
-    fetched, kernels = 0, [] if calls and case.trips is None else loops(text, found, case.trips)
+    fetched, written, kernels = 0, 0, [] if calls and case.trips is None else loops(text, found, case.trips)
     for call in calls:
         name = call.params["name"] if "name" in call.params else call.params["name_and_src_info"].name
         steps = math.prod(call.params["grid_mapping"].grid)
@@ -522,14 +541,19 @@ def measure(
             blocks = math.isqrt(pairs)
             steps = math.prod((batch, tiles, blocks * (blocks + 1) // 2, *group))
         elif not call.params["grid_mapping"].num_index_operands:
-            fetched += bytes_fetched(call)
+            read, wrote = bytes_moved(call)
+            fetched, written = fetched + read, written + wrote
         matches = [kernel for kernel in found if re.sub(r"\W", "_", name) in kernel]
         if len(matches) != 1:
             raise RunError(f"{case.label}: no one schedule for kernel {name} among {sorted(found)}")
         kernels.append((name, found[matches[0]], steps))
+    least, tiled = (None, None) if case.products is None else case.products(chip)
     return {
         "cost": sum(bundle * steps for _, bundle, steps in kernels),
         "fetched": fetched,
+        "least": None if least is None else matrix_cycles(chip, least),
+        "tiled": None if tiled is None else matrix_cycles(chip, tiled),
+        "memory": memory_cycles(chip, fetched + written),
         "kernels": kernels,
         "detail": ", ".join(f"{bundle} x {steps}" for _, bundle, steps in kernels),
     }
@@ -613,7 +637,20 @@ def main(argv: Sequence[str]) -> None:
     prepare_compiler()
     console = Console()
     table = Table(title=f"{options.heads} heads of {options.head_dim}, {options.length} tokens, bfloat16")
-    for title in ("chip", "work", "ours", "bundles x steps", "MiB read", "other", "which", "times fewer"):
+    for title in (
+        "chip",
+        "work",
+        "ours",
+        "bundles x steps",
+        "MiB read",
+        "least",
+        "in tiles",
+        "memory",
+        "of bound",
+        "other",
+        "which",
+        "times fewer",
+    ):
         table.add_column(title)
     for chip in options.chips:
         rows: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
@@ -625,16 +662,19 @@ def main(argv: Sequence[str]) -> None:
         for kind, found in rows.items():
             ours = next(row for row in found if row["label"] == "ours")
             other = best_other(found)
+            bound = max(ours.get("least") or 0, ours.get("memory") or 0)
             table.add_row(
                 chip,
                 kind,
                 str(ours["cost"]),
                 ours["detail"],
                 f"{ours.get('fetched', 0) / 2**20:.1f}",
+                *(str(ours.get(name) or "") for name in ("least", "tiled", "memory")),
+                "" if not (bound and ours["cost"]) else f"{ours['cost'] / bound:.2f}",
                 *(("", "") if other is None else (str(other[0]), other[1])),
                 "" if other is None or not ours["cost"] else f"{other[0] / ours['cost']:.2f}",
             )
-    Console(width=160).print(table)
+    Console(width=200).print(table)
 
 
 if __name__ == "__main__":

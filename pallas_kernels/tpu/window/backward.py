@@ -41,7 +41,8 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
     def meet():
         tiles = WindowTiles(plan, plan.backward_block(key_sums.step), segment_refs, call.cap)
         parts: dict[int, list[Array]] = {}
-        meets: dict[int, list[tuple[Array, Array, Array, Array]]] = {}
+        arrays: dict[int, tuple[Array, ...]] = {}
+        meets: dict[int, list[list[tuple[int, Array, Array]]]] = {}
 
         def load(ref, tile):
             x = ref[0, tile * size : (tile + 1) * size, :]
@@ -55,9 +56,9 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
             for d in plan.distances():
                 scores[d] = tiles.scores(keys, q, tile, d)
                 grads[d] = arithmetic.dot(tiles.load(values, tile + d), g, NT)
-            return tiles.fold(scores, MASKED), tiles.fold(grads, 0.0), q, g
+            return tiles.fold(scores, MASKED), tiles.fold(grads, 0.0)
 
-        def differentiate(unit, scores, grads, q, g):
+        def differentiate(unit, scores, grads):
             tile, head = divmod(unit, layout.packed)
             rows = slice(tile * size, (tile + 1) * size)
             top = statistics[0, 0, head : head + 1, rows]
@@ -73,35 +74,50 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
             changes = arithmetic.softmax_changes(weights, grads, offset, query.dtype == jnp.float32)
             if call.cap is not None:
                 changes = [c * arithmetic.soft_cap_slope(s, call.cap) for c, s in zip(changes, scores)]
-            return tiles.unfold(weights, query.dtype), tiles.unfold(changes, query.dtype), q, g
+            return tiles.unfold(weights, query.dtype), tiles.unfold(changes, query.dtype)
 
-        def read_out(unit, weights, changes, q, g):
+        def read_out(unit, weights, changes):
             tile, head = divmod(unit, layout.packed)
             rows = slice(tile * size, (tile + 1) * size)
             k = jnp.concatenate([tiles.load(keys, tile + d) for d in plan.distances()], axis=0)
-            change = jnp.concatenate([changes[d] for d in plan.distances()], axis=0)
-            out = heads.transposed_product(k, change, head, layout)
+            out = heads.transposed_product(k, changes, head, layout)
             parts.setdefault(tile, []).append(out * scale)
             if head + 1 == layout.packed:
                 grad_query[0, rows, :] = jnp.concatenate(parts.pop(tile), axis=0).T.astype(grad_query.dtype)
-            for d in plan.distances():
-                meets.setdefault(tile + d, []).append((weights[d], g, changes[d], q))
+            if head == 0:
+                arrays[tile] = tuple(
+                    x if layout.packed == 1 else x.T for x in (load(grad, tile), load(query, tile))
+                )
+            for index, d in enumerate(plan.distances()):
+                met = meets.setdefault(tile + d, [[] for _ in range(layout.packed)])
+                keys_of = slice(index * size, (index + 1) * size)
+                met[head].append((tile, weights[keys_of], changes[keys_of]))
             done = tile - plan.before if tile + 1 < plan.tiles else None
             if head + 1 == layout.packed:
                 for ready in [t for t in sorted(meets) if done is None or t <= done]:
                     add_to_keys(ready, meets.pop(ready))
 
         def add_to_keys(tile, met):
-            """Adds the contribution of this step's queries to one tile of keys: one product over all queries that
-            see it."""
-            weights, grads, changes, queries = (
-                jnp.concatenate(x, axis=a) for x, a in zip(zip(*met), (1, 0, 1, 0))
-            )
-            sums = (
-                arithmetic.dot(weights, grads, NN),
-                arithmetic.dot(changes, queries, NN) * scale,
-            )
-            key_sums.add(tile, sums)
+            """Adds the contribution of this step's queries to one tile of keys: for each head one product over all
+            queries that see it.
+
+            Where heads share lanes, the product is transposed: its columns are keys, which fill the matrix unit, and
+            not the lanes of one head.
+            """
+            sums = []
+            for kind in range(2):
+                parts = []
+                for head, pairs in enumerate(met):
+                    factor = jnp.concatenate([pair[1 + kind] for pair in pairs], axis=1)
+                    xs = [arrays[pair[0]][kind] for pair in pairs]
+                    if layout.packed == 1:
+                        parts.append(arithmetic.dot(factor, jnp.concatenate(xs, axis=0), NN))
+                        continue
+                    lanes = slice(head * layout.head_dim, (head + 1) * layout.head_dim)
+                    x = jnp.concatenate([x[lanes] for x in xs], axis=1)
+                    parts.append(arithmetic.dot(x, factor, NT))
+                sums.append(parts[0] if layout.packed == 1 else jnp.concatenate(parts, axis=0).T)
+            key_sums.add(tile, (sums[0], sums[1] * scale))
 
         pipelined(plan.tiles * layout.packed, score, differentiate, read_out)
 

@@ -48,8 +48,7 @@ def _forward_kernel(*refs, call: WindowCall, segments: bool):
         tile, head = divmod(unit, layout.packed)
         rows = slice(tile * size, (tile + 1) * size)
         v = jnp.concatenate([tiles.load(values, tile + d) for d in plan.distances()], axis=0)
-        p = jnp.concatenate([weights[d] for d in plan.distances()], axis=0)
-        out = heads.transposed_product(v, p, head, layout)
+        out = heads.transposed_product(v, weights, head, layout)
         out *= arithmetic.reciprocal(total)
         log_total = jnp.log2(total)
         if segments:

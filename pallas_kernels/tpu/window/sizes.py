@@ -65,19 +65,24 @@ def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backwar
 def window_blocks(
     left: int, right: int, length: int, layout: HeadLayout, itemsize: int, chip: str | None
 ) -> WindowBlocks | None:
-    """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; for float32, which needs
-    more than that, in the chip's whole VMEM.
+    """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; where none fit, in twice
+    as much, if the chip has it; and for float32, which needs more, in the chip's whole VMEM.
 
     None when the window is so wide that no block that holds its sides fits.
     """
     wide = itemsize == 4
-    room = vmem_mib(chip) if wide else GRANTED_MIB
 
-    def choose(backward: bool) -> tuple[int, int] | None:
+    def choose(backward: bool, room: int) -> tuple[int, int] | None:
         tile = _DEFAULT_TILE if wide else _TILES.get(chip or "", _DEFAULT_TILE)
         while tile > 128 and tile >= 2 * max(left, right, 64):
             tile //= 2
         block = _BLOCKS.get(chip or "", _DEFAULT_BLOCK)
+        if not (backward or wide):
+            # To fill and drain the software pipeline takes as long as a sixth of a forward step of this size, in which
+            # the matrix units idle: a step of twice the size is better, as long as its program is not too large.
+            distances = 1 + -(-left // tile) + -(-right // tile)
+            if 2 * block // tile * distances * layout.packed <= MAX_UNROLLED:
+                block *= 2
         while block // 2 >= max(tile, length):
             block //= 2
         while True:
@@ -95,7 +100,10 @@ def window_blocks(
             else:
                 return None
 
-    forward, backward = choose(False), choose(True)
+    rooms = (vmem_mib(chip),) if wide else (GRANTED_MIB, min(2 * GRANTED_MIB, vmem_mib(chip)))
+    forward, backward = (
+        next(filter(None, (choose(backward, room) for room in rooms)), None) for backward in (False, True)
+    )
     return None if forward is None or backward is None else WindowBlocks(*forward, *backward)
 
 
