@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from train.data.graphs.batches import HeldOutNodes, NodeBatches
+from train.data.graphs.images import describe
 from train.data.graphs.load import GraphDataConfig, load_graph
 from train.data.graphs.poly_tokens import PolyTokens, metapaths
 from train.data.graphs.subgraphs import Subgraphs
@@ -158,6 +159,45 @@ def test_features_from_a_file(tmp_path):
     np.savez(tmp_path / "b.npz", features=points, labels=labels[1:])
     with pytest.raises(UserError, match=r"expected features \(N, F\) and N whole numbers as labels"):
         load(tmp_path / "b.npz")
+
+
+def test_images_are_described_by_their_edges(tmp_path):
+    """As by a float64 sum over the pixels; contrast and brightness count nothing, and a flat image has zeros alone."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(256, size=(3, 10, 13)).astype(np.uint8)
+    found = describe(images)
+    sums = np.zeros((3, 4, 4, 8))
+    down, right = np.gradient(images.astype(np.float64), axis=(1, 2))
+    rows, columns = [0, 2, 5, 7], [0, 3, 6, 9]
+    for i, y, x in np.ndindex(images.shape):
+        turn = (np.degrees(np.arctan2(down[i, y, x], right[i, y, x])) % 180) / 22.5
+        cell = sums[i, np.searchsorted(rows, y, "right") - 1, np.searchsorted(columns, x, "right") - 1]
+        length = np.hypot(down[i, y, x], right[i, y, x])
+        cell[int(turn) % 8] += length * (1 - turn % 1)
+        cell[(int(turn) + 1) % 8] += length * (turn % 1)
+    sums = sums.reshape(3, 128)
+    np.testing.assert_allclose(found, np.sqrt(sums / sums.mean(axis=1, keepdims=True)), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(describe(images / 2 + 10), found, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(describe(np.stack([images] * 3, -1)), found, rtol=1e-3, atol=1e-3)
+    assert not describe(np.full((1, 4, 4), 7)).any()
+    labels = np.arange(20).astype(np.uint8) % 2
+    stripes = np.zeros((20, 8, 8), np.uint8)
+    stripes[labels == 0, ::2], stripes[labels == 1, :, ::2] = 200, 200
+    stripes += rng.integers(50, size=stripes.shape).astype(np.uint8)
+    arrays = {"x_train": stripes[:15], "y_train": labels[:15], "x_test": stripes[15:], "y_test": labels[15:]}
+    np.savez(tmp_path / "a.npz", **arrays)
+    graph = load(tmp_path / "a.npz", nearest=2)
+    assert graph.features[0].shape == (20, 128)
+    links = graph.relations[0].adjacency.tocoo()
+    assert (labels[links.row] == labels[links.col]).all()
+    for name, array, message in (
+        ("x_test", stripes[15:, 0], "expected .* with images as"),
+        ("x_test", stripes[15:, :, :, None, None], "expected .* with images as"),
+        ("y_train", labels, r"expected features \(N, F\) and N whole numbers as labels"),
+    ):
+        np.savez(tmp_path / "b.npz", **{**arrays, name: array})
+        with pytest.raises(UserError, match=message):
+            load(tmp_path / "b.npz")
 
 
 def test_posts(tmp_path):
