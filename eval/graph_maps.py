@@ -163,7 +163,7 @@ def look(run: Run, options: GraphMapsOptions) -> Looked:
     at = np.sort(rng.choice(len(nodes), min(options.nodes, len(nodes)), replace=False))
     kinds = (graph.target,) * len(at)
     model = NodeClassifier(dataclasses.replace(config.model, kinds=kinds))
-    features = graph.features[graph.target][nodes[at]][None]
+    features = data.source.features[graph.target][nodes[at]][None]
     # The parameters of a kind stand at its number, and those of kinds after the last one are not asked for.
     params = dict(run.params)
     params["projection"] = {

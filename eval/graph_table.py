@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.plotting import line_styles
+from eval.plotting import line_styles, plain_log_axis
 
 # BRL-Attention (OpenReview Vpyg3fqXbl), table 4: micro and macro F1.
 PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -50,9 +50,10 @@ PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
 # Its table 5: accuracy.
 PAPER_SETS: Mapping[str, Mapping[str, float]] = {
     "20news": {"gcn": 65.98, "gat": 64.06, "full": 64.94, "local": 64.61, "brl": 65.19},
-    "images": {"gcn": 85.96, "gat": 85.41, "full": 87.46, "local": 87.17, "brl": 87.55},
+    "mini_imagenet": {"gcn": 85.96, "gat": 85.41, "full": 87.46, "local": 87.17, "brl": 87.55},
 }
-_METRICS = ("micro_f1", "macro_f1")
+_SCORES = ("micro_f1", "macro_f1")
+_METRICS = (*_SCORES, "step_megabytes")
 
 
 def paper_figures(dataset: str, network: str) -> tuple[float, ...]:
@@ -67,8 +68,8 @@ def paper_figures(dataset: str, network: str) -> tuple[float, ...]:
 def summarise(
     results: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[str, str], dict[str, tuple[float, float, int]]]:
-    """By data set and network, and by metric: the mean in percent, the standard deviation of the seeds as the paper has
-    it (0 of one), and the number of seeds."""
+    """By data set and network, and by metric: the mean, the standard deviation of the seeds as the paper has it (0 of
+    one), and the number of seeds."""
     grouped: dict[tuple[str, str], dict[str, list[float]]] = {}
     for result in results:
         row = grouped.setdefault((result["dataset"], result["network"]), {})
@@ -87,31 +88,32 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     """The runs, averaged over seeds, beside the paper's figures."""
     lines = [
         "Test nodes, percent: mean ± standard deviation of the seeds (their number), and in brackets BRL-Attention's "
-        "tables 4 and 5.",
+        "tables 4 and 5; megabytes of temporary memory of a training step.",
         "",
-        "| data | network | micro F1 | macro F1 |",
-        "|---|---|---|---|",
+        "| data | network | micro F1 | macro F1 | MB |",
+        "|---|---|---|---|---|",
     ]
     for (dataset, network), row in summarise(results).items():
         paper = paper_figures(dataset, network)
         cells = []
-        for i, metric in enumerate(_METRICS):
+        for i, metric in enumerate(_SCORES):
             mean, deviation, seeds = row[metric]
             beside = f" [{paper[i]:.2f}]" if i < len(paper) else ""
             cells.append(f"{mean:.2f} ± {deviation:.2f} ({seeds}){beside}")
+        cells.append(f"{row['step_megabytes'][0]:,.0f}")
         lines.append(f"| {dataset} | {network} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """Micro F1 of each data set and network, with the paper's figures as black lines; and below, the losses on the
-    validation nodes while the transformers train, the mean of the seeds."""
+    """Of each data set: micro F1 of the networks, with the paper's figures as black lines; micro F1 by the memory of a
+    training step; and the losses on the validation nodes while the transformers train, the mean of the seeds."""
     rows = summarise(results)
     datasets = sorted({dataset for dataset, _ in rows})
     networks = list(dict.fromkeys(network for _, network in sorted(rows, key=lambda name: name[1])))
     styles = line_styles(networks)
-    figure = Figure(figsize=(4.2 * len(datasets), 7.5), layout="constrained")
-    axes = figure.subplots(2, len(datasets), squeeze=False)
+    figure = Figure(figsize=(4.2 * len(datasets), 11), layout="constrained")
+    axes = figure.subplots(3, len(datasets), squeeze=False)
     for column, dataset in enumerate(datasets):
         here = [network for network in networks if (dataset, network) in rows]
         top, low = axes[0, column], 100.0
@@ -125,10 +127,25 @@ def draw(results: Sequence[Mapping[str, Any]]) -> Figure:
         top.set_xticks(range(len(here)), here, rotation=35, ha="right")
         top.set(title=dataset, ylim=(max(low - 3, 0), None))
         top.grid(True, axis="y", alpha=0.3)
-        _draw_losses(axes[1, column], [r for r in results if r["dataset"] == dataset], styles)
+        _draw_memory(axes[1, column], {network: rows[dataset, network] for network in here}, styles)
+        _draw_losses(axes[2, column], [r for r in results if r["dataset"] == dataset], styles)
     axes[0, 0].set_ylabel("micro F1, percent (lines: the paper)")
-    axes[1, 0].set_ylabel("loss on validation nodes")
+    axes[1, 0].set_ylabel("micro F1, percent")
+    axes[2, 0].set_ylabel("loss on validation nodes")
     return figure
+
+
+def _draw_memory(axes: Any, rows: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
+    """The networks of one data set by the memory of a training step."""
+    for network, row in rows.items():
+        (mean, deviation, _), (megabytes, *_) = row["micro_f1"], row["step_megabytes"]
+        style = {**styles[network], "linestyle": "none"}
+        axes.errorbar(megabytes, mean, yerr=deviation, label=network, capsize=3, **style)
+    axes.set_xscale("log")
+    plain_log_axis(axes.xaxis)
+    axes.set_xlabel("MB of a training step")
+    axes.grid(True, alpha=0.3)
+    axes.legend(frameon=False)
 
 
 def _draw_losses(axes: Any, results: Sequence[Mapping[str, Any]], styles: Mapping[str, Any]) -> None:

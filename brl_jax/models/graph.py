@@ -152,11 +152,12 @@ class MessagePassing(nn.Module):
         weights = None
         for layer in range(c.num_layers):
             name = f"layer_{layer}"
+            if layer:  # the projection drops the first layer's inputs, and the read-out what it reads
+                x = drop(x)
             if c.network == "mlp":
-                y = dense(d, d.d_model, ("embed", "outputs"), name=name, use_bias=True)(x)
-                y = jax.nn.relu(y)
+                x = jax.nn.relu(dense(d, d.d_model, ("embed", "outputs"), name=name, use_bias=True)(x))
             elif c.network == "gcn":
-                y = jax.nn.relu(GCNLayer(d, d.d_model, name=name)(x, edges))
+                x = jax.nn.relu(GCNLayer(d, d.d_model, name=name)(x, edges))
             else:
                 is_hgn = c.network == "simple_hgn"
                 attend = GATLayer(
@@ -174,8 +175,7 @@ class MessagePassing(nn.Module):
                     y = y + dense(
                         d, d.d_model, ("embed", "outputs"), name=f"residual_{layer}", use_bias=False
                     )(x)
-                y = jax.nn.elu(y)
-            x = drop(y)
+                x = jax.nn.elu(y)
         return x
 
 

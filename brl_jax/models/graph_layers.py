@@ -12,8 +12,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions
 
@@ -31,6 +33,88 @@ def add_loops(
 def sum_at(values: Float[Array, "E *D"], receivers: Int[Array, "E"], nodes: int) -> Float[Array, "n *D"]:
     """The sum of the edges' values at each receiver; edges that do not exist are left out."""
     return jax.ops.segment_sum(values, receivers, num_segments=nodes)
+
+
+EDGES_OF_BLOCK = 8192
+"""Edges whose messages exist at a time on a CPU: with 64 numbers each, two megabytes, which stay in its caches."""
+
+
+def sum_of_messages(
+    x: Float[Array, "n N O"], weights: Float[Array, "E N"], edges: Int[Array, "E 2"]
+) -> Float[Array, "n N O"]:
+    """The sum at each receiver of what it receives, the sender's row times the edge's weights; edges that do not exist
+    are left out.
+
+    The messages (E, N, O) are the largest arrays of a network over a graph. On a CPU they exist in blocks, and
+    nowhere are they kept for the backward pass.
+    """
+    return differentiable(_sum_of_messages, _sum_at_once)(x, weights, edges)
+
+
+def _sum_at_once(x: Array, weights: Array, edges: Array) -> Array:
+    return sum_at(weights[..., None] * x[edges[:, 0]], edges[:, 1], x.shape[0])
+
+
+def _in_blocks(edges: Array, weights: Array, nodes: int) -> tuple[Array, Array]:
+    """Edges (blocks, block, 2) and weights (blocks, block, N), the last filled with edges that do not exist."""
+    size = min(EDGES_OF_BLOCK, max(edges.shape[0], 1))
+    blocks = -(-edges.shape[0] // size)
+    missing = blocks * size - edges.shape[0]
+    edges = jnp.pad(edges, ((0, missing), (0, 0)), constant_values=nodes)
+    weights = jnp.pad(weights, ((0, missing), (0, 0)))
+    return edges.reshape(blocks, size, 2), weights.reshape(blocks, size, weights.shape[1])
+
+
+def _sum_in_blocks(x: Array, weights: Array, edges: Array) -> Array:
+    def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+        ends, weight = block
+        messages = weight[..., None] * x.at[ends[:, 0]].get(mode="clip")
+        return total.at[ends[:, 1]].add(messages), None
+
+    return lax.scan(add, jnp.zeros_like(x), _in_blocks(edges, weights, x.shape[0]))[0]
+
+
+@jax.custom_vjp
+def _sum_of_messages(x: Array, weights: Array, edges: Array) -> Array:
+    return lax.platform_dependent(x, weights, edges, cpu=_sum_in_blocks, default=_sum_at_once)
+
+
+def _gradients_at_once(x: Array, weights: Array, edges: Array, d_sum: Array) -> tuple[Array, Array]:
+    """The gradients of x and the weights."""
+    senders, receivers = edges[:, 0], edges[:, 1]
+    d_messages = d_sum.at[receivers].get(mode="fill", fill_value=0)
+    d_x = sum_at(weights[..., None] * d_messages, senders, x.shape[0])
+    return d_x, jnp.sum(x[senders] * d_messages, axis=-1)
+
+
+def _gradients_in_blocks(x: Array, weights: Array, edges: Array, d_sum: Array) -> tuple[Array, Array]:
+    heads, features = x.shape[1:]
+    # XLA's sums over a last axis this short take several times as long on a CPU as this product.
+    sums = jnp.repeat(jnp.eye(heads, dtype=x.dtype), features, axis=0)
+
+    def add(d_x: Array, block: tuple[Array, Array]) -> tuple[Array, Array]:
+        ends, weight = block
+        d_messages = d_sum.at[ends[:, 1]].get(mode="fill", fill_value=0)
+        products = x.at[ends[:, 0]].get(mode="clip") * d_messages
+        d_weight = products.reshape(-1, heads * features) @ sums
+        return d_x.at[ends[:, 0]].add(weight[..., None] * d_messages), d_weight
+
+    d_x, d_weights = lax.scan(add, jnp.zeros_like(x), _in_blocks(edges, weights, x.shape[0]))
+    return d_x, d_weights.reshape(-1, weights.shape[1])[: weights.shape[0]]
+
+
+def _forward(x: Array, weights: Array, edges: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _sum_of_messages(x, weights, edges), (x, weights, edges)
+
+
+def _backward(kept: tuple[Array, Array, Array], d_sum: Array) -> tuple[Array, Array, None]:
+    d_x, d_weights = lax.platform_dependent(
+        *kept, d_sum, cpu=_gradients_in_blocks, default=_gradients_at_once
+    )
+    return d_x, d_weights, None
+
+
+_sum_of_messages.defvjp(_forward, _backward)
 
 
 def softmax_at(scores: Float[Array, "E N"], receivers: Int[Array, "E"], nodes: int) -> Float[Array, "E N"]:
@@ -55,7 +139,7 @@ class GCNLayer(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "n I"], edges: Int[Array, "E 2"]) -> Float[Array, "n O"]:
         nodes = x.shape[0]
-        senders, receivers = edges[:, 0], edges[:, 1]
+        receivers = edges[:, 1]
         degree = 1.0 + sum_at(jnp.ones(edges.shape[0], x.dtype), receivers, nodes)
         scale = jax.lax.rsqrt(degree)[:, None]
         # The narrower of the two widths crosses the edges.
@@ -64,7 +148,8 @@ class GCNLayer(nn.Module):
         if before:
             x = project(x)
         scaled = x * scale
-        x = (sum_at(scaled[senders], receivers, nodes) + scaled) * scale
+        ones = jnp.ones((edges.shape[0], 1), x.dtype)
+        x = (sum_of_messages(scaled[:, None], ones, edges)[:, 0] + scaled) * scale
         if not before:
             x = project(x)
         bias = parameter(self, "bias", nn.initializers.zeros_init(), (self.features,), ("outputs",))
@@ -122,4 +207,4 @@ class GATLayer(nn.Module):
         if earlier is not None:
             weights = (1.0 - self.beta) * weights + self.beta * earlier
         kept = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
-        return sum_at(kept[..., None] * projected[senders], receivers, nodes), weights
+        return sum_of_messages(projected, kept, edges), weights

@@ -48,4 +48,5 @@ def compared(preset):
 PARTS = {
     "tokens": functools.partial(compared, "acm-brl"),
     "edges": functools.partial(compared, "acm-simple_hgn"),
+    "nodes": functools.partial(compared, "images-brl"),
 }

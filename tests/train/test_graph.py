@@ -37,23 +37,34 @@ def test_scores_of_classes_and_of_several_classes():
 
 
 def test_seeds_are_averaged_beside_the_paper():
-    base = {"dataset": "ACM", "network": "brl", "macro_f1": 90.0}
+    base = {"dataset": "ACM", "network": "brl", "macro_f1": 90.0, "step_megabytes": 1234.0}
     results = [{**base, "micro_f1": value} for value in (92.0, 94.0)]
     assert summarise(results)["ACM", "brl"]["micro_f1"] == (93.0, pytest.approx(2**0.5), 2)
-    assert "| ACM | brl | 93.00 ± 1.41 (2) [93.78] | 90.00 ± 0.00 (2) [93.81] |" in markdown(results)
+    assert "| ACM | brl | 93.00 ± 1.41 (2) [93.78] | 90.00 ± 0.00 (2) [93.81] | 1,234 |" in markdown(results)
     assert paper_figures("imdb", "gcn") == (64.82, 57.88)
     assert paper_figures("20news", "brl") == (65.19,)
     assert paper_figures("ACM", "mlp") == paper_figures("mine", "brl") == ()
+    assert paper_figures("cifar10_gray", "brl") == ()
+    assert paper_figures("mini_imagenet", "brl") == (87.55,)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["acm-brl --batch 8", "acm-simple_hgn --neighbours 2 --batch 2"])
-def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset):
-    """Resumes bit for bit, and is measured and drawn."""
-    write_graph(tmp_path / "g")
+@pytest.mark.parametrize(
+    ("preset", "labels", "score"),
+    [
+        ("acm-brl --batch 8", "0", "accuracy"),
+        ("acm-simple_hgn --neighbours 2 --batch 2", "0", "accuracy"),
+        ("imdb-gat", "0,2", "node_f1"),
+        ("images-brl", "0", "accuracy"),
+    ],
+)
+def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, labels, score):
+    """Lists of tokens, subgraphs, a whole graph whose nodes may have several classes, and a set of all nodes: a run
+    resumes bit for bit, and is measured and drawn."""
+    write_graph(tmp_path / "g", [("label.dat", 1, f"0\t\t0\t{labels}")])
     run(tmp_path / "runs/whole", tmp_path, preset)
     stop_and_go_on(monkeypatch, NodeBatches, lambda: run(tmp_path / "stopped", tmp_path, preset))
-    names = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
+    names = ("step", "loss", score, "grad_norm", "val_loss", f"val_{score}")
     assert metrics_lines(tmp_path / "stopped", names) == metrics_lines(tmp_path / "runs/whole", names)
     capsys.readouterr()
     eval.graph.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "graph.png")])
@@ -61,6 +72,7 @@ def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset):
     eval.graph.main(["--workdir", str(tmp_path / "runs/whole")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["nodes"] == 30
+    assert 0.01 < result["step_megabytes"] < 10
     assert (tmp_path / "graph.png").stat().st_size > 1000
 
 
@@ -85,7 +97,7 @@ def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, n
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("devices")
-@pytest.mark.parametrize("name", ["tokens", "edges"])
+@pytest.mark.parametrize("name", ["tokens", "edges", "nodes"])
 def test_eight_devices_learn_what_one_does(devices, name):
     one, eight = devices.ask("tests.train.graph_meshes", name)
     assert one[-1] < one[0]

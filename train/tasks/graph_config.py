@@ -114,6 +114,11 @@ def _presets() -> dict[str, GraphRunConfig]:
             config = _graph(_MESSAGES[name])
             data = dataclasses.replace(config.data, nearest=0 if name == "mlp" else 10)
             found[f"{dataset}-{name}"] = dataclasses.replace(config, data=data)
+        for name in (*_SET, "mlp", "gcn", "gat"):
+            config = found[f"{dataset}-{name}"]
+            # Of an MLP on 20News half of the features' entries dropped cost four points on the validation nodes.
+            model = dataclasses.replace(config.model, input_dropout=0.0)
+            found[f"{dataset}-{name}"] = dataclasses.replace(config, model=model)
     return found
 
 

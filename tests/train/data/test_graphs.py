@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from train.data.graphs.batches import HeldOutNodes, NodeBatches
+from train.data.graphs.images import describe
 from train.data.graphs.load import GraphDataConfig, load_graph
 from train.data.graphs.poly_tokens import PolyTokens, metapaths
 from train.data.graphs.subgraphs import Subgraphs
@@ -160,6 +161,45 @@ def test_features_from_a_file(tmp_path):
         load(tmp_path / "b.npz")
 
 
+def test_images_are_described_by_their_edges(tmp_path):
+    """As by a float64 sum over the pixels; contrast and brightness count nothing, and a flat image has zeros alone."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(256, size=(3, 10, 13)).astype(np.uint8)
+    found = describe(images)
+    sums = np.zeros((3, 4, 4, 8))
+    down, right = np.gradient(images.astype(np.float64), axis=(1, 2))
+    rows, columns = [0, 2, 5, 7], [0, 3, 6, 9]
+    for i, y, x in np.ndindex(images.shape):
+        turn = (np.degrees(np.arctan2(down[i, y, x], right[i, y, x])) % 180) / 22.5
+        cell = sums[i, np.searchsorted(rows, y, "right") - 1, np.searchsorted(columns, x, "right") - 1]
+        length = np.hypot(down[i, y, x], right[i, y, x])
+        cell[int(turn) % 8] += length * (1 - turn % 1)
+        cell[(int(turn) + 1) % 8] += length * (turn % 1)
+    sums = sums.reshape(3, 128)
+    np.testing.assert_allclose(found, np.sqrt(sums / sums.mean(axis=1, keepdims=True)), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(describe(images / 2 + 10), found, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(describe(np.stack([images] * 3, -1)), found, rtol=1e-3, atol=1e-3)
+    assert not describe(np.full((1, 4, 4), 7)).any()
+    labels = np.arange(20).astype(np.uint8) % 2
+    stripes = np.zeros((20, 8, 8), np.uint8)
+    stripes[labels == 0, ::2], stripes[labels == 1, :, ::2] = 200, 200
+    stripes += rng.integers(50, size=stripes.shape).astype(np.uint8)
+    arrays = {"x_train": stripes[:15], "y_train": labels[:15], "x_test": stripes[15:], "y_test": labels[15:]}
+    np.savez(tmp_path / "a.npz", **arrays)
+    graph = load(tmp_path / "a.npz", nearest=2)
+    assert graph.features[0].shape == (20, 128)
+    links = graph.relations[0].adjacency.tocoo()
+    assert (labels[links.row] == labels[links.col]).all()
+    for name, array, message in (
+        ("x_test", stripes[15:, 0], "expected .* with images as"),
+        ("x_test", stripes[15:, :, :, None, None], "expected .* with images as"),
+        ("y_train", labels, r"expected features \(N, F\) and N whole numbers as labels"),
+    ):
+        np.savez(tmp_path / "b.npz", **{**arrays, name: array})
+        with pytest.raises(UserError, match=message):
+            load(tmp_path / "b.npz")
+
+
 def test_posts(tmp_path):
     rows = [{"text": f"{'bat' if i % 2 else 'car'} wheel {i}", "label": i % 2} for i in range(40)]
     (tmp_path / "p").mkdir()
@@ -217,14 +257,19 @@ def test_subgraphs_have_what_their_nodes_receive_from(tmp_path):
     source = Subgraphs(graph, hops=2, neighbours=2, targets=2)
     asked = np.array([7, 4])
     found = source.draw(asked, 5)
-    np.testing.assert_array_equal(found.features[found.places], graph.features[0][asked])
+    # Each type's features have the mean 0 and the size 1.
+    papers, writers = (rows - rows.mean(axis=0) for rows in map(np.float64, graph.features))
+    papers, writers = papers / np.sqrt(np.mean(papers**2)), writers / np.sqrt(np.mean(writers**2))
+    np.testing.assert_allclose(found.features[found.places], papers[asked], rtol=1e-4, atol=1e-5)
     exists = found.edges[:, 1] < len(source.kinds)
     received = np.bincount(found.edges[exists, 1], minlength=len(source.kinds))
     assert received.max() == 2
     assert (found.present[found.edges[exists]] == 1).all()
     near = found.edges[found.edges[:, 1] == found.places[0], 0]
-    expected = graph.features[1][sorted(authors[7])]
-    np.testing.assert_array_equal(np.sort(found.features[near], axis=0), np.sort(expected, axis=0))
+    expected = writers[sorted(authors[7])]
+    np.testing.assert_allclose(
+        np.sort(found.features[near], axis=0), np.sort(expected, axis=0), rtol=1e-4, atol=1e-5
+    )
     assert (found.edges[~exists, 1] == len(source.kinds)).all()
     other = source.draw(np.array([3, 3]), 1)
     assert [a.shape for a in other] == [a.shape for a in found]

@@ -1,4 +1,4 @@
-"""Nodes without a graph: newsgroup posts as word counts, or features from a file, and a graph of nearest neighbours.
+"""Nodes without a graph: newsgroup posts as word counts, images or features from a file, and a graph of nearest nodes.
 
 The protocol is that of NodeFormer (Wu et al. 2022, arXiv:2306.08385), which BRL-Attention (OpenReview Vpyg3fqXbl,
 section A.1) follows: one type of nodes, half of them for training and a quarter each for validation and test.
@@ -15,6 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from train.data.graphs.graph import RawGraph, Relation
+from train.data.graphs.images import describe
 from train.data.lra.files import numbered_lines, shown
 from train.errors import UserError, one_line
 
@@ -57,18 +58,26 @@ def read_posts(folder: Path) -> RawGraph:
     return _lone_nodes(str(folder), features, np.array(labels, np.int32))
 
 
-def read_features(path: Path) -> RawGraph:
-    """Nodes of an .npz file with "features" (N, F) and "labels" (N,) integers from 0 on, of images for instance.
+def read_nodes(path: Path) -> RawGraph:
+    """Nodes of an .npz file with "features" (N, F) and "labels" (N,) integers from 0 on, or with images and their
+    labels as "x_train", "y_train", "x_test" and "y_test" (see `train.data.graphs.images.describe`).
 
     Raises:
       UserError: the file cannot be read, or has other arrays.
     """
     try:
         with np.load(path) as file:
-            features, labels = np.asarray(file["features"]), np.asarray(file["labels"])
+            if "features" not in file and "x_train" in file:
+                images, labels = (
+                    np.concatenate([file[f"{name}_{s}"] for s in ("train", "test")]) for name in "xy"
+                )
+                features = describe(images)
+            else:
+                features, labels = np.asarray(file["features"]), np.asarray(file["labels"])
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(
-            f'--data_dir: {path}: expected an .npz file with "features" and "labels": {one_line(error)}'
+            f'--data_dir: {path}: expected an .npz file with "features" and "labels", or with images as "x_train", '
+            f'"y_train", "x_test" and "y_test": {one_line(error)}'
         ) from error
     if features.ndim != 2 or labels.shape != features.shape[:1] or labels.dtype.kind not in "iu":
         raise UserError(

@@ -151,6 +151,16 @@ def reduced(raw: RawGraph, width: int) -> tuple[np.ndarray, ...]:
     return tuple(found)
 
 
+def standardise(features: np.ndarray, exists: np.ndarray) -> None:
+    """Takes the mean of the existing rows away, in place, and scales them to entries of size 1 in the mean: where all
+    rows are alike, as means of many nodes or numbers of one sign, what tells nodes apart is small beside it."""
+    if exists.any():
+        features -= features[exists].mean(axis=0)
+        size = float(np.sqrt(np.mean(np.square(features[exists]))))
+        features /= size or 1.0
+    features[~exists] = 0.0
+
+
 def _described(raw: RawGraph, kind: int, width: int) -> Any:
     """The features of a type's nodes, or what stands for them: their own numbers, or their neighbours."""
     if raw.features[kind].shape[1]:

@@ -13,7 +13,7 @@ import scipy.sparse as sp
 from etils import epath
 
 from brl_jax.attention.core.checks import check_at_least
-from train.data.graphs.documents import nearest, post_files, read_features, read_posts
+from train.data.graphs.documents import nearest, post_files, read_nodes, read_posts
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
 from train.data.lra.files import file_stats
@@ -31,7 +31,8 @@ class GraphDataConfig:
 
     data_dir: Needed[str] = ""
     """A folder of the Heterogeneous Graph Benchmark (node.dat, link.dat, label.dat, label.dat.test), a folder of posts
-    (train.jsonl, test.jsonl), or an .npz file with "features" and "labels"."""
+    (train.jsonl, test.jsonl), or an .npz file with "features" and "labels", or with images as "x_train", "y_train",
+    "x_test" and "y_test"."""
     features: int = 512
     """Numbers that describe a node, at most; of longer features, the principal directions."""
     split_seed: int = 0
@@ -92,7 +93,7 @@ def _make(config: GraphDataConfig, source: Path, is_linked: bool) -> Graph:
     if is_linked:
         raw = read_hgb(source)
     else:
-        raw = read_posts(source) if source.is_dir() else read_features(source)
+        raw = read_posts(source) if source.is_dir() else read_nodes(source)
         if config.nearest >= raw.counts[0]:
             raise UserError(f"--nearest: expected fewer than the {raw.counts[0]} nodes, got {config.nearest}")
     relations = raw.relations

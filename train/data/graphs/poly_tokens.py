@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.graphs.graph import Graph, Relation, averaging
+from train.data.graphs.graph import Graph, Relation, averaging, standardise
 
 Metapath = tuple[int, ...]
 
@@ -66,7 +66,7 @@ class PolyTokens:
             self._means[:, i], exists = mean(path, target)
             self._mean_exists[:, i] = exists > 0
         for i in range(len(paths) + 1):
-            _standardise(self._means[:, i], self._mean_exists[:, i])
+            standardise(self._means[:, i], self._mean_exists[:, i])
         self._drawn = []
         if neighbours:
             rng = np.random.default_rng(7)
@@ -98,16 +98,6 @@ class PolyTokens:
             at += own.shape[1]
         features[:, at:], present[:, at:] = self._centres, 1
         return features, present
-
-
-def _standardise(features: np.ndarray, exists: np.ndarray) -> None:
-    """Takes the mean of the existing rows away, in place, and scales them to entries of size 1 in the mean: along a
-    path that ends in many nodes all means are alike, and what tells nodes apart is small beside it."""
-    if exists.any():
-        features -= features[exists].mean(axis=0)
-        size = float(np.sqrt(np.mean(np.square(features[exists]))))
-        features /= size or 1.0
-    features[~exists] = 0.0
 
 
 def _walk(

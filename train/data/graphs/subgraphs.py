@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.graphs.graph import Graph
+from train.data.graphs.graph import Graph, standardise
 
 
 class Subgraph(NamedTuple):
@@ -27,10 +27,11 @@ class Subgraph(NamedTuple):
 
 
 class Subgraphs:
-    """Draws subgraphs around nodes of a graph's target type, all of one size.
+    """Draws subgraphs around nodes of a graph's target type, all of one size. Each type's features are standardised
+    over its nodes, as those of token lists are.
 
     Attributes:
-      kinds: the node type of each place.
+      kinds: the node type of each place. features: for each type those of its nodes, standardised.
 
     Args:
       graph: the graph. hops: how many links a message passes along. neighbours: the links drawn for each node that
@@ -40,6 +41,9 @@ class Subgraphs:
     def __init__(self, graph: Graph, *, hops: int, neighbours: int, targets: int):
         self._graph, self._hops, self._neighbours = graph, hops, neighbours
         self._starts = np.cumsum([0, *graph.counts])
+        self.features = [features.copy() for features in graph.features]
+        for features in self.features:
+            standardise(features, np.ones(len(features), bool))
         receivers, senders, kinds = [], [], []
         for i, relation in enumerate(graph.relations):
             links = relation.adjacency.tocoo()
@@ -103,8 +107,8 @@ class Subgraphs:
     def _padded(self, seen: np.ndarray, links: np.ndarray) -> Subgraph:
         size = int(self._places[-1])
         places = self._place(seen, seen)
-        features = np.zeros((size, self._graph.features[0].shape[1]), np.float32)
-        for kind, rows in enumerate(self._graph.features):
+        features = np.zeros((size, self.features[0].shape[1]), np.float32)
+        for kind, rows in enumerate(self.features):
             own = (seen >= self._starts[kind]) & (seen < self._starts[kind + 1])
             features[places[own]] = rows[seen[own] - self._starts[kind]]
         present = np.zeros(size, np.int32)
