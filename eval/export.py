@@ -99,7 +99,7 @@ def _copy_tokenizer(workdir: str, folder: str) -> str:
         copy.write_bytes(source.read_bytes())
         if name == "tokenizer_config.json":
             values = json.loads(copy.read_text())
-            if values.get("tokenizer", "").startswith("bpe:"):
+            if values.get("tokenizer", "").startswith(("bpe:", "bpe-uncased:")):
                 copy.write_text(json.dumps({**values, "tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
 

@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ import train.glue
 import train.mlm
 from eval.glue import task_metrics
 from eval.glue_table import PAPER, markdown, summarise
+from eval.runs import open_run
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.test_mlm import TINY as TINY_MLM
@@ -18,7 +21,9 @@ from train.data.glue import SCORE_STEPS, GlueDataConfig, join_sentences, load_gl
 from train.data.lra import TrainBatches
 from train.data.tokenizers import BytesTokenizer
 from train.errors import UserError
-from train.tasks.glue import scores
+from train.task import read_config
+from train.tasks.glue import GLUE, scores
+from train.tasks.mlm import MLM
 
 SEPARATOR = 257
 
@@ -170,6 +175,19 @@ def run(workdir, pretrained, data, more=""):
     )
 
 
+def assert_starts_from(mlm, workdir):
+    """Every array of the encoder is the masked language model's, bit for bit, and the classifier's own are fresh."""
+    config = read_config([GLUE], workdir / "config.json")[1]
+    objective = GLUE.objective(GLUE.model(config), config)
+    fresh = nn.unbox(objective.init(jax.random.key(0)))
+    started = objective.start(fresh)
+    learnt = open_run([MLM], str(mlm), "best").params
+    assert jax.tree.structure(started["encoder"]) == jax.tree.structure(learnt["encoder"])
+    jax.tree.map(np.testing.assert_array_equal, started["encoder"], learnt["encoder"])
+    assert (started["encoder"]["embedding"] != fresh["encoder"]["embedding"]).any()
+    jax.tree.map(np.testing.assert_array_equal, started["head"], fresh["head"])
+
+
 @pytest.mark.slow
 def test_fine_tuning_as_a_user_runs_it(tmp_path, monkeypatch, capsys):
     """Starts from the masked language model's weights, resumes bit for bit, and is measured beside a fresh start."""
@@ -181,6 +199,7 @@ def test_fine_tuning_as_a_user_runs_it(tmp_path, monkeypatch, capsys):
     names = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
     lines = metrics_lines(tmp_path / "runs/whole", names)
     assert metrics_lines(tmp_path / "stopped", names) == lines
+    assert_starts_from(mlm, tmp_path / "runs/whole")
     run(tmp_path / "runs/scratch", mlm, tmp_path, "--from_scratch True")
     assert metrics_lines(tmp_path / "runs/scratch", names)[0]["loss"] != lines[0]["loss"]
     capsys.readouterr()

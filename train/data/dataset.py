@@ -40,8 +40,9 @@ class DataConfig:
     folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize) or
     mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise, chars; or
-    one that exists: a tokenizer.json, a SentencePiece .model, or hf:NAME of the Hugging Face hub."""
+    """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (likewise, of lower-case words), words,
+    words:MIN_COUNT, words:max=SIZE or, likewise, chars; or one that exists: a tokenizer.json, a SentencePiece .model,
+    or hf:NAME of the Hugging Face hub."""
     holdout: float = 0.05
     """Share of the text held out for evaluation where it has no validation split of its own."""
     cache_dir: Free[str | None] = None

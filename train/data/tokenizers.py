@@ -1,5 +1,5 @@
-"""Tokenizers by name: bytes, characters, byte-level BPE and words, behind one interface that also counts the text's
-bytes."""
+"""Tokenizers by name: bytes, characters, byte-level BPE and words, behind one interface that also counts
+the text's bytes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, decode_piece, tex
 from train.data.vocabularies import CharactersTokenizer, WordsTokenizer
 from train.errors import UserError
 
+_UNCASED = "bpe-uncased"
 _EXPECTED = (
-    "bytes, chars, chars:MIN_COUNT, chars:max=SIZE, bpe:SIZE, words, words:MIN_COUNT, words:max=SIZE, "
-    "a tokenizer.json or .model file, or hf:NAME (as hf:gpt2)"
+    "bytes, chars, chars:MIN_COUNT, chars:max=SIZE, bpe:SIZE, bpe-uncased:SIZE, words, words:MIN_COUNT, "
+    "words:max=SIZE, a tokenizer.json or .model file, or hf:NAME (as hf:gpt2)"
 )
-# BPE learns from this much text at most: its merges settle long before, and the trainer keeps every distinct word in
-# memory.
-_BPE_TRAINING_BYTES = 1 << 29
+# BPE learns from this much text at most: its merges settle long before, and the trainer keeps every
+# distinct word in memory.
+_TRAINING_BYTES = 1 << 29
 # The library spreads a batch of pieces over the cores, and keeps some hundred bytes a token until the batch is done.
 _BPE_PIECE, _BPE_BATCH = 1 << 16, 64
 
@@ -70,12 +71,7 @@ class BPETokenizer(Tokenizer):
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=size,
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        model.train_from_iterator(map(decode_piece, _head(pieces, _BPE_TRAINING_BYTES)), trainer)
+        model.train_from_iterator(map(decode_piece, _head(pieces, _TRAINING_BYTES)), _bpe_trainer(size))
         return cls(f"bpe:{size}", model)
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
@@ -105,6 +101,37 @@ class BPETokenizer(Tokenizer):
         return {"tokenizer.json": self._model.to_str()}
 
 
+def _train_uncased(size: int, pieces: Iterable[bytes]) -> PretrainedTokenizer:
+    """Up to `size` byte pairs of words, which are those of uncased BERT (arXiv:1810.04805): the text loses its case,
+    its accents and the kinds of its blanks, and each punctuation mark is a word. A word so has one form at the start of
+    a sentence and inside it, in running text and in text whose marks stand between blanks.
+
+    The pieces are byte pairs and not WordPiece's because the library's trainer of those gives another vocabulary each
+    time, and has no token for a character that it has not seen.
+    """
+    import tokenizers
+
+    words = tokenizers.pre_tokenizers.BertPreTokenizer()
+    # A blank in front of every word distinguishes its start from a piece inside.
+    bytes_of_words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.normalizer = tokenizers.normalizers.BertNormalizer()
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, bytes_of_words])
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.train_from_iterator(map(decode_piece, _head(pieces, _TRAINING_BYTES)), _bpe_trainer(size))
+    return PretrainedTokenizer(f"{_UNCASED}:{size}", {"tokenizer.json": model.to_str()})
+
+
+def _bpe_trainer(size: int) -> Any:
+    import tokenizers
+
+    return tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+
 def _head(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
     """The first pieces, until they have `size` bytes."""
     for piece in pieces:
@@ -125,10 +152,11 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
         return lambda pieces: BytesTokenizer()
     if is_pretrained(spec):
         return lambda pieces: PretrainedTokenizer.open(spec)
-    if kind == "bpe":
+    if kind in ("bpe", _UNCASED):
         if not rest.isdecimal() or int(rest) <= 256:
-            raise UserError(f"--tokenizer: bpe:SIZE needs a whole number above 256, got {spec!r}")
-        return lambda pieces: BPETokenizer.train(int(rest), pieces())
+            raise UserError(f"--tokenizer: {kind}:SIZE needs a whole number above 256, got {spec!r}")
+        learn = BPETokenizer.train if kind == "bpe" else _train_uncased
+        return lambda pieces: learn(int(rest), pieces())
     if kind in ("words", "chars"):
         learner, least = (WordsTokenizer, 3) if kind == "words" else (CharactersTokenizer, 2)
         match = re.fullmatch(r"(max=)?(\d+)", rest) if colon else None
@@ -142,7 +170,7 @@ def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
             {"min_count": 1, "size": number} if match and match[1] else {"min_count": number, "size": None}
         )
         return lambda pieces: learner.train(spec, pieces(), **limits)
-    near = difflib.get_close_matches(kind.lower(), ["bytes", "chars", "bpe", "words"], n=1)
+    near = difflib.get_close_matches(kind.lower(), ["bytes", "chars", "bpe", _UNCASED, "words"], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UserError(f"--tokenizer: unknown tokenizer {spec!r}, expected {_EXPECTED}{hint}")
 
@@ -151,8 +179,8 @@ def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokeniz
     """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces.
 
     Args:
-      spec: bytes, bpe:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise, or one that exists already
-        (`train.data.pretrained`).
+      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise, or one that exists
+        already (`train.data.pretrained`).
       pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
 
     Raises:
@@ -178,7 +206,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
             return BPETokenizer(
                 spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
             )
-        if is_pretrained(spec):
+        if is_pretrained(spec) or spec.startswith(f"{_UNCASED}:"):
             return PretrainedTokenizer.load(spec, folder)
         if spec.startswith("chars"):
             return CharactersTokenizer(spec, json.loads((folder / "characters.json").read_text()))

@@ -87,11 +87,11 @@ def vocabulary(tokenizer: str) -> int:
         return 256
     if is_pretrained(tokenizer):
         return PretrainedTokenizer.open(tokenizer).vocab_size
-    size = re.fullmatch(r"(?:bpe:|words:max=|chars:max=)(\d+)", tokenizer)
+    size = re.fullmatch(r"(?:bpe:|bpe-uncased:|words:max=|chars:max=)(\d+)", tokenizer)
     if size is None:
         raise UserError(
-            "--tokenizer: expected bytes, bpe:SIZE or words:max=SIZE (or chars:max=SIZE), whose size is known without "
-            f"the text, got {tokenizer!r}"
+            "--tokenizer: expected bytes, bpe:SIZE, bpe-uncased:SIZE or words:max=SIZE (or chars:max=SIZE), whose size "
+            f"is known without the text, got {tokenizer!r}"
         )
     return int(size[1])
 

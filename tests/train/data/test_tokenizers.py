@@ -102,7 +102,7 @@ def test_words_know_the_bytes_of_every_word_and_line(spec, text):
     assert at == len(ids)
 
 
-TOKENIZERS = {spec: make(spec) for spec in SPECS}
+TOKENIZERS = {spec: make(spec) for spec in (*SPECS, "bpe-uncased:300")}
 
 
 def test_words_round_trip_and_vocabulary():
@@ -155,7 +155,20 @@ def test_bpe_merges_and_is_the_same_again():
     assert make("bpe:280").digest != bpe.digest
 
 
-@pytest.mark.parametrize("spec", SPECS)
+def test_uncased_has_one_form_of_each_word_and_counts_every_byte():
+    """At the start of a sentence and inside it, with and without an accent, its mark behind a blank or not."""
+    text = " The cat sat , didn't it ? \n It did . \n" * 20
+    uncased = make("bpe-uncased:300", text)
+    plain = uncased.encode("it did . the cat sat, didn't it?")
+    np.testing.assert_array_equal(uncased.encode("It díd.\n\tThe CAT sat , didn 't it ?"), plain)
+    assert len(plain) == 12  # one for each word and mark
+    assert uncased.encode("cat")[0] not in uncased.encode("concat")
+    assert uncased.decode(uncased.encode("The cat 猫 sat")) == " the cat 猫 sat"
+    assert encoded(uncased, [text.encode()])[1].sum() == len(text)
+    assert make("bpe-uncased:300", text).digest == uncased.digest
+
+
+@pytest.mark.parametrize("spec", TOKENIZERS)
 def test_saved_and_loaded_it_is_the_same(spec, tmp_path):
     TOKENIZERS[spec].save(tmp_path / "run")
     loaded = load_tokenizer(tmp_path / "run")
@@ -192,6 +205,7 @@ def test_dtype_is_the_smallest():
         ("bpe", "bpe:SIZE needs a whole number above 256, got 'bpe'"),
         ("bpe:256", "above 256, got 'bpe:256'"),
         ("bpe:many", "above 256, got 'bpe:many'"),
+        ("bpe-uncased", "bpe-uncased:SIZE needs a whole number above 256, got 'bpe-uncased'"),
         ("words:0", "at least 1"),
         ("words:", "at least 1"),
         ("words:max=2", "at least 3"),
