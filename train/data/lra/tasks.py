@@ -63,6 +63,8 @@ class LraDataConfig:
     """Seed of generated examples."""
     resolution: int = 32
     """Pixels of a side of pathfinder's images: 32, 64 or 128."""
+    dashes: int = pathfinder.HARD
+    """Dashes of its two long paths: 14 (the arena's, the release's hard set), or 9 or 6 of the easier sets."""
     listops: ListOpsSpec = ListOpsSpec()
     """The expressions that listops generates."""
     processes: Free[int] = 0
@@ -80,6 +82,10 @@ class LraDataConfig:
         if self.resolution not in pathfinder.SIZES:
             raise ValueError(
                 f"resolution must be one of {', '.join(map(str, pathfinder.SIZES))}, got {self.resolution}"
+            )
+        if self.dashes not in pathfinder.LEVELS:
+            raise ValueError(
+                f"dashes must be one of {', '.join(map(str, pathfinder.LEVELS))}, got {self.dashes}"
             )
         side = {"image": image.RESOLUTION, "pathfinder": self.resolution, "pathx": self.resolution}.get(
             self.task
@@ -128,7 +134,7 @@ def open_source(config: LraDataConfig) -> Source:
                 )
             case "pathfinder" | "pathx":
                 return pathfinder.generated_source(
-                    config.resolution, config.data_seed, sizes(config), config.processes
+                    config.resolution, config.data_seed, sizes(config), config.processes, config.dashes
                 )
             case "image":
                 return image.open_tfds_source()
@@ -150,7 +156,7 @@ def open_source(config: LraDataConfig) -> Source:
         case "image":
             source = image.open_files(folder)
         case _:
-            source = pathfinder.open_files(folder, config.resolution)
+            source = pathfinder.open_files(folder, config.resolution, config.dashes)
     if source is None:
         raise UserError(f"--data_dir: {folder} has no {config.task} files; see --help-all for those expected")
     return source

@@ -55,6 +55,29 @@ def test_a_scene_has_two_long_paths_and_short_ones():
             assert np.linalg.norm(first[:, None] - second, axis=-1).min() > size.clearance - 1.5
 
 
+@pytest.mark.parametrize(("dashes", "level"), [(6, "curv_baseline"), (9, "curv_contour_length_9")])
+def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
+    """Shorter paths, whose labels are as right, in the release's folder of that level."""
+    monkeypatch.setattr(pathfinder, "_CHUNK", 6)
+    scene = draw_scene(np.random.default_rng(1), 32, connected=True, dashes=dashes)
+    assert [len(path) - 1 for path in scene.paths] == [dashes] * 2 + [dashes // 3] * 5
+    images, labels = generate_images(np.random.default_rng(0), 20, 32, dashes)
+    assert [is_connected(image, 1.0) for image in images] == labels.astype(bool).tolist()
+    folder = tmp_path / "pathfinder32"
+    pathfinder.write_release(folder, 32, 0, {"train": 8, "valid": 1, "test": 1}, 1, dashes)
+    assert (folder / level / "metadata" / "0.npy").read_text().endswith(f"{dashes} {dashes // 3} 5\n")
+    config = LraDataConfig(task="pathfinder", length=1024, data_dir=str(tmp_path), dashes=dashes)
+    assert len(load(config, tmp_path / "run", ("train",))[1]["train"]) == 8
+    with pytest.raises(UserError, match="has no pathfinder files"):
+        load(
+            LraDataConfig(task="pathfinder", length=1024, data_dir=str(tmp_path)),
+            tmp_path / "run",
+            ("train",),
+        )
+    with pytest.raises(ValueError, match="dashes must be one of 6, 9, 14, got 7"):
+        LraDataConfig(task="pathfinder", length=1024, dashes=7)
+
+
 def test_distance_of_the_dots_tells_little():
     rng = np.random.default_rng(2)
     scenes = [draw_scene(rng, 128, connected=bool(i % 2)) for i in range(30)]
