@@ -4,6 +4,7 @@ TASK is listops, text, retrieval, image, pathfinder or pathx, each at a size for
 the papers' settings (train/tasks/lra_config.py). listops, pathfinder and pathx are generated where --data_dir names no
 files. The run's folder holds config.json, metrics.jsonl and checkpoints/; the same command again resumes the run where
 it stopped, bit for bit as if it had not stopped. `python -m eval.lra --workdir DIR` measures it on the test split.
+`denoise-TASK` pretrains an encoder on a task's own sequences, and `--pretrained RUN` starts from its weights.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Sequence
 from train.errors import command
 from train.main import train_main
 from train.tasks.lra import LRA
+from train.tasks.lra_denoise import LRA_DENOISE
 
 
 def main(argv: Sequence[str]) -> None:
     """Trains; see the module's text and --help."""
-    train_main([LRA], argv, name="train.lra")
+    train_main([LRA, LRA_DENOISE], argv, name="train.lra")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from brl_jax.layers import FlowformerConfig
 from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.lra_table import average_note, markdown
 from eval.main import Measured
+from eval.runs import open_run
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
@@ -27,6 +28,7 @@ from train.loop import train as train_loop
 from train.step import Objective, classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
+from train.tasks.lra_denoise import LRA_DENOISE
 
 TINY = (
     "--listops.min_tokens 4 --listops.max_tokens 17 --listops.max_depth 3 --listops.max_args 4 --length 16 "
@@ -135,6 +137,36 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     eval.lra.main(["--table", str(tmp_path)])
     assert again == []
     assert "| local, w = 4 |" in capsys.readouterr().out
+
+
+def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
+    """Masked tokens first, then the classifier from the weights of that encoder; a classifier keeps its head."""
+    run(tmp_path / "denoise", f"{LOCAL} --mask_share 0.3", "denoise-listops")
+    assert [line["step"] for line in metrics_lines(tmp_path / "denoise", ("step", "val_loss"))] == list(
+        range(1, 7)
+    )
+    more = f"{LOCAL} --learning_rate 1e-12 --checkpoint last"
+    params = {}
+    for name, start in (("denoised", tmp_path / "denoise"), ("again", runs / "local"), ("fresh", None)):
+        run(tmp_path / name, more + (f" --pretrained {start}" if start else ""))
+        params[name] = open_run([LRA], str(tmp_path / name), "last").params
+    source = open_run([LRA_DENOISE], str(tmp_path / "denoise"), "last").params
+    table = params["denoised"]["encoder"]["embedding"]
+    assert table.shape[0] == 16  # 15 tokens and the mask
+    np.testing.assert_allclose(table, source["encoder"]["embedding"], atol=1e-6)
+    head = params["fresh"]["head"]["out"]["kernel"]
+    np.testing.assert_allclose(params["denoised"]["head"]["out"]["kernel"], head, atol=1e-6)
+    assert np.abs(params["again"]["head"]["out"]["kernel"] - head).max() > 1e-3
+    for more, message in (
+        (f"{LOCAL} --d_ff 8", "which has d_ff=16, got 8"),
+        (f"{LOCAL} --positions learned", "which has positions=rope, got learned"),
+    ):
+        with pytest.raises(UserError, match=rf"--pretrained: expected the network of .*, {message}"):
+            run(tmp_path / "other", f"{more} --pretrained {tmp_path / 'denoise'}")
+    with pytest.raises(UserError, match=r"--pretrained: there is no|--pretrained: .*config\.json"):
+        run(tmp_path / "other", f"{LOCAL} --pretrained {tmp_path / 'nothing'}")
+    with pytest.raises(UserError, match=r"mask_share must be above 0 and below 1, got 1\.0"):
+        run(tmp_path / "other", f"{LOCAL} --mask_share 1", "denoise-listops")
 
 
 def test_answers_are_the_likeliest_classes():

@@ -70,6 +70,11 @@ class LraConfig(RunConfig):
 
     data: Annotated[TaskDataConfig, Flat]
     model: Annotated[LraModelConfig, Flat]
+    pretrained: str = ""
+    """Folder of a run of train.lra, a classifier's or that of denoise-TASK, of the same network; training starts from
+    its encoder's weights, and from its head's where it classifies the same task."""
+    checkpoint: str = "best"
+    """Of that run: best (highest accuracy, or lowest loss of denoise-TASK, on held-out data), last, or a step."""
 
 
 class _Setting(NamedTuple):
