@@ -211,6 +211,15 @@ def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print
     assert sinkhorn == "s: the average of the row is 51.48, the paper prints 51.39."
 
 
+def test_windows_of_two_dimensions_have_rows_of_their_own():
+    line = "--mechanism.pattern neighbourhood --mechanism.window 6"
+    for mechanism, name in (("local", "local, 7 x 7"), ("brl", "BRL, 7 x 7, m = 64")):
+        config = parse(PRESETS, "image", f"--mechanism {mechanism} {line}".split(), prog="p", about="a")
+        assert eval.lra.label(config.model) == name
+    config = parse(PRESETS, "image", "--mechanism local --mechanism.pattern block".split(), prog="p", about="a")
+    assert eval.lra.label(config.model) == "local, w = 128, block"
+
+
 def test_pairs_and_pixels_fit():
     """Traced, not compiled: two towers, ablations by flag."""
     for line in (
