@@ -216,7 +216,9 @@ def test_windows_of_two_dimensions_have_rows_of_their_own():
     for mechanism, name in (("local", "local, 7 x 7"), ("brl", "BRL, 7 x 7, m = 64")):
         config = parse(PRESETS, "image", f"--mechanism {mechanism} {line}".split(), prog="p", about="a")
         assert eval.lra.label(config.model) == name
-    config = parse(PRESETS, "image", "--mechanism local --mechanism.pattern block".split(), prog="p", about="a")
+    config = parse(
+        PRESETS, "image", ["--mechanism", "local", "--mechanism.pattern", "block"], prog="p", about="a"
+    )
     assert eval.lra.label(config.model) == "local, w = 128, block"
 
 

@@ -10,6 +10,7 @@ from train.tasks.graph import GRAPH
 from train.tasks.lm import LM
 from train.tasks.lra import LRA
 from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_trace import LRA_TRACE
 from train.tasks.mlm import MLM
 from train.tasks.recall import RECALL
 from train.tasks.regression import REGRESSION
@@ -18,6 +19,7 @@ _TASKS: tuple[Task[Any, Any], ...] = (
     LM,
     LRA,
     LRA_DENOISE,
+    LRA_TRACE,
     MLM,
     GLUE,
     GRAPH,

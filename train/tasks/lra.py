@@ -24,6 +24,7 @@ from train.task import Task
 from train.tasks.lra_config import PRESETS, LraConfig
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_trace import LRA_TRACE
 
 # Fields of the network that may differ from those of the run that it starts from: they change no parameter of the
 # encoder, or the task decides them.
@@ -92,7 +93,7 @@ class LraTask(Task[LraConfig, LraData]):
         Raises:
           UserError: the folder has none, or one of another network.
         """
-        task, found = pretrained_run([self, LRA_DENOISE], config.pretrained)
+        task, found = pretrained_run([self, LRA_DENOISE, LRA_TRACE], config.pretrained)
         has_table = "learned" in (found.model.positions, config.model.positions)
         for name in (field.name for field in dataclasses.fields(EncoderConfig)):
             theirs, ours = getattr(found.model, name), getattr(config.model, name)

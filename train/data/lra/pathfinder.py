@@ -43,6 +43,8 @@ _TURN, _SHARPEST = 0.35, 1.0
 _DIRECTIONS = 8
 _STARTS = 60
 _SUPERSAMPLING = 4
+# Pixels darker than this are none of a path's.
+_LIT = 20
 # Images of a chunk. The examples of a seed depend on it.
 _CHUNK = 250
 _DOT, _DASH = 255, 190
@@ -191,32 +193,53 @@ def render(scene: Scene, resolution: int) -> UInt8[np.ndarray, "R R"]:
     return np.asarray(image.reduce(scale))
 
 
+def mark(scene: Scene, image: UInt8[np.ndarray, "R R"]) -> UInt8[np.ndarray, "R R"]:
+    """For each pixel of a scene's image: 2 on a path with a dot and on the dots, 1 on the other paths, 0 where it is
+    dark."""
+    dotted = scene._replace(paths=scene.paths[: 1 if scene.connected else 2])
+    return (image > _LIT).astype(np.uint8) + (render(dotted, len(image)) > _LIT)
+
+
 class Images(NamedTuple):
-    """images: (n, R, R) uint8. labels: (n,), 1 where the dots are on one path."""
+    """images: (n, R, R) uint8. labels: (n,), 1 where the dots are on one path. marks: those of `mark`, where they are
+    asked for."""
 
     images: UInt8[np.ndarray, "n R R"]
     labels: Int[np.ndarray, " n"]
+    marks: UInt8[np.ndarray, "n R R"] | None = None
 
 
-def generate_images(rng: np.random.Generator, count: int, resolution: int, dashes: int = HARD) -> Images:
+def generate_images(
+    rng: np.random.Generator, count: int, resolution: int, dashes: int = HARD, marked: bool = False
+) -> Images:
     """`count` images, half of them connected (one more or less where the count is odd)."""
     labels = rng.permutation((np.arange(count) + rng.integers(2)) % 2)
-    images = [render(draw_scene(rng, resolution, bool(label), dashes), resolution) for label in labels]
-    return Images(np.stack(images), labels)
+    scenes = [draw_scene(rng, resolution, bool(label), dashes) for label in labels]
+    images = np.stack([render(scene, resolution) for scene in scenes])
+    marks = np.stack([mark(*pair) for pair in zip(scenes, images)]) if marked else None
+    return Images(images, labels, marks)
 
 
-def _chunk(resolution: int, dashes: int, seed: int, split: int, index: int, count: int) -> Images:
-    return generate_images(np.random.default_rng([seed, resolution, split, index]), count, resolution, dashes)
+def _chunk(
+    resolution: int, dashes: int, marked: bool, seed: int, split: int, index: int, count: int
+) -> Images:
+    rng = np.random.default_rng([seed, resolution, split, index])
+    return generate_images(rng, count, resolution, dashes, marked)
 
 
 def generated(
-    resolution: int, seed: int, sizes: dict[str, int], processes: int, dashes: int = HARD
+    resolution: int,
+    seed: int,
+    sizes: dict[str, int],
+    processes: int,
+    dashes: int = HARD,
+    marked: bool = False,
 ) -> dict[str, Callable[[], Iterator[Images]]]:
     """The splits of a generated set, each the same for any number of processes."""
     return {
         split: functools.partial(
             run_chunks,
-            functools.partial(_chunk, resolution, dashes, seed, number),
+            functools.partial(_chunk, resolution, dashes, marked, seed, number),
             chunk_sizes(sizes[split], _CHUNK),
             processes,
             f"pathfinder{resolution}, {split}",
@@ -225,24 +248,35 @@ def generated(
     }
 
 
-def image_chunk(images: UInt8[np.ndarray, "n R R"], labels: Int[np.ndarray, " n"]) -> Chunk:
-    """Images as sequences of their pixels, row after row."""
-    lengths = np.full((len(images), 1), images[0].size)
-    return Chunk(images.reshape(-1), lengths, np.asarray(labels, np.int64))
+def image_chunk(
+    images: UInt8[np.ndarray, "n R R"],
+    labels: Int[np.ndarray, " n"],
+    marks: UInt8[np.ndarray, "n R R"] | None = None,
+) -> Chunk:
+    """Images as sequences of their pixels, row after row; each with the sequence of its marks, if there are any."""
+    parts = images[:, None] if marks is None else np.stack([images, marks], axis=1)
+    lengths = np.full(parts.shape[:2], images[0].size)
+    return Chunk(parts.reshape(-1), lengths, np.asarray(labels, np.int64))
 
 
 def generated_source(
-    resolution: int, seed: int, sizes: dict[str, int], processes: int, dashes: int = HARD
+    resolution: int,
+    seed: int,
+    sizes: dict[str, int],
+    processes: int,
+    dashes: int = HARD,
+    marked: bool = False,
 ) -> Source:
-    """Images generated while they are read."""
+    """Images generated while they are read; with their marks as second sequences, if `marked`."""
 
     def reader(chunks: Callable[[], Iterator[Images]]) -> Callable[[], Iterator[Chunk]]:
         return lambda: (image_chunk(*images) for images in chunks())
 
-    splits = generated(resolution, seed, sizes, processes, dashes)
+    splits = generated(resolution, seed, sizes, processes, dashes, marked)
+    marks = ("marked",) if marked else ()
     return Source(
         f"generated pathfinder{resolution}" + ("" if dashes == HARD else f", paths of {dashes} dashes"),
-        digest("pathfinder", resolution, dashes, SIZES[resolution], seed, sizes),
+        digest("pathfinder", resolution, dashes, SIZES[resolution], seed, sizes, *marks),
         {name: reader(chunks) for name, chunks in splits.items()},
     )
 
@@ -280,7 +314,7 @@ def _write_batch(folder: Path, batch: int, images: Images, dashes: int, short_pa
     (folder / place).mkdir(parents=True)
     (folder / "metadata").mkdir(exist_ok=True)
     lines = []
-    for i, (image, label) in enumerate(zip(*images)):
+    for i, (image, label) in enumerate(zip(images.images, images.labels)):
         Image.fromarray(image).save(folder / place / f"sample_{i}.png")
         lines.append(f"{place} sample_{i}.png {i} {label} {dashes} {_short(dashes)} {short_paths}\n")
     (folder / "metadata" / f"{batch}.npy").write_text("".join(lines))
