@@ -6,6 +6,7 @@ import math
 import shutil
 import signal
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import eval.lra
 import train.lra
 from brl_jax.layers import FlowformerConfig
+from brl_jax.models import EncoderConfig, TokenClassifier
 from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.lra_table import average_note, markdown
 from eval.main import Measured
@@ -29,6 +31,7 @@ from train.step import Objective, classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_trace import LRA_TRACE, trace_objective
 
 TINY = (
     "--listops.min_tokens 4 --listops.max_tokens 17 --listops.max_depth 3 --listops.max_args 4 --length 16 "
@@ -167,6 +170,47 @@ def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
         run(tmp_path / "other", f"{LOCAL} --pretrained {tmp_path / 'nothing'}")
     with pytest.raises(UserError, match=r"mask_share must be above 0 and below 1, got 1\.0"):
         run(tmp_path / "other", f"{LOCAL} --mask_share 1", "denoise-listops")
+
+
+def test_marks_of_lit_pixels_are_classified():
+    """The loss and the accuracy are means over lit pixels of rows that exist, whatever stands in the others."""
+    model = TokenClassifier(EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, inputs="scale"))
+    objective = trace_objective(model)
+    rng = np.random.default_rng(0)
+    image, marks = rng.integers(256, size=(2, 12)), rng.integers(3, size=(2, 12))
+    batch = {
+        "tokens": np.stack([image, marks], axis=1).astype(np.int32),
+        "lengths": np.full((2, 2), 12, np.int32),
+        "weights": np.array([1.0, 0.0], np.float32),
+    }
+    params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
+    sums = jax.jit(lambda batch: objective.loss(params, None, batch, None))(batch)
+    logits = np.asarray(model.apply({"params": params}, batch["tokens"][:1, 0])[0], np.float64)
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    on, lit = marks[0] == 2, marks[0] > 0
+    expected = -np.log(shares[np.arange(12), on.astype(int)])[lit].sum()
+    np.testing.assert_allclose(sums[0], expected, rtol=1e-5)
+    assert sums[1] == lit.sum()
+    assert sums[3]["accuracy"] == ((logits.argmax(-1) == 1) == on)[lit].sum()
+
+
+@pytest.mark.slow
+def test_a_classifier_starts_from_a_tracer(tmp_path):
+    """As a user runs it, on images of the easiest level; the network is that of the preset, but for its depth."""
+    small = (
+        "--dashes 6 --train_examples 12 --valid_examples 4 --test_examples 4 --processes 1 --num_layers 1 --batch 4 "
+        "--buckets 1024 --steps 2 --eval_every 2 --checkpoint_every 2 --tensorboard False"
+    )
+    train.lra.main(f"trace-pathfinder --workdir {tmp_path / 'trace'} {small}".split())
+    line = metrics_lines(tmp_path / "trace", ("step", "val_accuracy"))[-1]
+    assert 0 <= line["val_accuracy"] <= 1
+    start = f"--pretrained {tmp_path / 'trace'} --learning_rate 1e-12"
+    train.lra.main(f"pathfinder-2d --workdir {tmp_path / 'run'} {small} {start}".split())
+    traced, run = (
+        open_run([LRA, LRA_TRACE], str(tmp_path / name), "last").params["encoder"]
+        for name in ("trace", "run")
+    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, atol=1e-6), traced, run))
 
 
 def test_answers_are_the_likeliest_classes():

@@ -81,7 +81,7 @@ def trace_objective(model: TokenClassifier) -> Objective:
             rngs=random_streams(key),
         )
         nll, right = classification(logits, (marks == 2).astype(jnp.int32))
-        weights = (marks > 0) * batch["weights"][:, None]
+        weights = jnp.where(marks > 0, batch["weights"][:, None], 0.0)
         return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
 
     return Objective(
@@ -146,7 +146,7 @@ class LraTraceTask(Task[TraceConfig, LraData]):
         return {**means(sums), "pixels": round(sums["weight"])}
 
     def next_commands(self, config: TraceConfig, data: LraData) -> Sequence[Sequence[str]]:
-        return (("train.lra", config.data.task, "--pretrained", config.loop.workdir),)
+        return (("train.lra", "pathfinder-2d", "--pretrained", config.loop.workdir),)
 
 
 LRA_TRACE = LraTraceTask()

@@ -1,5 +1,6 @@
 """Pathfinder: labels by following the drawn path, balance, no shortcut by distance, folders as the release's."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -76,6 +77,37 @@ def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
         )
     with pytest.raises(ValueError, match="dashes must be one of 6, 9, 14, got 7"):
         LraDataConfig(task="pathfinder", length=1024, dashes=7)
+
+
+def test_marks_say_which_paths_have_a_dot():
+    """The pixels of one path where the dots are connected, and of two where they are not, with both dots among them."""
+    images, labels, marks = generate_images(np.random.default_rng(3), 20, 32, 9, marked=True)
+    np.testing.assert_array_equal(images, generate_images(np.random.default_rng(3), 20, 32, 9).images)
+    assert marks.dtype == np.uint8
+    np.testing.assert_array_equal(marks > 0, images > 20)
+    assert (marks[images > 200] == 2).all()
+    pieces = [ndimage.label(mark == 2, np.ones((3, 3)))[1] for mark in marks]
+    assert pieces == (2 - labels).tolist()
+    assert (marks == 1).any((1, 2)).all()
+
+
+def test_marks_are_the_second_sequences_of_generated_images(tmp_path):
+    config = LraDataConfig(
+        task="pathfinder",
+        length=1024,
+        dashes=6,
+        marks=True,
+        train_examples=3,
+        valid_examples=1,
+        test_examples=1,
+    )
+    _, read = load(config, tmp_path, ("train",))
+    image, marks = read["train"][1]
+    np.testing.assert_array_equal(marks > 0, image > 20)
+    with pytest.raises(
+        UserError, match="--data_dir: expected none, because only generated images have marks"
+    ):
+        load(dataclasses.replace(config, data_dir=str(tmp_path)), tmp_path, ("train",))
 
 
 def test_distance_of_the_dots_tells_little():
