@@ -190,8 +190,8 @@ def test_marks_of_lit_pixels_are_classified():
     on, lit = marks[0] == 2, marks[0] > 0
     expected = -np.log(shares[np.arange(12), on.astype(int)])[lit].sum()
     np.testing.assert_allclose(sums[0], expected, rtol=1e-5)
-    assert sums[1] == lit.sum()
-    assert sums[3]["accuracy"] == ((logits.argmax(-1) == 1) == on)[lit].sum()
+    assert float(sums[1]) == lit.sum()
+    assert float(sums[3]["accuracy"]) == ((logits.argmax(-1) == 1) == on)[lit].sum()
 
 
 @pytest.mark.slow
