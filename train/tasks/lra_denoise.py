@@ -79,7 +79,7 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
     about = "Trains an encoder to predict masked tokens of the Long Range Arena's sequences."
     config_class = DenoiseConfig
     presets = PRETRAINING
-    default_preset = "denoise-image"
+    default_preset = "denoise-listops"
 
     def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
         """The arena's task decides the tokens, of which the mask is one more."""
