@@ -12,8 +12,9 @@ Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
   prompts, stream yields the tokens as they come, and generate_requests decodes requests of any lengths together.
-  Encoder (with an EncoderConfig) gives an output for each token or feature vector; Classifier and PairClassifier
-  classify sequences and pairs; NodeClassifier classifies the nodes of a graph; Regressor maps vectors to vectors.
+  Encoder (with an EncoderConfig) gives an output for each token or feature vector; Classifier, PairClassifier and
+  TokenClassifier classify sequences, pairs and tokens; NodeClassifier classifies the nodes of a graph; Regressor maps
+  vectors to vectors.
   EncoderDecoder (with an EncoderDecoderConfig) writes a target to a source. transnormer builds the configuration of a
   TransNormer; Stack is the layers alone, and a configuration's `layer(Dimensions(...))` a single one.
 """
@@ -136,6 +137,7 @@ from brl_jax.models import (
     RegressorConfig,
     Stack,
     StackConfig,
+    TokenClassifier,
     transnormer,
 )
 from brl_jax.states import StateFunctions, state_functions
@@ -222,6 +224,7 @@ __all__ = [
     "SynthesizerConfig",
     "T5Bias",
     "TLinFormerConfig",
+    "TokenClassifier",
     "alibi_slopes",
     "bilinear_btt_attention",
     "bilinear_mlr_attention",

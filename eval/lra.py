@@ -35,16 +35,25 @@ class LraEvalOptions(TableOptions):
     """Which part of the data."""
 
 
+def _window(mechanism: BRLConfig | LocalConfig) -> str:
+    """The keys that a token sees: w = 64, or 7 x 7 in two dimensions."""
+    if mechanism.pattern == "neighbourhood":
+        side = 2 * (mechanism.window // 2) + 1
+        return f"{side} x {side}"
+    pattern = "" if mechanism.pattern == "sliding" else f", {mechanism.pattern}"
+    return f"w = {mechanism.window}{pattern}"
+
+
 def label(model: StackConfig) -> str:
     """A model's name in the tables: the mechanism and what the papers vary."""
     match model.mechanism, model.late_mechanism:
         case BRLConfig(num_compressed=0) as m, None:
-            return f"BRL, m = 0 (local), w = {m.window}"
+            return f"BRL, m = 0 (local), {_window(m)}"
         case BRLConfig() as m, None:
             without = ", without difference" if m.gamma == 0 else ""
-            return f"BRL, w = {m.window}, m = {m.num_compressed}{without}"
+            return f"BRL, {_window(m)}, m = {m.num_compressed}{without}"
         case LocalConfig() as m, None:
-            return f"local, w = {m.window}"
+            return f"local, {_window(m)}"
         case DiagConfig(score="softmax"), NormConfig(feature_map="elu+1"):
             return "TransNormer T2"
         case DiagConfig(score="relu"), NormConfig(feature_map="elu"):

@@ -54,6 +54,8 @@ _QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _OPTIONS = {
     "lm": "--length 64 --tokenizer chars:max=64",
     "lra": "--length 64 --buckets 64",
+    "lra_denoise": "--length 64 --buckets 64",
+    "lra_trace": "",  # its rows are images of 1,024 pixels
     "mlm": "--length 64 --tokenizer chars:max=62",
     "glue": "--length 64",
     "graph": "",

@@ -4,6 +4,8 @@ TASK is listops, text, retrieval, image, pathfinder or pathx, each at a size for
 the papers' settings (train/tasks/lra_config.py). listops, pathfinder and pathx are generated where --data_dir names no
 files. The run's folder holds config.json, metrics.jsonl and checkpoints/; the same command again resumes the run where
 it stopped, bit for bit as if it had not stopped. `python -m eval.lra --workdir DIR` measures it on the test split.
+`denoise-TASK` pretrains an encoder on a task's own sequences, `trace-pathfinder` on labels of its pixels, and
+`--pretrained RUN` starts from the weights of such a run.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from collections.abc import Sequence
 from train.errors import command
 from train.main import train_main
 from train.tasks.lra import LRA
+from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_trace import LRA_TRACE
 
 
 def main(argv: Sequence[str]) -> None:
     """Trains; see the module's text and --help."""
-    train_main([LRA], argv, name="train.lra")
+    train_main([LRA, LRA_DENOISE, LRA_TRACE], argv, name="train.lra")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,13 @@
 
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
-from brl_jax.models.encoder import Classifier, Encoder, EncoderConfig, PairClassifier
+from brl_jax.models.encoder import (
+    Classifier,
+    Encoder,
+    EncoderConfig,
+    PairClassifier,
+    TokenClassifier,
+)
 from brl_jax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from brl_jax.models.graph import GraphConfig, NodeClassifier
 from brl_jax.models.masked_lm import MaskedLM
@@ -30,6 +36,7 @@ __all__ = [
     "RegressorConfig",
     "Stack",
     "StackConfig",
+    "TokenClassifier",
     "make_stack",
     "transnormer",
 ]

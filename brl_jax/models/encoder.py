@@ -142,7 +142,7 @@ class _Head(nn.Module):
     config: EncoderConfig
 
     @nn.compact
-    def __call__(self, features: Float[Array, "B E"], deterministic: bool) -> Float[Array, "B C"]:
+    def __call__(self, features: Float[Array, "*B E"], deterministic: bool) -> Float[Array, "*B C"]:
         d = self.config.dimensions
         x = nn.Dropout(d.dropout)(features.astype(d.dtype), deterministic=deterministic)
         x = jax.nn.relu(dense(d, d.d_ff, ("features", "mlp"), name="hidden", use_bias=True)(x))
@@ -171,6 +171,30 @@ class Classifier(nn.Module):
     ) -> Float[Array, "B C"]:
         pooled = self.encoder(inputs, lengths=lengths, deterministic=deterministic)
         return self.head(pooled, deterministic)
+
+
+class TokenClassifier(nn.Module):
+    """Logits (B, T, C) float32 of each token of sequences; arguments and errors as for `Encoder`.
+
+    The parameters under "encoder" are those of an `Encoder`, and of the encoder inside a `Classifier`, of the same
+    configuration.
+    """
+
+    config: EncoderConfig
+
+    def setup(self):
+        self.encoder = Encoder(self.config)
+        self.head = _Head(self.config)
+
+    def __call__(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B T F"],
+        *,
+        lengths: Int[Array, "B"] | None = None,
+        deterministic: bool = True,
+    ) -> Float[Array, "B T C"]:
+        outputs = self.encoder(inputs, lengths=lengths, deterministic=deterministic)
+        return self.head(outputs, deterministic)
 
 
 class PairClassifier(nn.Module):

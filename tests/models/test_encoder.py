@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
-from brl_jax.models import Classifier, EncoderConfig, PairClassifier, transnormer
+from brl_jax.models import Classifier, Encoder, EncoderConfig, PairClassifier, TokenClassifier, transnormer
 from brl_jax.models.inputs import sinusoidal_positions
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
@@ -116,6 +116,20 @@ def test_a_pair_is_two_texts_through_one_encoder():
     )
     garbage = tokens.at[0, 0, 9:].set(7)
     np.testing.assert_array_equal(run(variables, garbage, lengths), logits)
+
+
+def test_every_token_has_a_class():
+    config = EncoderConfig(mechanism=LocalConfig(window=4), num_classes=3, **SIZE)
+    variables, run = make(config, TokenClassifier)
+    logits = run(variables, TOKENS, LENGTHS)
+    assert logits.shape == (*TOKENS.shape, 3)
+    encoder = Encoder(config)
+    own = {"params": variables["params"]["encoder"]}
+    outputs = jax.jit(lambda v: encoder.apply(v, TOKENS, lengths=LENGTHS))(own)
+    head = variables["params"]["head"]
+    hidden = np.maximum(outputs @ head["hidden"]["kernel"] + head["hidden"]["bias"][None, None], 0)
+    expected = hidden @ head["out"]["kernel"] + head["out"]["bias"][None, None]
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_and_types():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from brl_jax import (
+    BRLConfig,
     Classifier,
     DecoderConfig,
     DecoderLM,
@@ -64,9 +65,19 @@ def test_a_prefix_stands_in_front():
     assert relative_error(outputs[1], alone[1]) < 1e-6
 
 
-@pytest.mark.parametrize("pooling", slow_unless(["mean", "max", "cls"], ("mean",)))
-def test_a_set_of_vectors_has_no_order(pooling):
-    config = encoder_config(inputs="features", num_features=3, positions="none", pooling=pooling)
+# A window of one token leaves BRL's compressed tokens alone to mix tokens, which is free of order.
+SETS = {
+    "mean": {},
+    "max": {"pooling": "max"},
+    "cls": {"pooling": "cls"},
+    "brl": {"mechanism": BRLConfig(window=1, num_compressed=3)},
+}
+
+
+@pytest.mark.parametrize("kind", slow_unless(SETS, ("mean", "brl")))
+def test_a_set_of_vectors_has_no_order(kind):
+    options = SETS[kind]
+    config = encoder_config(inputs="features", num_features=3, positions="none", **options)
     order, lengths = jnp.array([3, 0, 2, 1, 4, 5]), jnp.array([4, 6])
     model = Classifier(config)
     variables = make(model, VECTORS)
@@ -80,7 +91,7 @@ def test_a_set_of_vectors_has_no_order(pooling):
     assert relative_error(moved[1], outputs[1, order]) < 1e-5
     padded = VECTORS.at[0, 4:].set(jnp.nan)
     np.testing.assert_array_equal(model.apply(variables, padded, lengths=lengths), logits)
-    placed = Classifier(encoder_config(inputs="features", num_features=3, pooling=pooling))
+    placed = Classifier(encoder_config(inputs="features", num_features=3, **options))
     there, back = (placed.apply(variables, v, lengths=lengths) for v in (VECTORS, VECTORS[:, order]))
     assert relative_error(back, there) > 1e-4
 

@@ -252,6 +252,20 @@ MUTANTS = (
         (f"{LOCAL}/test_xla_cpu.py",),
     ),
     Mutant(
+        "local/the CPU's shifts leave no margin between heads",
+        "brl_jax/attention/local/xla_cpu_grid.py",
+        "inside = (place < self.length) & (key >= 0) & (key < self.length)",
+        "inside = place < self.length",
+        (f"{LOCAL}/test_xla_cpu_grid.py",),
+    ),
+    Mutant(
+        "local/the CPU's shifts: gradient of the keys goes the wrong way",
+        "brl_jax/attention/local/xla_cpu_grid.py",
+        "shifts.shifted(weight, -offset)[None] * shifts.shifted(x, -offset)",
+        "shifts.shifted(weight, offset)[None] * shifts.shifted(x, offset)",
+        (f"{LOCAL}/test_xla_cpu_grid.py",),
+    ),
+    Mutant(
         "local/random blocks are drawn among those seen anyway",
         "brl_jax/attention/local/patterns.py",
         "others = others[abs(others - b) > side]",

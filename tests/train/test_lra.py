@@ -6,6 +6,7 @@ import math
 import shutil
 import signal
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ import pytest
 import eval.lra
 import train.lra
 from brl_jax.layers import FlowformerConfig
+from brl_jax.models import EncoderConfig, TokenClassifier
 from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.lra_table import average_note, markdown
 from eval.main import Measured
+from eval.runs import open_run
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
@@ -27,6 +30,8 @@ from train.loop import train as train_loop
 from train.step import Objective, classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
+from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_trace import LRA_TRACE, trace_objective
 
 TINY = (
     "--listops.min_tokens 4 --listops.max_tokens 17 --listops.max_depth 3 --listops.max_args 4 --length 16 "
@@ -137,6 +142,77 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     assert "| local, w = 4 |" in capsys.readouterr().out
 
 
+def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
+    """Masked tokens first, then the classifier from the weights of that encoder; a classifier keeps its head."""
+    run(tmp_path / "denoise", f"{LOCAL} --mask_share 0.3", "denoise-listops")
+    assert [line["step"] for line in metrics_lines(tmp_path / "denoise", ("step", "val_loss"))] == list(
+        range(1, 7)
+    )
+    more = f"{LOCAL} --learning_rate 1e-12 --checkpoint last"
+    params = {}
+    for name, start in (("denoised", tmp_path / "denoise"), ("again", runs / "local"), ("fresh", None)):
+        run(tmp_path / name, more + (f" --pretrained {start}" if start else ""))
+        params[name] = open_run([LRA], str(tmp_path / name), "last").params
+    source = open_run([LRA_DENOISE], str(tmp_path / "denoise"), "last").params
+    table = params["denoised"]["encoder"]["embedding"]
+    assert table.shape[0] == 16  # 15 tokens and the mask
+    np.testing.assert_allclose(table, source["encoder"]["embedding"], atol=1e-6)
+    head = params["fresh"]["head"]["out"]["kernel"]
+    np.testing.assert_allclose(params["denoised"]["head"]["out"]["kernel"], head, atol=1e-6)
+    assert np.abs(params["again"]["head"]["out"]["kernel"] - head).max() > 1e-3
+    for more, message in (
+        (f"{LOCAL} --d_ff 8", "which has d_ff=16, got 8"),
+        (f"{LOCAL} --positions learned", "which has positions=rope, got learned"),
+    ):
+        with pytest.raises(UserError, match=rf"--pretrained: expected the network of .*, {message}"):
+            run(tmp_path / "other", f"{more} --pretrained {tmp_path / 'denoise'}")
+    with pytest.raises(UserError, match=r"--pretrained: there is no|--pretrained: .*config\.json"):
+        run(tmp_path / "other", f"{LOCAL} --pretrained {tmp_path / 'nothing'}")
+    with pytest.raises(UserError, match=r"mask_share must be above 0 and below 1, got 1\.0"):
+        run(tmp_path / "other", f"{LOCAL} --mask_share 1", "denoise-listops")
+
+
+def test_marks_of_lit_pixels_are_classified():
+    """The loss and the accuracy are means over lit pixels of rows that exist, whatever stands in the others."""
+    model = TokenClassifier(EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, inputs="scale"))
+    objective = trace_objective(model)
+    rng = np.random.default_rng(0)
+    image, marks = rng.integers(256, size=(2, 12)), rng.integers(3, size=(2, 12))
+    batch = {
+        "tokens": np.stack([image, marks], axis=1).astype(np.int32),
+        "lengths": np.full((2, 2), 12, np.int32),
+        "weights": np.array([1.0, 0.0], np.float32),
+    }
+    params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
+    sums = jax.jit(lambda batch: objective.loss(params, None, batch, None))(batch)
+    logits = np.asarray(model.apply({"params": params}, batch["tokens"][:1, 0])[0], np.float64)
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    on, lit = marks[0] == 2, marks[0] > 0
+    expected = -np.log(shares[np.arange(12), on.astype(int)])[lit].sum()
+    np.testing.assert_allclose(sums[0], expected, rtol=1e-5)
+    assert float(sums[1]) == lit.sum()
+    assert float(sums[3]["accuracy"]) == ((logits.argmax(-1) == 1) == on)[lit].sum()
+
+
+@pytest.mark.slow
+def test_a_classifier_starts_from_a_tracer(tmp_path):
+    """As a user runs it, on images of the easiest level; the network is that of the preset, but for its depth."""
+    small = (
+        "--dashes 6 --train_examples 12 --valid_examples 4 --test_examples 4 --processes 1 --num_layers 1 --batch 4 "
+        "--buckets 1024 --steps 2 --eval_every 2 --checkpoint_every 2 --tensorboard False"
+    )
+    train.lra.main(f"trace-pathfinder --workdir {tmp_path / 'trace'} {small}".split())
+    line = metrics_lines(tmp_path / "trace", ("step", "val_accuracy"))[-1]
+    assert 0 <= line["val_accuracy"] <= 1
+    start = f"--pretrained {tmp_path / 'trace'} --learning_rate 1e-12"
+    train.lra.main(f"pathfinder-2d --workdir {tmp_path / 'run'} {small} {start}".split())
+    traced, run = (
+        open_run([LRA, LRA_TRACE], str(tmp_path / name), "last").params["encoder"]
+        for name in ("trace", "run")
+    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, atol=1e-6), traced, run))
+
+
 def test_answers_are_the_likeliest_classes():
     logits = np.log(np.array([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6], [0.2, 0.5, 0.3]], np.float32))
     nll, right = classification(jax.numpy.asarray(logits), jax.numpy.array([0, 2, 2]))
@@ -177,6 +253,17 @@ def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print
     assert average_note("full", row, 74.28) is None
     sinkhorn = average_note("s", PAPERS[BRL]["Sinkhorn Trans"], 51.39)
     assert sinkhorn == "s: the average of the row is 51.48, the paper prints 51.39."
+
+
+def test_windows_of_two_dimensions_have_rows_of_their_own():
+    line = "--mechanism.pattern neighbourhood --mechanism.window 6"
+    for mechanism, name in (("local", "local, 7 x 7"), ("brl", "BRL, 7 x 7, m = 64")):
+        config = parse(PRESETS, "image", f"--mechanism {mechanism} {line}".split(), prog="p", about="a")
+        assert eval.lra.label(config.model) == name
+    config = parse(
+        PRESETS, "image", ["--mechanism", "local", "--mechanism.pattern", "block"], prog="p", about="a"
+    )
+    assert eval.lra.label(config.model) == "local, w = 128, block"
 
 
 def test_pairs_and_pixels_fit():

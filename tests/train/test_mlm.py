@@ -12,7 +12,7 @@ from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.data.masking import MaskedStreams, mask_tokens, num_asked
+from train.data.masking import MaskedBatches, mask_tokens, num_asked
 from train.errors import UserError
 from train.tasks.mlm import mlm_objective
 
@@ -88,7 +88,7 @@ def run(workdir, more=""):
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit_and_is_measured(tmp_path, monkeypatch, capsys):
     run(tmp_path / "whole")
-    stop_and_go_on(monkeypatch, MaskedStreams, lambda: run(tmp_path / "stopped"))
+    stop_and_go_on(monkeypatch, MaskedBatches, lambda: run(tmp_path / "stopped"))
     assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
     with pytest.raises(UserError, match=r"is of another configuration: .*mask_share 0\.15 -> 0\.3"):
         run(tmp_path / "stopped", "--mask_share 0.3")

@@ -59,7 +59,7 @@ def test_every_task(name):
     assert not {"loop.seed", "loop.batch", "model", "optimizer"} & task.free_fields()
     assert set(marked(task.config_class, Mark.DECIDED)) >= (
         {"model.vocab_size"}
-        if name in ("lm", "lra", "mlm", "copy", "recall", "forecast_tokens")
+        if name in ("lm", "lra", "lra_denoise", "lra_trace", "mlm", "copy", "recall", "forecast_tokens")
         else {"model"}
         if name == "glue"
         else {"model.kinds", "model.num_classes"}

@@ -1,4 +1,4 @@
-"""Text whose tokens are masked in part, anew in every batch, for masked language models (arXiv:1810.04805).
+"""Sequences whose tokens are masked in part, anew in every batch, for masked language models (arXiv:1810.04805).
 
 In every row a share of the tokens is asked for. Of these, 80% are replaced by the mask, 10% by a random token, and 10%
 stay as they are.
@@ -13,8 +13,9 @@ import grain
 import numpy as np
 from jaxtyping import Float, Int
 
-from train.data.corpus import Corpus
-from train.data.streams import EvalStream, TokenStreams, check_rows
+from train.data.lra.batches import EvalBatches
+from train.data.repeated import RepeatedBatches
+from train.data.streams import EvalStream, check_rows
 
 # First numbers of the seeds, which keep the masks of the splits apart.
 _TRAIN, _VALID = range(2)
@@ -70,27 +71,27 @@ def mask_tokens(
     }
 
 
-class MaskedStreams(grain.DatasetIterator):
-    """Endless training batches of `mask_tokens` over the rows of `TokenStreams`, and "reset"; masks depend on the seed
-    and the number of the batch alone. The state is that of the rows.
+class MaskedBatches(grain.DatasetIterator):
+    """Endless training batches of `mask_tokens` over those of another stream, and "reset"; masks depend on the seed and
+    the number of the batch alone. The state is that of the stream.
 
     Args:
-      vocab_size, mask, share: see `mask_tokens`. The others are those of `TokenStreams`.
+      batches: "tokens" (B, T) and, where rows end early, "lengths" (B,). batch, rows: as for that stream.
+      vocab_size, mask, share: see `mask_tokens`.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        batches: RepeatedBatches,
         *,
         batch: int,
-        length: int,
         vocab_size: int,
         mask: int,
         share: float,
         seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        self._inner = TokenStreams(corpus, batch=batch, length=length, seed=seed, rows=rows)
+        self._inner = batches
         super().__init__(self._inner)
         self._rows, self._seed = check_rows(batch, rows), seed
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
@@ -98,11 +99,8 @@ class MaskedStreams(grain.DatasetIterator):
     def __next__(self) -> dict[str, Any]:
         number = self._inner.step
         batch = next(self._inner)
-        tokens = batch["tokens"]
         seed = (_TRAIN, self._seed, number)
-        masked = mask_tokens(
-            tokens, np.ones(tokens.shape, np.float32), seed=seed, rows=self._rows, **self._options
-        )
+        masked = mask_tokens(batch["tokens"], _existing(batch), seed=seed, rows=self._rows, **self._options)
         return {**masked, "reset": batch["reset"]}
 
     def get_state(self) -> dict[str, Any]:
@@ -116,38 +114,45 @@ class MaskedStreams(grain.DatasetIterator):
             self._inner.close()
 
 
-class MaskedText:
-    """One pass over a held-out text, in batches of `mask_tokens`; every pass masks the same tokens.
+class MaskedHeldOut:
+    """One pass over held-out batches, as batches of `mask_tokens`; every pass masks the same tokens.
 
     Args:
-      vocab_size, mask, share: see `mask_tokens`. The others are those of `EvalStream`.
+      batches: "tokens" (B, T), and the "weights" (B, T) of tokens, or "lengths" (B,) and the "weights" (B,) of rows.
+      vocab_size, mask, share: see `mask_tokens`. rows: as for those batches.
     """
 
     num_bytes = None
 
     def __init__(
         self,
-        corpus: Corpus,
+        batches: EvalStream | EvalBatches,
         *,
-        batch: int,
-        length: int,
         vocab_size: int,
         mask: int,
         share: float,
-        limit: int | None = None,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        self._text = EvalStream(corpus, batch=batch, length=length, limit=limit, rows=rows)
-        self._rows, self.batch = check_rows(batch, rows), batch
+        self._batches = batches
+        self._rows, self.batch = check_rows(batches.batch, rows), batches.batch
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
 
     def __len__(self) -> int:
         """Batches of the pass."""
-        return len(self._text)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for number, batch in enumerate(self._text):
+        for number, batch in enumerate(self._batches):
             masked = mask_tokens(
-                batch["tokens"], batch["weights"], seed=(_VALID, number), rows=self._rows, **self._options
+                batch["tokens"], _existing(batch), seed=(_VALID, number), rows=self._rows, **self._options
             )
             yield {**masked, "reset": batch["reset"]}
+
+
+def _existing(batch: dict[str, Any]) -> Float[np.ndarray, "R T"]:
+    """1 where a token of a batch exists."""
+    tokens = batch["tokens"]
+    if "lengths" in batch:
+        inside = np.arange(tokens.shape[1]) < batch["lengths"][:, None]
+        return (inside * batch["weights"][:, None]).astype(np.float32)
+    return batch.get("weights", np.ones(tokens.shape, np.float32))

@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from etils import epath
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.models import Classifier, EncoderConfig
-from train.checkpoint import Checkpoints
 from train.config import LoopConfig, RunConfig
 from train.data.glue import GLUE_TASKS, LARGEST_SCORE, SCORE_STEPS, GlueDataConfig, load_glue
 from train.data.lra import EvalBatches, Examples, TrainBatches
@@ -25,12 +23,11 @@ from train.errors import UserError
 from train.fields import Decided, Flat, Needed
 from train.loop import HeldOut
 from train.mesh import host_rows
-from train.metrics import log
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
+from train.pretrained import pretrained_run, pretrained_weights, replaced
 from train.step import Batch, Objective, classification, means, random_streams
-from train.storage import check_client
-from train.task import Task, read_config
+from train.task import Task
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 
 
@@ -150,11 +147,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         Raises:
           UserError: the folder has none.
         """
-        check_client("--pretrained", config.pretrained)
-        try:
-            return read_config([MLM], epath.Path(config.pretrained) / "config.json")[1]
-        except UserError as error:
-            raise UserError(str(error).replace("--workdir", "--pretrained", 1)) from error
+        return pretrained_run([MLM], config.pretrained)[1]
 
     def sized(self, config: GlueConfig, data: GlueData | None = None) -> GlueConfig:
         """The network is that of the masked language model, with the task's classes; without one, as when a run is
@@ -180,24 +173,11 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         def start(params: Any) -> Any:
             if config.from_scratch:
                 return params
-            read = self._encoder_weights(config)
-            placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), read, params["encoder"])
-            return {**params, "encoder": placed}
+            found = self._pretrained(config)
+            read = pretrained_weights(MLM, found, config.pretrained, config.checkpoint)
+            return {**params, "encoder": replaced(params["encoder"], read["encoder"])}
 
         return glue_objective(model, config.data.task, start)
-
-    def _encoder_weights(self, config: GlueConfig) -> Any:
-        """The encoder's parameters in a checkpoint of the masked language model.
-
-        Raises:
-          UserError: there is no such checkpoint, or it is damaged.
-        """
-        pretrained = self._pretrained(config)
-        checkpoints = Checkpoints(epath.Path(config.pretrained) / "checkpoints", log=log)
-        init = MLM.objective(MLM.model(pretrained), pretrained).init
-        step, params = checkpoints.read_params(init, config.checkpoint, option="--pretrained")
-        log(f"weights of {config.pretrained}, step {step}")
-        return jax.tree.map(np.asarray, params["encoder"])
 
     def batch_shapes(self, config: GlueConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {"tokens": (rows, config.data.length), "lengths": (rows,), "targets": (rows,)}

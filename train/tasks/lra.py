@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,31 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from brl_jax.models import Classifier, PairClassifier
-from train.data.lra import LRA_TASKS, EvalBatches, Examples, Source, TrainBatches, load
+from brl_jax.models import Classifier, EncoderConfig, PairClassifier
+from train.data.lra import LRA_TASKS, EvalBatches, TrainBatches, load
+from train.errors import UserError
 from train.loop import HeldOut
-from train.mesh import host_rows
 from train.mup import make_rates
+from train.pretrained import pretrained_run, pretrained_weights, replaced
 from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Task
 from train.tasks.lra_config import PRESETS, LraConfig
+from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
+from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_trace import LRA_TRACE
+
+# Fields of the network that may differ from those of the run that it starts from: they change no parameter of the
+# encoder, or the task decides them.
+_OWN = ("dropout", "remat", "dtype", "implementation", "pooling", "vocab_size", "num_classes", "max_length")
 
 
-class LraData(NamedTuple):
-    """The examples of some splits, and where they come from."""
+def lra_objective(
+    model: Classifier | PairClassifier, start: Callable[[Any], Any] = lambda params: params
+) -> Objective:
+    """Classification of {"tokens": (B, [2,] T), "lengths": (B, [2]), "targets": (B,)} int32, "weights": (B,) floats.
 
-    source: Source
-    examples: Mapping[str, Examples]
-
-
-def lra_objective(model: Classifier | PairClassifier) -> Objective:
-    """Classification of {"tokens": (B, [2,] T), "lengths": (B, [2]), "targets": (B,)} int32, "weights": (B,) floats."""
+    `start`: see `Objective`.
+    """
     pair = isinstance(model, PairClassifier)
 
     def init(key: Array) -> Any:
@@ -50,7 +56,13 @@ def lra_objective(model: Classifier | PairClassifier) -> Objective:
         return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
 
     return Objective(
-        init, loss, lambda rows: None, averages=("accuracy",), best="accuracy", rates=make_rates(model.config)
+        init,
+        loss,
+        lambda rows: None,
+        averages=("accuracy",),
+        best="accuracy",
+        rates=make_rates(model.config),
+        start=start,
     )
 
 
@@ -64,21 +76,59 @@ class LraTask(Task[LraConfig, LraData]):
     default_preset = "listops"
 
     def sized(self, config: LraConfig, data: LraData | None = None) -> LraConfig:
-        """The arena's task decides the tokens and the classes."""
+        """The arena's task decides the tokens and the classes; a run that this one starts from may have a mask more."""
         sizes = LRA_TASKS[config.data.task]
+        found = self._pretrained(config) if config.pretrained else None
         model = dataclasses.replace(
             config.model,
-            vocab_size=sizes.vocab_size,
+            vocab_size=sizes.vocab_size if found is None else found[1].model.vocab_size,
             num_classes=sizes.num_classes,
             max_length=config.data.padded_lengths[-1],
         )
         return dataclasses.replace(config, model=model)
 
+    def _pretrained(self, config: LraConfig) -> tuple[Task[Any, Any], Any]:
+        """The task and the configuration of the run that this one starts from.
+
+        Raises:
+          UserError: the folder has none, or one of another network.
+        """
+        task, found = pretrained_run([self, LRA_DENOISE, LRA_TRACE], config.pretrained)
+        has_table = "learned" in (found.model.positions, config.model.positions)
+        for name in (field.name for field in dataclasses.fields(EncoderConfig)):
+            theirs, ours = getattr(found.model, name), getattr(config.model, name)
+            if theirs != ours and name not in _OWN:
+                raise UserError(
+                    f"--pretrained: expected the network of {config.pretrained}, which has {name}={theirs}, got {ours}"
+                )
+        length = config.data.padded_lengths[-1]
+        if has_table and found.model.max_length != length:
+            raise UserError(
+                f"--pretrained: expected the {found.model.max_length} learned positions of {config.pretrained}, "
+                f"got {length}"
+            )
+        return task, found
+
     def model(self, config: LraConfig) -> Classifier | PairClassifier:
         return (PairClassifier if LRA_TASKS[config.data.task].is_pair else Classifier)(config.model)
 
     def objective(self, model: Classifier | PairClassifier, config: LraConfig) -> Objective:
-        return lra_objective(model)
+        def start(params: Any) -> Any:
+            if not config.pretrained:
+                return params
+            task, found = self._pretrained(config)
+            read = pretrained_weights(task, found, config.pretrained, config.checkpoint)
+            # A token in front, of "cls" pooling, only a classifier has; a head only means the same for the same task.
+            own = params["encoder"]
+            shared = {
+                name: replaced(own[name], read["encoder"][name]) for name in own if name in read["encoder"]
+            }
+            params = {**params, "encoder": {**own, **shared}}
+            if task is self and found.data.task == config.data.task:
+                params["head"] = replaced(params["head"], read["head"])
+            return params
+
+        return lra_objective(model, start)
 
     def batch_shapes(self, config: LraConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         pairs = (2,) if LRA_TASKS[config.data.task].is_pair else ()
@@ -90,34 +140,20 @@ class LraTask(Task[LraConfig, LraData]):
         }
 
     def load(self, config: LraConfig, splits: Sequence[str]) -> LraData:
-        source, examples = load(config.data, config.loop.workdir, splits)
-        return LraData(source, examples)
+        return LraData(*load(config.data, config.loop.workdir, splits))
 
     def describe_data(self, config: LraConfig, data: LraData) -> str:
-        counts = ", ".join(f"{len(examples):,} examples {split}" for split, examples in data.examples.items())
-        return f"{config.data.task}, {data.source.name}, {counts}"
+        return described(config.data, data)
 
     def next_commands(self, config: LraConfig, data: LraData) -> Sequence[Sequence[str]]:
         workdir = config.loop.workdir
         return ("eval.lra", "--workdir", workdir), ("eval.lra", "--table", workdir)
 
     def training_stream(self, config: LraConfig, data: LraData, mesh: Mesh) -> TrainBatches:
-        return TrainBatches(
-            data.examples["train"],
-            batch=config.loop.batch,
-            buckets=config.data.padded_lengths,
-            seed=config.loop.seed,
-            rows=host_rows(mesh, config.loop.batch),
-        )
+        return training_batches(config.loop, config.data, data, mesh)
 
     def held_out(self, config: LraConfig, data: LraData, split: str, mesh: Mesh | None = None) -> EvalBatches:
-        rows = config.loop.microbatch
-        return EvalBatches(
-            data.examples[split],
-            batch=rows,
-            buckets=config.data.padded_lengths,
-            rows=None if mesh is None else host_rows(mesh, rows),
-        )
+        return held_out_batches(config.loop, config.data, data, split, mesh)
 
     def measures(
         self, config: LraConfig, data: LraData, split: str, held_out: HeldOut, sums: Mapping[str, float]

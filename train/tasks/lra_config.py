@@ -70,6 +70,11 @@ class LraConfig(RunConfig):
 
     data: Annotated[TaskDataConfig, Flat]
     model: Annotated[LraModelConfig, Flat]
+    pretrained: str = ""
+    """Folder of a run of train.lra, a classifier's or that of denoise-TASK or trace-pathfinder, of the same network;
+    training starts from its encoder's weights, and from its head's where it classifies the same task."""
+    checkpoint: str = "best"
+    """Of that run: best (on held-out data), last, or a step."""
 
 
 class _Setting(NamedTuple):
@@ -302,12 +307,34 @@ def _small(task: str) -> LraConfig:
     )
 
 
+def _paths(mechanism: Mechanism) -> LraConfig:
+    """Windows in two dimensions for pathfinder: narrow layers, as many as a dot's signal needs to reach the middle of a
+    path, which keep to the lit pixels around each, without positions (docs/lra.md)."""
+    small = _small("pathfinder")
+    return LraConfig(
+        dataclasses.replace(small.loop, steps=400, batch=16, eval_every=100, checkpoint_every=100),
+        dataclasses.replace(small.data, train_examples=6_000, valid_examples=500),
+        dataclasses.replace(
+            small.model,
+            num_layers=12,
+            d_model=16,
+            num_heads=1,
+            d_ff=48,
+            positions="none",
+            mechanism=mechanism,
+            pooling="mean",
+        ),
+        OptimizerConfig(learning_rate=4e-3, warmup_steps=30, beta2=0.98, weight_decay=0.01),
+    )
+
+
 def _brl(size: int) -> BRLConfig:
     return BRLConfig(window=size, num_compressed=size, compress_scale="m1")
 
 
 PRESETS: dict[str, LraConfig] = {
     **{task: _small(task) for task in _SMALL},
+    "pathfinder-2d": _paths(LocalConfig(window=4, pattern="neighbourhood", grid_width=32)),
     **{f"lra-{task}-full": _paper(task, FullConfig()) for task in _OURS},
     **{f"lra-{task}-local": _paper(task, LocalConfig(window=512)) for task in _OURS},
     **{f"lra-{task}-brl-{size}": _paper(task, _brl(size)) for task in _OURS for size in (64, 128, 256)},

@@ -26,7 +26,8 @@ from brl_jax.layers import (
 from brl_jax.models import TRANSNORMER_SIZES, EncoderConfig, MaskedLM, transnormer
 from train.config import RunConfig
 from train.data import Corpus, DataConfig, load
-from train.data.masking import MaskedStreams, MaskedText, num_asked
+from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
+from train.data.streams import EvalStream, TokenStreams
 from train.fields import Decided, Flat
 from train.loop import HeldOut
 from train.mesh import host_rows
@@ -223,30 +224,26 @@ class MlmTask(Task[MlmConfig, LmData]):
         size = data.tokenizer.vocab_size
         return {"vocab_size": size, "mask": size + MASK, "share": config.data.mask_share}
 
-    def training_stream(self, config: MlmConfig, data: LmData, mesh: Mesh) -> MaskedStreams:
-        return MaskedStreams(
-            data.corpora["train"],
-            batch=config.loop.batch,
-            length=config.loop.length,
-            seed=config.loop.seed,
-            rows=host_rows(mesh, config.loop.batch),
-            **self._masking(config, data),
-        )
+    def training_stream(self, config: MlmConfig, data: LmData, mesh: Mesh) -> MaskedBatches:
+        options: dict[str, Any] = {
+            "batch": config.loop.batch,
+            "seed": config.loop.seed,
+            "rows": host_rows(mesh, config.loop.batch),
+        }
+        rows = TokenStreams(data.corpora["train"], length=config.loop.length, **options)
+        return MaskedBatches(rows, **options, **self._masking(config, data))
 
     def _text(
         self, config: MlmConfig, data: LmData, corpus: Corpus, limit: int, mesh: Mesh | None
-    ) -> MaskedText:
+    ) -> MaskedHeldOut:
         rows = max(1, min(config.loop.microbatch, len(corpus.tokens) // config.loop.length))
-        return MaskedText(
-            corpus,
-            batch=rows,
-            length=config.loop.length,
-            limit=limit or None,
-            rows=None if mesh is None else host_rows(mesh, rows),
-            **self._masking(config, data),
-        )
+        own = None if mesh is None else host_rows(mesh, rows)
+        text = EvalStream(corpus, batch=rows, length=config.loop.length, limit=limit or None, rows=own)
+        return MaskedHeldOut(text, rows=own, **self._masking(config, data))
 
-    def held_out(self, config: MlmConfig, data: LmData, split: str, mesh: Mesh | None = None) -> MaskedText:
+    def held_out(
+        self, config: MlmConfig, data: LmData, split: str, mesh: Mesh | None = None
+    ) -> MaskedHeldOut:
         return self._text(config, data, data.corpora[split], 0, mesh)
 
     def streams(self, config: MlmConfig, data: LmData, mesh: Mesh) -> Streams:

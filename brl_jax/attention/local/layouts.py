@@ -55,7 +55,8 @@ class Neighbourhood(Pattern):
     """Position i of a grid, which is stored row by row, sees the positions at most `rows` rows and `columns` columns
     away: a window in two dimensions, cut at the grid's edges.
 
-    The keys between those of one row and of the next are visited and masked, so that the cost is O(n rows width).
+    The keys between those of one row and of the next are visited and masked, so that the cost is O(n rows width); on a
+    CPU, for heads of up to 32 features and small windows, only the keys of the window are: O(n rows columns).
     """
 
     width: int

@@ -9,7 +9,8 @@ appendix B).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from brl_jax.attention.core.softmax import (
     sums_of_normalised,
 )
 from brl_jax.attention.core.varying import vary_like
-from brl_jax.attention.local import xla_cpu
+from brl_jax.attention.local import xla_cpu, xla_cpu_grid
 from brl_jax.attention.local.blocks import (
     Arranged,
     Block,
@@ -48,6 +49,7 @@ from brl_jax.attention.local.blocks import (
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.parts import Part
 from brl_jax.attention.local.xla_cpu import WindowTiling
+from brl_jax.attention.local.xla_cpu_grid import GridShifts
 
 
 def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
@@ -185,8 +187,23 @@ def _without_padding(x: CallArrays) -> CallArrays:
     )
 
 
-def _tiling(call: PatternCall, x: CallArrays) -> WindowTiling | None:
-    return WindowTiling.of(call, x.query, x.key) if x.bias is None else None
+class _OnCPU(NamedTuple):
+    """A form of its own of some patterns on a CPU: `WindowTiling` or `GridShifts`, and its functions."""
+
+    plan: Any
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, Array, Array]]
+
+
+def _on_cpu(call: PatternCall, x: CallArrays) -> _OnCPU | None:
+    """The form of a call on a CPU; None where the blocks of every pattern serve it."""
+    if x.bias is not None:
+        return None
+    tiling = WindowTiling.of(call, x.query, x.key)
+    if tiling is not None:
+        return _OnCPU(tiling, xla_cpu.forward, xla_cpu.backward)
+    shifts = GridShifts.of(call, x.query, x.key) if x.query_segments is None else None
+    return None if shifts is None else _OnCPU(shifts, xla_cpu_grid.forward, xla_cpu_grid.backward)
 
 
 def _forward(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tuple[Array, Array]:
@@ -240,9 +257,9 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tupl
 
     def run(loop: bool, x: CallArrays) -> tuple[Array, Array]:
         x = _without_padding(x)
-        tiling = _tiling(call, x) if loop else None
-        if tiling is not None:
-            out, lse = xla_cpu.forward(tiling, call, x)
+        form = _on_cpu(call, x) if loop else None
+        if form is not None:
+            out, lse = form.forward(form.plan, call, x)
         else:
             out, lse = on_parts(loop, x)
             out = merge_heads(out)
@@ -320,9 +337,9 @@ def _backward(
     def run(loop: bool, x: CallArrays, out, lse, d_out, d_lse):
         out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
         x = _without_padding(x)
-        tiling = _tiling(call, x) if loop else None
-        if tiling is not None:
-            gradients = xla_cpu.backward(tiling, call, x, out, lse, d_out, d_lse)
+        form = _on_cpu(call, x) if loop else None
+        if form is not None:
+            gradients = form.backward(form.plan, call, x, out, lse, d_out, d_lse)
             return *(y.astype(x.query.dtype) for y in gradients), None
         q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
         k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))

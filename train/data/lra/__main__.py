@@ -40,6 +40,8 @@ class GenerateOptions:
     """Seed; the same examples for any number of processes."""
     resolution: int = 32
     """Pixels of a side of pathfinder's images: 32, 64 or 128 (path-x)."""
+    dashes: int = pathfinder.HARD
+    """Dashes of its long paths: 14, 9 or 6."""
     listops: ListOpsSpec = ListOpsSpec()
     """The expressions that listops generates."""
     processes: int = 0
@@ -66,7 +68,12 @@ def main(argv: Sequence[str]) -> None:
         listops.write_release(options.out, options.listops, options.data_seed, counts, options.processes)
     else:
         pathfinder.write_release(
-            options.out, options.resolution, options.data_seed, counts, options.processes
+            options.out,
+            options.resolution,
+            options.data_seed,
+            counts,
+            options.processes,
+            options.dashes,
         )
     total = sum(counts.values())
     per_minute = round(60 * total / (time.perf_counter() - started))

@@ -2,8 +2,8 @@
 
 Linsley et al. 2018 (arXiv:1805.08315), Kim et al. 2020, as in the Long Range Arena (Tay et al. 2020,
 arXiv:2011.04006, section 3.2.5). Each image has two long paths of dashes and some short ones; the dots are the ends
-of one long path, or ends of both. Sizes follow the release's hard set (14 dashes, a third as many in the others) at
-each of its resolutions.
+of one long path, or ends of both. Sizes follow the release at each of its resolutions: the arena's hard set has 14
+dashes in the long paths, the easier ones 9 and 6, and the short paths have a third as many.
 
 Paths keep `clearance` from each other, and from themselves, which is more than the gap between dashes: a path can be
 followed in the drawn image. Among the ends of both paths, those dots are taken whose distance is nearest to that
@@ -33,14 +33,18 @@ from train.errors import UserError, one_line
 
 NUM_CLASSES = 2
 SPLITS = ("train", "valid", "test")
-LEVEL = "curv_contour_length_14"
-_DASHES = 14
-_SHORT_DASHES = 14 // 3
+# The release's folders of images, by the number of dashes of the long paths.
+LEVELS: Mapping[int, str] = MappingProxyType(
+    {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
+)
+HARD = 14
 # Turns from dash to dash, in radians: gentle ones are tried first, then any up to the sharpest.
 _TURN, _SHARPEST = 0.35, 1.0
 _DIRECTIONS = 8
 _STARTS = 60
 _SUPERSAMPLING = 4
+# Pixels darker than this are none of a path's.
+_LIT = 20
 # Images of a chunk. The examples of a seed depend on it.
 _CHUNK = 250
 _DOT, _DASH = 255, 190
@@ -76,14 +80,19 @@ class Scene(NamedTuple):
     connected: bool
 
 
-def draw_scene(rng: np.random.Generator, resolution: int, connected: bool) -> Scene:
-    """A scene of the release's hard set at `resolution` pixels (32, 64 or 128)."""
+def _short(dashes: int) -> int:
+    """Dashes of the short paths beside long ones of so many."""
+    return dashes // 3
+
+
+def draw_scene(rng: np.random.Generator, resolution: int, connected: bool, dashes: int = HARD) -> Scene:
+    """A scene at `resolution` pixels (32, 64 or 128) whose long paths have `dashes` dashes (6, 9 or 14)."""
     size = SIZES[resolution]
     while True:
         taken = _Taken(np.zeros((0, 2)), np.zeros(0))
         paths = []
-        for dashes in (_DASHES,) * 2 + (_SHORT_DASHES,) * size.short_paths:
-            found = _draw_path(rng, resolution, size, dashes, taken)
+        for i in range(2 + size.short_paths):
+            found = _draw_path(rng, resolution, size, dashes if i < 2 else _short(dashes), taken, i < 2)
             if found is None:
                 break
             path, occupied = found
@@ -109,13 +118,13 @@ class _Taken(NamedTuple):
 
 
 def _draw_path(
-    rng: np.random.Generator, resolution: int, size: Size, dashes: int, taken: _Taken
+    rng: np.random.Generator, resolution: int, size: Size, dashes: int, taken: _Taken, is_long: bool
 ) -> tuple[Float[np.ndarray, "c 2"], _Taken] | None:
     """Corners of a path that keeps clear of occupied points, and the points it occupies; None where there is no room.
 
     Long paths keep room for a dot at both ends.
     """
-    room = size.dot if dashes == _DASHES else 0.0
+    room = size.dot if is_long else 0.0
     step, border = size.dash + size.gap, 1.0
     along = np.linspace(0, size.dash, max(2, math.ceil(size.dash) + 1))[:, None]
     at_ends = _Taken(taken.points, (np.sqrt(taken.squared_distances) + room) ** 2)
@@ -184,32 +193,53 @@ def render(scene: Scene, resolution: int) -> UInt8[np.ndarray, "R R"]:
     return np.asarray(image.reduce(scale))
 
 
+def mark(scene: Scene, image: UInt8[np.ndarray, "R R"]) -> UInt8[np.ndarray, "R R"]:
+    """For each pixel of a scene's image: 2 on a path with a dot and on the dots, 1 on the other paths, 0 where it is
+    dark."""
+    dotted = scene._replace(paths=scene.paths[: 1 if scene.connected else 2])
+    return (image > _LIT).astype(np.uint8) + (render(dotted, len(image)) > _LIT)
+
+
 class Images(NamedTuple):
-    """images: (n, R, R) uint8. labels: (n,), 1 where the dots are on one path."""
+    """images: (n, R, R) uint8. labels: (n,), 1 where the dots are on one path. marks: those of `mark`, where they are
+    asked for."""
 
     images: UInt8[np.ndarray, "n R R"]
     labels: Int[np.ndarray, " n"]
+    marks: UInt8[np.ndarray, "n R R"] | None = None
 
 
-def generate_images(rng: np.random.Generator, count: int, resolution: int) -> Images:
+def generate_images(
+    rng: np.random.Generator, count: int, resolution: int, dashes: int = HARD, marked: bool = False
+) -> Images:
     """`count` images, half of them connected (one more or less where the count is odd)."""
     labels = rng.permutation((np.arange(count) + rng.integers(2)) % 2)
-    images = [render(draw_scene(rng, resolution, bool(label)), resolution) for label in labels]
-    return Images(np.stack(images), labels)
+    scenes = [draw_scene(rng, resolution, bool(label), dashes) for label in labels]
+    images = np.stack([render(scene, resolution) for scene in scenes])
+    marks = np.stack([mark(*pair) for pair in zip(scenes, images)]) if marked else None
+    return Images(images, labels, marks)
 
 
-def _chunk(resolution: int, seed: int, split: int, index: int, count: int) -> Images:
-    return generate_images(np.random.default_rng([seed, resolution, split, index]), count, resolution)
+def _chunk(
+    resolution: int, dashes: int, marked: bool, seed: int, split: int, index: int, count: int
+) -> Images:
+    rng = np.random.default_rng([seed, resolution, split, index])
+    return generate_images(rng, count, resolution, dashes, marked)
 
 
 def generated(
-    resolution: int, seed: int, sizes: dict[str, int], processes: int
+    resolution: int,
+    seed: int,
+    sizes: dict[str, int],
+    processes: int,
+    dashes: int = HARD,
+    marked: bool = False,
 ) -> dict[str, Callable[[], Iterator[Images]]]:
     """The splits of a generated set, each the same for any number of processes."""
     return {
         split: functools.partial(
             run_chunks,
-            functools.partial(_chunk, resolution, seed, number),
+            functools.partial(_chunk, resolution, dashes, marked, seed, number),
             chunk_sizes(sizes[split], _CHUNK),
             processes,
             f"pathfinder{resolution}, {split}",
@@ -218,22 +248,35 @@ def generated(
     }
 
 
-def image_chunk(images: UInt8[np.ndarray, "n R R"], labels: Int[np.ndarray, " n"]) -> Chunk:
-    """Images as sequences of their pixels, row after row."""
-    lengths = np.full((len(images), 1), images[0].size)
-    return Chunk(images.reshape(-1), lengths, np.asarray(labels, np.int64))
+def image_chunk(
+    images: UInt8[np.ndarray, "n R R"],
+    labels: Int[np.ndarray, " n"],
+    marks: UInt8[np.ndarray, "n R R"] | None = None,
+) -> Chunk:
+    """Images as sequences of their pixels, row after row; each with the sequence of its marks, if there are any."""
+    parts = images[:, None] if marks is None else np.stack([images, marks], axis=1)
+    lengths = np.full(parts.shape[:2], images[0].size)
+    return Chunk(parts.reshape(-1), lengths, np.asarray(labels, np.int64))
 
 
-def generated_source(resolution: int, seed: int, sizes: dict[str, int], processes: int) -> Source:
-    """Images generated while they are read."""
+def generated_source(
+    resolution: int,
+    seed: int,
+    sizes: dict[str, int],
+    processes: int,
+    dashes: int = HARD,
+    marked: bool = False,
+) -> Source:
+    """Images generated while they are read; with their marks as second sequences, if `marked`."""
 
     def reader(chunks: Callable[[], Iterator[Images]]) -> Callable[[], Iterator[Chunk]]:
         return lambda: (image_chunk(*images) for images in chunks())
 
-    splits = generated(resolution, seed, sizes, processes)
+    splits = generated(resolution, seed, sizes, processes, dashes, marked)
+    marks = ("marked",) if marked else ()
     return Source(
-        f"generated pathfinder{resolution}",
-        digest("pathfinder", resolution, SIZES[resolution], seed, sizes),
+        f"generated pathfinder{resolution}" + ("" if dashes == HARD else f", paths of {dashes} dashes"),
+        digest("pathfinder", resolution, dashes, SIZES[resolution], seed, sizes, *marks),
         {name: reader(chunks) for name, chunks in splits.items()},
     )
 
@@ -242,11 +285,16 @@ def generated_source(resolution: int, seed: int, sizes: dict[str, int], processe
 
 
 def write_release(
-    out: str | os.PathLike[str], resolution: int, seed: int, sizes: dict[str, int], processes: int
+    out: str | os.PathLike[str],
+    resolution: int,
+    seed: int,
+    sizes: dict[str, int],
+    processes: int,
+    dashes: int = HARD,
 ) -> None:
     """Writes a folder as the Long Range Arena's release has them: LEVEL/imgs/N/sample_I.png, and LEVEL/metadata/N.npy,
-    which in spite of its name is text, a line an image: folder, file, number, label, dashes of the long and of the
-    short paths, number of short paths. It is whole or not there.
+    where LEVEL is that of `LEVELS`. The metadata are text in spite of their name, a line an image: folder, file,
+    number, label, dashes of the long and of the short paths, number of short paths. The folder is whole or not there.
 
     The splits are written one after the other without marks, as in the release; `open_files` splits them again.
 
@@ -255,20 +303,20 @@ def write_release(
     """
     with writing_folder(out) as folder:
         batch = 0
-        for chunks in generated(resolution, seed, sizes, processes).values():
+        for chunks in generated(resolution, seed, sizes, processes, dashes).values():
             for images in chunks():
-                _write_batch(folder / LEVEL, batch, images, SIZES[resolution].short_paths)
+                _write_batch(folder / LEVELS[dashes], batch, images, dashes, SIZES[resolution].short_paths)
                 batch += 1
 
 
-def _write_batch(folder: Path, batch: int, images: Images, short_paths: int) -> None:
+def _write_batch(folder: Path, batch: int, images: Images, dashes: int, short_paths: int) -> None:
     place = f"imgs/{batch}"
     (folder / place).mkdir(parents=True)
     (folder / "metadata").mkdir(exist_ok=True)
     lines = []
-    for i, (image, label) in enumerate(zip(*images)):
+    for i, (image, label) in enumerate(zip(images.images, images.labels)):
         Image.fromarray(image).save(folder / place / f"sample_{i}.png")
-        lines.append(f"{place} sample_{i}.png {i} {label} {_DASHES} {_SHORT_DASHES} {short_paths}\n")
+        lines.append(f"{place} sample_{i}.png {i} {label} {dashes} {_short(dashes)} {short_paths}\n")
     (folder / "metadata" / f"{batch}.npy").write_text("".join(lines))
 
 
@@ -305,8 +353,9 @@ def read_image(path: Path, resolution: int) -> bytes | None:
         raise UserError(f"--data_dir: cannot read {path} (truncated?): {one_line(error)}") from error
 
 
-def open_files(folder: Path, resolution: int) -> Source | None:
-    """The release's images at one resolution: folder/pathfinderN/LEVEL, folder/LEVEL or the folder itself.
+def open_files(folder: Path, resolution: int, dashes: int = HARD) -> Source | None:
+    """The release's images at one resolution: folder/pathfinderN/LEVEL, folder/LEVEL or the folder itself, with the
+    level of `LEVELS`.
 
     Of ten images in the order of the metadata the ninth is for validation and the tenth for testing (80/10/10, as in
     the release). None where there are none.
@@ -314,7 +363,8 @@ def open_files(folder: Path, resolution: int) -> Source | None:
     Raises:
       UserError: while reading, damaged metadata (with the line's number) or images.
     """
-    for place in (folder / f"pathfinder{resolution}" / LEVEL, folder / LEVEL, folder):
+    level = LEVELS[dashes]
+    for place in (folder / f"pathfinder{resolution}" / level, folder / level, folder):
         files = sorted((place / "metadata").glob("*.npy"), key=lambda path: (len(path.name), path.name))
         if files:
             stats = file_stats(files)

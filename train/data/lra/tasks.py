@@ -17,7 +17,7 @@ from train.data.lra.batches import default_buckets
 from train.data.lra.examples import Examples, Source, open_examples
 from train.data.lra.listops import ListOpsSpec
 from train.errors import UserError
-from train.fields import Free
+from train.fields import Decided, Free
 
 
 class TaskSizes(NamedTuple):
@@ -63,6 +63,10 @@ class LraDataConfig:
     """Seed of generated examples."""
     resolution: int = 32
     """Pixels of a side of pathfinder's images: 32, 64 or 128."""
+    dashes: int = pathfinder.HARD
+    """Dashes of its two long paths: 14 (the arena's, the release's hard set), or 9 or 6 of the easier sets."""
+    marks: Decided[bool] = False
+    """Whether each generated image of pathfinder has a second sequence, of the marks of its pixels."""
     listops: ListOpsSpec = ListOpsSpec()
     """The expressions that listops generates."""
     processes: Free[int] = 0
@@ -80,6 +84,10 @@ class LraDataConfig:
         if self.resolution not in pathfinder.SIZES:
             raise ValueError(
                 f"resolution must be one of {', '.join(map(str, pathfinder.SIZES))}, got {self.resolution}"
+            )
+        if self.dashes not in pathfinder.LEVELS:
+            raise ValueError(
+                f"dashes must be one of {', '.join(map(str, pathfinder.LEVELS))}, got {self.dashes}"
             )
         side = {"image": image.RESOLUTION, "pathfinder": self.resolution, "pathx": self.resolution}.get(
             self.task
@@ -128,7 +136,12 @@ def open_source(config: LraDataConfig) -> Source:
                 )
             case "pathfinder" | "pathx":
                 return pathfinder.generated_source(
-                    config.resolution, config.data_seed, sizes(config), config.processes
+                    config.resolution,
+                    config.data_seed,
+                    sizes(config),
+                    config.processes,
+                    config.dashes,
+                    config.marks,
                 )
             case "image":
                 return image.open_tfds_source()
@@ -136,6 +149,10 @@ def open_source(config: LraDataConfig) -> Source:
                 return text.open_tfds_source()
         raise UserError(
             "--data_dir: expected a folder with new_aan_pairs.*.tsv or Gutenberg's books.tsv, got none"
+        )
+    if config.marks:
+        raise UserError(
+            f"--data_dir: expected none, because only generated images have marks, got {config.data_dir}"
         )
     folder = Path(config.data_dir).expanduser()
     if not folder.exists():
@@ -150,7 +167,7 @@ def open_source(config: LraDataConfig) -> Source:
         case "image":
             source = image.open_files(folder)
         case _:
-            source = pathfinder.open_files(folder, config.resolution)
+            source = pathfinder.open_files(folder, config.resolution, config.dashes)
     if source is None:
         raise UserError(f"--data_dir: {folder} has no {config.task} files; see --help-all for those expected")
     return source

@@ -1,5 +1,6 @@
 """Pathfinder: labels by following the drawn path, balance, no shortcut by distance, folders as the release's."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -53,6 +54,60 @@ def test_a_scene_has_two_long_paths_and_short_ones():
     for i, first in enumerate(paths):
         for second in paths[:i]:
             assert np.linalg.norm(first[:, None] - second, axis=-1).min() > size.clearance - 1.5
+
+
+@pytest.mark.parametrize(("dashes", "level"), [(6, "curv_baseline"), (9, "curv_contour_length_9")])
+def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
+    """Shorter paths, whose labels are as right, in the release's folder of that level."""
+    monkeypatch.setattr(pathfinder, "_CHUNK", 6)
+    scene = draw_scene(np.random.default_rng(1), 32, connected=True, dashes=dashes)
+    assert [len(path) - 1 for path in scene.paths] == [dashes] * 2 + [dashes // 3] * 5
+    images, labels = generate_images(np.random.default_rng(0), 20, 32, dashes)
+    assert [is_connected(image, 1.0) for image in images] == labels.astype(bool).tolist()
+    folder = tmp_path / "pathfinder32"
+    pathfinder.write_release(folder, 32, 0, {"train": 8, "valid": 1, "test": 1}, 1, dashes)
+    assert (folder / level / "metadata" / "0.npy").read_text().endswith(f"{dashes} {dashes // 3} 5\n")
+    config = LraDataConfig(task="pathfinder", length=1024, data_dir=str(tmp_path), dashes=dashes)
+    assert len(load(config, tmp_path / "run", ("train",))[1]["train"]) == 8
+    with pytest.raises(UserError, match="has no pathfinder files"):
+        load(
+            LraDataConfig(task="pathfinder", length=1024, data_dir=str(tmp_path)),
+            tmp_path / "run",
+            ("train",),
+        )
+    with pytest.raises(ValueError, match="dashes must be one of 6, 9, 14, got 7"):
+        LraDataConfig(task="pathfinder", length=1024, dashes=7)
+
+
+def test_marks_say_which_paths_have_a_dot():
+    """The pixels of one path where the dots are connected, and of two where they are not, with both dots among them."""
+    images, labels, marks = generate_images(np.random.default_rng(3), 20, 32, 9, marked=True)
+    np.testing.assert_array_equal(images, generate_images(np.random.default_rng(3), 20, 32, 9).images)
+    assert marks.dtype == np.uint8
+    np.testing.assert_array_equal(marks > 0, images > 20)
+    assert (marks[images > 200] == 2).all()
+    pieces = [ndimage.label(mark == 2, np.ones((3, 3)))[1] for mark in marks]
+    assert pieces == (2 - labels).tolist()
+    assert (marks == 1).any((1, 2)).all()
+
+
+def test_marks_are_the_second_sequences_of_generated_images(tmp_path):
+    config = LraDataConfig(
+        task="pathfinder",
+        length=1024,
+        dashes=6,
+        marks=True,
+        train_examples=3,
+        valid_examples=1,
+        test_examples=1,
+    )
+    _, read = load(config, tmp_path, ("train",))
+    image, marks = read["train"][1]
+    np.testing.assert_array_equal(marks > 0, image > 20)
+    with pytest.raises(
+        UserError, match="--data_dir: expected none, because only generated images have marks"
+    ):
+        load(dataclasses.replace(config, data_dir=str(tmp_path)), tmp_path, ("train",))
 
 
 def test_distance_of_the_dots_tells_little():

@@ -1,0 +1,149 @@
+"""Pretraining on the Long Range Arena's own inputs: an encoder that predicts masked tokens of a task's sequences.
+
+`python -m train.lra denoise-TASK` trains it without the labels, and `python -m train.lra TASK --pretrained RUN` trains
+the classifier from its weights: self-pretraining, Amos et al. 2023 (arXiv:2310.02980), here with the masks of
+arXiv:1810.04805.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from brl_jax.models import MaskedLM
+from train.config import RunConfig
+from train.data.lra import LRA_TASKS, load
+from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
+from train.fields import Decided, Flat
+from train.loop import HeldOut
+from train.mesh import host_rows
+from train.step import Objective, means
+from train.task import Task
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig
+from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
+from train.tasks.mlm import mlm_objective
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseDataConfig(TaskDataConfig):
+    """The examples, and how much of them is masked."""
+
+    mask_share: float = 0.5
+    """Share of a sequence's tokens that the network is asked for."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0.0 < self.mask_share < 1.0:
+            raise ValueError(f"mask_share must be above 0 and below 1, got {self.mask_share}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseModelConfig(LraModelConfig):
+    """The network."""
+
+    inputs: Decided[str] = "embed"  # type: ignore[assignment]
+    pooling: Decided[str] = "mean"  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseConfig(RunConfig):
+    """An encoder trained to predict masked tokens of one task's sequences."""
+
+    data: Annotated[DenoiseDataConfig, Flat]
+    model: Annotated[DenoiseModelConfig, Flat]
+
+
+def _preset(task: str) -> DenoiseConfig:
+    """The task's own preset, with another objective."""
+    found = PRESETS[task]
+    values = lambda part: {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # noqa: E731
+    model = values(found.model) | {"inputs": "embed", "pooling": "mean"}
+    return DenoiseConfig(
+        found.loop, DenoiseDataConfig(**values(found.data)), DenoiseModelConfig(**model), found.optimizer
+    )
+
+
+PRETRAINING = {f"denoise-{task}": _preset(task) for task in LRA_TASKS if not LRA_TASKS[task].is_pair}
+
+
+class LraDenoiseTask(Task[DenoiseConfig, LraData]):
+    """Masked tokens of the sequences of one task, whose labels are not read."""
+
+    name = "lra_denoise"
+    about = "Trains an encoder to predict masked tokens of the Long Range Arena's sequences."
+    config_class = DenoiseConfig
+    presets = PRETRAINING
+    default_preset = "denoise-listops"
+
+    def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
+        """The arena's task decides the tokens, of which the mask is one more."""
+        sizes = LRA_TASKS[config.data.task]
+        model = dataclasses.replace(
+            config.model,
+            vocab_size=sizes.vocab_size + 1,
+            num_classes=sizes.num_classes,
+            max_length=config.data.padded_lengths[-1],
+        )
+        return dataclasses.replace(config, model=model)
+
+    def model(self, config: DenoiseConfig) -> MaskedLM:
+        return MaskedLM(config.model)
+
+    def objective(self, model: MaskedLM, config: DenoiseConfig) -> Objective:
+        return mlm_objective(model)
+
+    def batch_shapes(self, config: DenoiseConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        length = config.data.padded_lengths[-1]
+        asked = (rows, num_asked(length, config.data.mask_share))
+        return {
+            "tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32),
+            "places": jax.ShapeDtypeStruct(asked, jnp.int32),
+            "targets": jax.ShapeDtypeStruct(asked, jnp.int32),
+            "weights": jax.ShapeDtypeStruct(asked, jnp.float32),
+            "lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
+
+    def load(self, config: DenoiseConfig, splits: Sequence[str]) -> LraData:
+        return LraData(*load(config.data, config.loop.workdir, splits))
+
+    def describe_data(self, config: DenoiseConfig, data: LraData) -> str:
+        return described(config.data, data)
+
+    def _masking(self, config: DenoiseConfig) -> dict[str, Any]:
+        size = LRA_TASKS[config.data.task].vocab_size
+        return {"vocab_size": size, "mask": size, "share": config.data.mask_share}
+
+    def training_stream(self, config: DenoiseConfig, data: LraData, mesh: Mesh) -> MaskedBatches:
+        return MaskedBatches(
+            training_batches(config.loop, config.data, data, mesh),
+            batch=config.loop.batch,
+            seed=config.loop.seed,
+            rows=host_rows(mesh, config.loop.batch),
+            **self._masking(config),
+        )
+
+    def held_out(
+        self, config: DenoiseConfig, data: LraData, split: str, mesh: Mesh | None = None
+    ) -> MaskedHeldOut:
+        rows = None if mesh is None else host_rows(mesh, config.loop.microbatch)
+        batches = held_out_batches(config.loop, config.data, data, split, mesh)
+        return MaskedHeldOut(batches, rows=rows, **self._masking(config))
+
+    def measures(
+        self, config: DenoiseConfig, data: LraData, split: str, held_out: HeldOut, sums: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
+        metrics = means(sums)
+        return {**metrics, "perplexity": math.exp(metrics["loss"]), "tokens": round(sums["weight"])}
+
+    def next_commands(self, config: DenoiseConfig, data: LraData) -> Sequence[Sequence[str]]:
+        return (("train.lra", config.data.task, "--pretrained", config.loop.workdir, "--inputs", "embed"),)
+
+
+LRA_DENOISE = LraDenoiseTask()

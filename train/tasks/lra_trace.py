@@ -1,0 +1,152 @@
+"""Following pathfinder's paths: an encoder that says of each lit pixel whether its path has a dot.
+
+`python -m train.lra trace-pathfinder` trains it on the marks of generated images, and `python -m train.lra pathfinder
+--pretrained RUN` trains the classifier from its weights. The marks are labels that the Long Range Arena does not have:
+some hundred an image, of which those near a dot are learnt first and those farther away after them, where the arena's
+one label needs a network that follows paths from end to end before it gives any gradient (docs/lra.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from brl_jax.models import TokenClassifier
+from train.config import RunConfig
+from train.data.lra import LRA_TASKS, EvalBatches, TrainBatches, load
+from train.fields import Decided, Flat
+from train.loop import HeldOut
+from train.mup import make_rates
+from train.step import Batch, Objective, classification, means, random_streams
+from train.task import Task
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig
+from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceDataConfig(TaskDataConfig):
+    """The images and the marks of their pixels."""
+
+    marks: Decided[bool] = True
+    data_dir: Decided[str | None] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceModelConfig(LraModelConfig):
+    """The network."""
+
+    pooling: Decided[str] = "mean"  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceConfig(RunConfig):
+    """An encoder trained to mark the paths with a dot."""
+
+    data: Annotated[TraceDataConfig, Flat]
+    model: Annotated[TraceModelConfig, Flat]
+
+
+def _preset(name: str) -> TraceConfig:
+    """The preset of that name, with another objective."""
+    found = PRESETS[name]
+    values = lambda part: {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # noqa: E731
+    data = TraceDataConfig(**values(found.data) | {"marks": True})
+    model = TraceModelConfig(**values(found.model) | {"pooling": "mean"})
+    return TraceConfig(found.loop, data, model, found.optimizer)
+
+
+TRACING = {"trace-pathfinder": _preset("pathfinder-2d")}
+
+
+def trace_objective(model: TokenClassifier) -> Objective:
+    """Classification of the lit pixels of {"tokens": (B, 2, T) int32, images and marks, "lengths": (B, 2) int32,
+    "weights": (B,) floats}."""
+
+    def init(key: Array) -> Any:
+        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+        image, marks = batch["tokens"][:, 0], batch["tokens"][:, 1]
+        logits: Any = model.apply(
+            {"params": params},
+            image,
+            lengths=batch["lengths"][:, 0],
+            deterministic=key is None,
+            rngs=random_streams(key),
+        )
+        nll, right = classification(logits, (marks == 2).astype(jnp.int32))
+        weights = jnp.where(marks > 0, batch["weights"][:, None], 0.0)
+        return jnp.sum(nll * weights), jnp.sum(weights), memory, {"accuracy": jnp.sum(right * weights)}
+
+    return Objective(
+        init, loss, lambda rows: None, averages=("accuracy",), best="accuracy", rates=make_rates(model.config)
+    )
+
+
+class LraTraceTask(Task[TraceConfig, LraData]):
+    """The pixels of generated images of pathfinder, each with a class of its own."""
+
+    name = "lra_trace"
+    about = "Trains an encoder to mark the paths of pathfinder that have a dot."
+    config_class = TraceConfig
+    presets = TRACING
+    default_preset = "trace-pathfinder"
+
+    def sized(self, config: TraceConfig, data: LraData | None = None) -> TraceConfig:
+        """The arena's task decides the tokens; a lit pixel is of one of two classes."""
+        model = dataclasses.replace(
+            config.model,
+            vocab_size=LRA_TASKS[config.data.task].vocab_size,
+            num_classes=2,
+            max_length=config.data.padded_lengths[-1],
+        )
+        return dataclasses.replace(config, model=model)
+
+    def model(self, config: TraceConfig) -> TokenClassifier:
+        return TokenClassifier(config.model)
+
+    def objective(self, model: TokenClassifier, config: TraceConfig) -> Objective:
+        return trace_objective(model)
+
+    def batch_shapes(self, config: TraceConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes = {
+            "tokens": (rows, 2, config.data.padded_lengths[-1]),
+            "lengths": (rows, 2),
+            "targets": (rows,),
+        }
+        return {
+            **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()},
+            "weights": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        }
+
+    def load(self, config: TraceConfig, splits: Sequence[str]) -> LraData:
+        return LraData(*load(config.data, config.loop.workdir, splits))
+
+    def describe_data(self, config: TraceConfig, data: LraData) -> str:
+        return described(config.data, data)
+
+    def training_stream(self, config: TraceConfig, data: LraData, mesh: Mesh) -> TrainBatches:
+        return training_batches(config.loop, config.data, data, mesh)
+
+    def held_out(
+        self, config: TraceConfig, data: LraData, split: str, mesh: Mesh | None = None
+    ) -> EvalBatches:
+        return held_out_batches(config.loop, config.data, data, split, mesh)
+
+    def measures(
+        self, config: TraceConfig, data: LraData, split: str, held_out: HeldOut, sums: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Of the lit pixels: accuracy, loss in nats, and how many they are."""
+        return {**means(sums), "pixels": round(sums["weight"])}
+
+    def next_commands(self, config: TraceConfig, data: LraData) -> Sequence[Sequence[str]]:
+        return (("train.lra", "pathfinder-2d", "--pretrained", config.loop.workdir),)
+
+
+LRA_TRACE = LraTraceTask()
