@@ -33,7 +33,7 @@ class GradientPair(BlockPair):
         q, g = self.rows(self.query, unit), self.rows(self.grad, unit)
         top, log_total, mean, rest = self.statistics(self.row_statistics, unit, 4)
         scores = self.capped(arithmetic.dot(self.key, q, NT))
-        products = self.masked(scores, unit)
+        products = self.masked(self.biased(scores, unit), unit)
         weights = jnp.exp2((products - top) * (self.call.scale * LOG2E) - log_total)
         capped = changes = weights * ((arithmetic.dot(self.value, g, NT) - mean) - rest)
         if self.call.cap is not None:

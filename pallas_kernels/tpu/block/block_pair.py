@@ -202,12 +202,17 @@ class BlockPair:
         """The scores, capped where the call has a cap."""
         return scores if self.call.cap is None else arithmetic.soft_cap(scores, self.call.cap)
 
+    def biased(self, scores: Float[Array, "block_k tile"], unit: int) -> Float[Array, "block_k tile"]:
+        """The capped scores with their bias, where the call has one."""
+        if self.bias is None:
+            return scores
+        tile, head = divmod(unit, self.call.layout.packed)
+        return scores + self.bias.refs.scratch[head, self.bias.tile(tile)]
+
     def masked(self, scores: Float[Array, "block_k tile"], unit: int) -> Float[Array, "block_k tile"]:
-        """The capped scores with their bias, and MASKED where a query of the tile does not see a key."""
+        """The scores, and MASKED where a query of the tile does not see a key."""
         call = self.call
-        head, rows = self.split(unit)
-        if self.bias is not None:
-            scores = scores + self.bias.refs.scratch[head, self.bias.tile(unit // call.layout.packed)]
+        _, rows = self.split(unit)
         keys = self.first_key + jax.lax.broadcasted_iota(jnp.int32, (call.block_k, 1), 0)
         queries = self.first_query + rows.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
         seen = []

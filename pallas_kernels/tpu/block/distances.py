@@ -11,6 +11,8 @@ time moved by one lane: eight rows of the array are then a slice of lanes of it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -102,11 +104,14 @@ class PairBias:
         first = self.call.block_q - TILE * (unit_tile + 1)
         return slice(first, first + self.call.block_k)
 
-    def _distances(self) -> Float[Array, "rows tile"]:
-        """The absolute distance of each element of the array."""
-        shape = self.call.bias_array[1:]
+    def _distances(self) -> Iterator[Float[Array, "8 tile"]]:
+        """The absolute distances in the array, eight rows at a time: two instructions for each."""
+        shape = (COPIES, TILE)
         there = jax.lax.broadcasted_iota(jnp.int32, shape, 1) - jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-        return jnp.abs((there + (self.base + self.offset + self.call.block_q - TILE)).astype(jnp.float32))
+        there = there.astype(jnp.float32)
+        first = (self.base + self.offset + (self.call.block_q - TILE)).astype(jnp.float32)
+        for row in range(0, self.call.bias_array[1], COPIES):
+            yield jnp.abs(there + (first - float(row)))
 
     def _window(self):
         """The lanes of the table that hold the distances of this pair."""
@@ -119,7 +124,8 @@ class PairBias:
     def _rows(self, head: int) -> Float[Array, "rows tile"]:
         assert self.call.bias is not None
         if self.call.bias.distances == 0:
-            return self.refs.numbers[0, head : head + 1] * self._distances()
+            slopes = jnp.broadcast_to(self.refs.numbers[0, head : head + 1], (COPIES, TILE))
+            return jnp.concatenate([slopes * rows for rows in self._distances()], axis=0)
         window = self.refs.numbers[0, head * COPIES : (head + 1) * COPIES, self._window()]
         turned = [pltpu.roll(window, COPIES * n, 1) if n else window for n in range(LANES // COPIES)]
         starts = range(window.shape[1] - LANES, 0, -LANES)
@@ -129,12 +135,12 @@ class PairBias:
         """Adds to `result`, laid out as the operand is, the gradient that `grads` has in the array's form."""
         assert self.call.bias is not None
         for head in range(self.call.layout.packed):
+            groups = [grads[head, n * COPIES : (n + 1) * COPIES] for n in range(grads.shape[1] // COPIES)]
             if self.call.bias.distances == 0:
-                rows = (grads[head] * self._distances()).sum(axis=0, keepdims=True)
-                result[0, 0, head : head + 1] += rows
+                rows = functools.reduce(jnp.add, map(jnp.multiply, groups, self._distances()))
+                result[0, 0, head : head + 1] += rows.sum(axis=0, keepdims=True)
                 continue
             steps, window = LANES // COPIES, self._window()
-            groups = [grads[head, n * COPIES : (n + 1) * COPIES] for n in range(grads.shape[1] // COPIES)]
             width, total = self.call.block_q + self.call.block_k, None
             for n in range(steps):
                 lanes = [jnp.zeros_like(groups[0]), *reversed(groups[n::steps])]

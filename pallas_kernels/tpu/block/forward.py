@@ -31,11 +31,12 @@ def _forward_kernel(*refs, call: BlockCall, scalars: int):
         pair = BlockPair(lists, False, cut, key, value, visible)
 
         def score(unit):
-            return (arithmetic.dot(pair.key, pair.rows(query, unit), NT),)
+            products = arithmetic.dot(pair.key, pair.rows(query, unit), NT)
+            return (pair.biased(pair.capped(products), unit),)
 
         def weigh(unit, products):
             head, lanes = pair.split(unit)
-            products = pair.masked(pair.capped(products), unit)
+            products = pair.masked(products, unit)
             old = statistics[0, 0, head : head + 1, lanes]
             top = jnp.maximum(old, products.max(axis=0, keepdims=True))
             weights = jnp.exp2((products - top) * factor)
