@@ -151,4 +151,10 @@ def plan_window(
         )
         for name, plan in (("forward", forward), ("backward", backward))
     )
+    if itemsize < 4:
+        # Packed heads keep more scores in flight than are counted.
+        forward_limit, backward_limit = (
+            None if limit is None else max(limit, 2 * GRANTED_MIB * MIB)
+            for limit in (forward_limit, backward_limit)
+        )
     return WindowCall(forward, backward, forward_limit, backward_limit, layout)
