@@ -27,8 +27,13 @@ def run(is_causal, function=full_attention, around=None, **options):
 
     def both(attend):
         options = {"is_causal": is_causal, "segment_ids": ids, "key_value_seq_lengths": lengths}
-        out, pull = jax.vjp(lambda *x: attend(*x, **options), *arrays)
-        return [np.asarray(x) for x in (out, *pull(d_out))]
+
+        @jax.jit
+        def program(arrays, d_out):
+            out, pull = jax.vjp(lambda *x: attend(*x, **options), *arrays)
+            return out, *pull(d_out)
+
+        return [np.asarray(x) for x in program(arrays, d_out)]
 
     expected = both(functools.partial(function, implementation="xla", **options))
     if around is not None:
