@@ -217,6 +217,41 @@ MUTANTS = (
         ("tests/attention/dense/test_sharded.py", "-k", "oracles"),
     ),
     Mutant(
+        "hopfield/in a ring the first retrieval reads the values",
+        "brl_jax/attention/dense/sharded.py",
+        "query = full_attention(query, key, key, **options)",
+        "query = full_attention(query, key, value, **options)",
+        ("tests/attention/dense/test_sharded.py", "-k", "hopfield"),
+    ),
+    Mutant(
+        "mlr/in a ring two parts share every level's block",
+        "brl_jax/attention/structured/mlr_sharded.py",
+        "(place.query // block == place.key // block)",
+        "(place.query // block <= place.query // block)",
+        ("tests/attention/structured/test_on_a_mesh.py", "-k", "levels"),
+    ),
+    Mutant(
+        "mlr/the log-sum-exp has no gradient",
+        "brl_jax/attention/structured/mlr_tiles.py",
+        "o.astype(jnp.float32), -1) - d_lse",
+        "o.astype(jnp.float32), -1) - 0 * d_lse",
+        ("tests/attention/structured/test_on_a_mesh.py", "-k", "levels"),
+    ),
+    Mutant(
+        "running sums/a device adds its own total too",
+        "brl_jax/attention/core/running.py",
+        "before = jnp.arange(every.shape[0], dtype=jnp.int32) < lax.axis_index(axis_name)",
+        "before = jnp.arange(every.shape[0], dtype=jnp.int32) <= lax.axis_index(axis_name)",
+        ("tests/attention/recurrent/test_on_a_mesh.py", "-m", "", "-k", "flow"),
+    ),
+    Mutant(
+        "whole rows/a device keeps the outputs of the first stretch",
+        "brl_jax/attention/core/whole_rows.py",
+        "lax.axis_index(axis) // parts * count",
+        "0 * lax.axis_index(axis) // parts * count",
+        ("tests/attention/sorting/test_on_a_mesh.py", "-k", "device"),
+    ),
+    Mutant(
         "full/masks of all query blocks are made before the scan over layers",
         "brl_jax/attention/core/query_blocks.py",
         "offsets, segments, _ = lax.optimization_barrier((offsets, segments, query[:1, :1]))",
@@ -791,8 +826,8 @@ MUTANTS = (
     Mutant(
         "recurrent/Flowformer forgets the competition of earlier pieces",
         "brl_jax/attention/recurrent/flow.py",
-        "jnp.logaddexp(state.competition[:, None], within)",
-        "within",
+        "jnp.logaddexp(state.competition[:, None], running_log_sum(conserved_sources, axis))",
+        "running_log_sum(conserved_sources, axis)",
         (LAWS, "-k", "law_2 and flowformer"),
     ),
     Mutant(

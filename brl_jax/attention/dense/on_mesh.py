@@ -20,7 +20,7 @@ def dense_on_mesh(
     value: Float[Array, "B S K V"],
     *,
     function: Any = full_attention,
-    around: Any = sharded.full_attention,
+    around: Any = None,
     implementation: Any = None,
     is_causal: bool = False,
     key_value_seq_lengths: Any = None,
@@ -37,18 +37,22 @@ def dense_on_mesh(
 
     Args:
       function: `full_attention`, or a function with these arguments of its.
-      around: the function of `sharded` that is `function` for sequences that devices share.
+      around: the function of `sharded` that is `function` for sequences that devices share; for `full_attention` it is
+        known. Without one, each device gathers all keys of its rows.
       query, key, value, ...: as for `full_attention`; `static` has no arrays.
     """
     shared = implementation in ("pallas", "pallas_interpret") or (
         implementation in (None, "xla") and min(query.shape[1], key.shape[1]) >= MANY_TOKENS
     )
     static["implementation"] = implementation
+    if function is full_attention:
+        around = sharded.full_attention
     if not isinstance(segment_ids, (tuple, list)):
         segment_ids = (segment_ids, segment_ids)
     axis = sequence_axis(query.shape[1]) if shared else None
     traced = not is_int(query_offset)
-    ring = axis is not None and _goes_around(query, key, is_causal, query_offset, static)
+    can_go = axis is not None and around is not None
+    ring = can_go and _goes_around(query, key, is_causal, query_offset, static)
 
     def attend(query, key, value, lengths, query_segments, key_segments, offset, sinks):
         options = {} if sinks is None else {"sinks": sinks}

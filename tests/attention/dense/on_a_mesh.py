@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from brl_jax.attention.dense import sharded
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.on_mesh import dense_on_mesh
@@ -18,7 +19,7 @@ from tests.attention.local.test_local import random_qkv
 LENGTH = MANY_TOKENS
 
 
-def run(is_causal, function=full_attention, **options):
+def run(is_causal, function=full_attention, around=None, **options):
     """Output and gradients on one device and on the mesh."""
     *arrays, d_out = random_qkv(LENGTH, batch=2)
     ids = jnp.asarray(np.sort(np.random.default_rng(3).integers(0, 3, (2, LENGTH))))
@@ -26,19 +27,29 @@ def run(is_causal, function=full_attention, **options):
 
     def both(attend):
         options = {"is_causal": is_causal, "segment_ids": ids, "key_value_seq_lengths": lengths}
-        out, pull = jax.vjp(lambda *x: attend(*x, **options), *arrays)
-        return [np.asarray(x) for x in (out, *pull(d_out))]
+
+        @jax.jit
+        def program(arrays, d_out):
+            out, pull = jax.vjp(lambda *x: attend(*x, **options), *arrays)
+            return out, *pull(d_out)
+
+        return [np.asarray(x) for x in program(arrays, d_out)]
 
     expected = both(functools.partial(function, implementation="xla", **options))
-    if function is not full_attention:
-        options["function"] = function
-    sharded = functools.partial(dense_on_mesh, **options)
+    if around is not None:
+        options |= {"function": function, "around": around}
+    on_mesh = functools.partial(dense_on_mesh, **options)
     with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=1, sequence=4))):
-        return expected, both(sharded)
+        return expected, both(on_mesh)
 
 
 PARTS = {
     "causal": functools.partial(run, True),
     "both ways, sinks": functools.partial(run, False, sinks=jnp.array([0.5, -1.0, 2.0, 0.0])),
-    "hopfield": functools.partial(run, True, functools.partial(hopfield_attention, steps=2)),
+    "hopfield": functools.partial(
+        run,
+        True,
+        functools.partial(hopfield_attention, steps=2),
+        functools.partial(sharded.hopfield_attention, steps=2),
+    ),
 }
