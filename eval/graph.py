@@ -64,7 +64,8 @@ def step_megabytes(run: Run, data: GraphData) -> float:
         return objective.loss(params, None, batch, key)[0]
 
     step = jax.jit(jax.grad(loss)).lower(params, arrays, jax.random.key(0)).compile()
-    return step.memory_analysis().temp_size_in_bytes / 1e6
+    memory: Any = step.memory_analysis()
+    return memory.temp_size_in_bytes / 1e6
 
 
 class _GraphEvaluation(Evaluation[GraphEvalOptions]):
