@@ -63,10 +63,9 @@ def step_megabytes(run: Run, data: GraphData) -> float:
     def loss(params: Any, batch: Any, key: Any) -> Any:
         return objective.loss(params, None, batch, key)[0]
 
-    analysis: Any = (
-        jax.jit(jax.grad(loss)).lower(params, arrays, jax.random.key(0)).compile().memory_analysis()
-    )
-    return analysis.temp_size_in_bytes / 1e6
+    step = jax.jit(jax.grad(loss)).lower(params, arrays, jax.random.key(0)).compile()
+    memory: Any = step.memory_analysis()
+    return memory.temp_size_in_bytes / 1e6
 
 
 class _GraphEvaluation(Evaluation[GraphEvalOptions]):
