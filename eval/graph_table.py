@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.plotting import line_styles, plain_log_axis
+from eval.plotting import line_styles
 
 # BRL-Attention (OpenReview Vpyg3fqXbl), table 4: micro and macro F1.
 PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -140,12 +140,12 @@ def _draw_memory(axes: Any, rows: Mapping[str, Any], styles: Mapping[str, Any]) 
     for network, row in rows.items():
         (mean, deviation, _), (megabytes, *_) = row["micro_f1"], row["step_megabytes"]
         style = {**styles[network], "linestyle": "none"}
-        axes.errorbar(megabytes, mean, yerr=deviation, label=network, capsize=3, **style)
-    axes.set_xscale("log")
-    plain_log_axis(axes.xaxis)
+        axes.errorbar(megabytes, mean, yerr=deviation, capsize=3, **style)
+        top = (megabytes, mean + deviation)
+        axes.annotate(network, top, xytext=(0, 5), textcoords="offset points", ha="center")
     axes.set_xlabel("MB of a training step")
+    axes.margins(x=0.2, y=0.15)
     axes.grid(True, alpha=0.3)
-    axes.legend(frameon=False)
 
 
 def _draw_losses(axes: Any, results: Sequence[Mapping[str, Any]], styles: Mapping[str, Any]) -> None:
