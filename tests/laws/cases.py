@@ -119,6 +119,7 @@ VARIANTS: dict[str, dict[str, Case]] = {
             compress_scale="learned",
             compress_positions="none",
         ),
+        "layer-neighbourhood": _brl("brl-layer", window=4, pattern="neighbourhood", grid_width=7),
         "layer-equations": _brl("brl-layer", formulation="equations", history_size=5, phi="spiky"),
         "output-relu2": _brl(
             "brl-output",

@@ -287,10 +287,10 @@ MUTANTS = (
         (f"{LOCAL}/test_xla_cpu.py",),
     ),
     Mutant(
-        "local/the CPU's shifts leave no margin between heads",
+        "local/the CPU's shifts see a key in the margin between heads",
         "brl_jax/attention/local/xla_cpu_grid.py",
-        "inside = (place < self.length) & (key >= 0) & (key < self.length)",
-        "inside = place < self.length",
+        "dtype=jnp.int32)[None] < stop",
+        "dtype=jnp.int32)[None] <= stop",
         (f"{LOCAL}/test_xla_cpu_grid.py",),
     ),
     Mutant(

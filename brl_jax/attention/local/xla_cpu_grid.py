@@ -96,12 +96,11 @@ class GridShifts:
         return lax.dynamic_slice_in_dim(x, offset + self.margin, x.shape[-1] - 2 * self.margin, x.ndim - 1)
 
     def visible(self, call: PatternCall, heads: int) -> Bool[Array, "O L"]:
-        """At each offset, which places have a query that sees the key there."""
+        """At each offset, which places have a query that sees the key there, if there is one (`_Row.exists`)."""
         place = jnp.arange(self.stride, dtype=jnp.int32)[None]
         key = place + self.steps[:, None]
-        inside = (place < self.length) & (key >= 0) & (key < self.length)
         first = call.first_position
-        return jnp.tile(inside & call.pattern.visible(first + place, first + key), (1, heads))
+        return jnp.tile(call.pattern.visible(first + place, first + key), (1, heads))
 
 
 class _Row(NamedTuple):
