@@ -51,7 +51,7 @@ COMMANDS = [
     pytest.param(command, id=f"{page.name}: {command}")
     for page in PAGES
     for command in dict.fromkeys(
-        commands(page.read_text()) + (row_options(page.read_text()) if page.name == "README.md" else [])
+        commands(page.read_text()) + (row_options(page.read_text()) if page.name == "results.md" else [])
     )
 ]
 
