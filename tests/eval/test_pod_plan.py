@@ -24,7 +24,7 @@ SMALL = "small --num_layers 2 --batch 8 --length 128 --mechanism.block_size 128"
     [
         ("--topology v5e:3x3", "--topology: unknown 'v5e:3x3'; expected one of v4: .*v5e: 1x1, 2x2,"),
         ("--topology v9:2x2", "--topology: unknown 'v9:2x2'"),
-        ("--tokenizer words", "--tokenizer: expected bytes, bpe:SIZE or words:max=SIZE"),
+        ("--tokenizer words", "--tokenizer: expected bytes, bpe:SIZE, bpe-uncased:SIZE or words:max=SIZE"),
     ],
 )
 def test_bad_input(options, message):

@@ -32,7 +32,7 @@ def is_connected(image, gap):
 
 @pytest.mark.parametrize(("resolution", "count", "gap"), [(32, 30, 1.0), (64, 10, 3.0), (128, 10, 4.0)])
 def test_every_label_is_what_following_the_path_gives(resolution, count, gap):
-    images, labels = generate_images(np.random.default_rng(0), count, resolution)
+    images, labels, _ = generate_images(np.random.default_rng(0), count, resolution)
     assert images.shape == (count, resolution, resolution)
     assert images.dtype == np.uint8
     assert labels.sum() == count // 2
@@ -62,7 +62,7 @@ def test_the_easier_levels(tmp_path, monkeypatch, dashes, level):
     monkeypatch.setattr(pathfinder, "_CHUNK", 6)
     scene = draw_scene(np.random.default_rng(1), 32, connected=True, dashes=dashes)
     assert [len(path) - 1 for path in scene.paths] == [dashes] * 2 + [dashes // 3] * 5
-    images, labels = generate_images(np.random.default_rng(0), 20, 32, dashes)
+    images, labels, _ = generate_images(np.random.default_rng(0), 20, 32, dashes)
     assert [is_connected(image, 1.0) for image in images] == labels.astype(bool).tolist()
     folder = tmp_path / "pathfinder32"
     pathfinder.write_release(folder, 32, 0, {"train": 8, "valid": 1, "test": 1}, 1, dashes)
@@ -127,7 +127,7 @@ def test_folders_are_as_the_releases_and_read_back(tmp_path, monkeypatch):
     assert sorted(p.name for p in (level / "metadata").iterdir()) == ["0.npy", "1.npy", "2.npy", "3.npy"]
     place, name, number, label, *rest = (level / "metadata" / "1.npy").read_text().splitlines()[3].split()
     assert (place, name, number, rest) == ("imgs/1", "sample_3.png", "3", ["14", "4", "5"])
-    images, labels = next(pathfinder.generated(32, 5, counts, 1)["train"]())
+    images, labels, _ = next(pathfinder.generated(32, 5, counts, 1)["train"]())
     np.testing.assert_array_equal(np.asarray(Image.open(level / "imgs/0/sample_2.png")), images[2])
     assert label == str(list(pathfinder.generated(32, 5, counts, 1)["train"]())[1].labels[3])
     for folder in (tmp_path, tmp_path / "pathfinder32", level):
