@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from brl_jax.layers import (
     BRLConfig,
@@ -75,6 +75,14 @@ class LraConfig(RunConfig):
     training starts from its encoder's weights, and from its head's where it classifies the same task."""
     checkpoint: str = "best"
     """Of that run: best (on held-out data), last, or a step."""
+
+
+_Part = TypeVar("_Part")
+
+
+def recast(kind: type[_Part], part: Any, **changes: Any) -> _Part:
+    """A part of a configuration as `kind`, a class derived from its own, with some of its fields changed."""
+    return kind(**{field.name: getattr(part, field.name) for field in dataclasses.fields(part)} | changes)
 
 
 class _Setting(NamedTuple):

@@ -25,7 +25,7 @@ from train.loop import HeldOut
 from train.mesh import host_rows
 from train.step import Objective, means
 from train.task import Task
-from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.mlm import mlm_objective
 
@@ -62,11 +62,8 @@ class DenoiseConfig(RunConfig):
 def _preset(task: str) -> DenoiseConfig:
     """The task's own preset, with another objective."""
     found = PRESETS[task]
-    values = lambda part: {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # noqa: E731
-    model = values(found.model) | {"inputs": "embed", "pooling": "mean"}
-    return DenoiseConfig(
-        found.loop, DenoiseDataConfig(**values(found.data)), DenoiseModelConfig(**model), found.optimizer
-    )
+    model = recast(DenoiseModelConfig, found.model, inputs="embed", pooling="mean")
+    return DenoiseConfig(found.loop, recast(DenoiseDataConfig, found.data), model, found.optimizer)
 
 
 PRETRAINING = {f"denoise-{task}": _preset(task) for task in LRA_TASKS if not LRA_TASKS[task].is_pair}

@@ -25,7 +25,7 @@ from train.loop import HeldOut
 from train.mup import make_rates
 from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Task
-from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 
 
@@ -55,10 +55,10 @@ class TraceConfig(RunConfig):
 def _preset(name: str) -> TraceConfig:
     """The preset of that name, with another objective."""
     found = PRESETS[name]
-    values = lambda part: {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # noqa: E731
-    data = TraceDataConfig(**values(found.data) | {"marks": True})
-    model = TraceModelConfig(**values(found.model) | {"pooling": "mean"})
-    return TraceConfig(found.loop, data, model, found.optimizer)
+    data = recast(TraceDataConfig, found.data, marks=True)
+    return TraceConfig(
+        found.loop, data, recast(TraceModelConfig, found.model, pooling="mean"), found.optimizer
+    )
 
 
 TRACING = {"trace-pathfinder": _preset("pathfinder-2d")}
@@ -146,7 +146,10 @@ class LraTraceTask(Task[TraceConfig, LraData]):
         return {**means(sums), "pixels": round(sums["weight"])}
 
     def next_commands(self, config: TraceConfig, data: LraData) -> Sequence[Sequence[str]]:
-        return (("train.lra", "pathfinder-2d", "--pretrained", config.loop.workdir),)
+        return (
+            ("eval.lra_probe", "--workdir", config.loop.workdir),
+            ("train.lra", "pathfinder-2d", "--pretrained", config.loop.workdir),
+        )
 
 
 LRA_TRACE = LraTraceTask()
