@@ -10,12 +10,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, require
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.scores import soft_cap
-from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
-from brl_jax.models.inputs import Inputs, Positions
+from brl_jax.models.inputs import Inputs, Positions, check_ints
 from brl_jax.models.losses import cross_entropy
 from brl_jax.models.networks import make_stack
 from brl_jax.models.stack import Stack
@@ -159,14 +159,15 @@ class DecoderLM(nn.Module):
             known; a traced one gives NaN.
         """
         self.inputs.check(tokens)
-        _check_ints("positions", positions, ((1, tokens.shape[1]), tokens.shape))
-        _check_ints("segment_ids", segment_ids, (tokens.shape,))
+        check_ints("positions", positions, ((1, tokens.shape[1]), tokens.shape))
+        check_ints("segment_ids", segment_ids, (tokens.shape,))
         if memory is not None and cache is not None:
             raise ValueError(
                 "memory and cache exclude each other: memory is for training, cache for generation"
             )
         start = cache.num_tokens if isinstance(cache, StackCache) else 0
-        x = self.dropout(self.inputs.place(tokens, start), deterministic=deterministic)
+        places = token_positions(tokens.shape[1], start)
+        x = self.dropout(self.inputs.place(tokens, places), deterministic=deterministic)
         return self.stack(
             x,
             cache=memory if cache is None else cache,
@@ -209,14 +210,3 @@ class DecoderLM(nn.Module):
             hidden, self.logits, targets, weights, vocab_size=self.config.vocab_size
         )
         return total, weight, new
-
-
-def _check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Raises ValueError unless an array is None or integers of one of the shapes."""
-    if array is None:
-        return
-    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
-    require(
-        shape in shapes and jnp.issubdtype(dtype, jnp.integer),
-        f"{name} must be integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}, got {dtype} {shape}",
-    )

@@ -11,10 +11,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
-from brl_jax.models.inputs import InputKind, Inputs, Positions, check_lengths, existing, without_rotation
+from brl_jax.models.inputs import (
+    InputKind,
+    Inputs,
+    Positions,
+    check_ints,
+    check_lengths,
+    existing,
+    without_rotation,
+)
 from brl_jax.models.networks import make_stack
 from brl_jax.models.pooling import Pooling, PoolingKind
 
@@ -55,6 +64,11 @@ class EncoderConfig(StackConfig):
         """The dimensions that each layer is built with."""
         return without_rotation(self.make_dimensions(is_causal=False), self.positions)
 
+    @property
+    def packs(self) -> bool:
+        """Whether every layer takes segment_ids: several sequences in one row, none of which sees another."""
+        return all(mechanism.packs_bidirectional for mechanism in self.mechanisms)
+
 
 class Encoder(nn.Module):
     """Token outputs (B, T, D) of tokens (B, T) ints or, for inputs "features", of vectors (B, T, F) floats: an
@@ -64,14 +78,17 @@ class Encoder(nn.Module):
       inputs: the tokens or vectors.
       lengths: (B,) ints in 1..T, how many inputs of each row exist, the first ones; None: all. Whatever stands in the
         rest changes nothing, and its outputs are meaningless.
+      segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row, none of which sees
+        another; for mechanisms that pack in an encoder (docs/packing.md). A sequence is a run of equal ids, and no two
+        sequences of a row have the same id. Positions start again with each sequence.
       prefix: (B, P, D) rows that stand in front of the inputs, without positions of their own kind added; the result
-        is then (B, P + T, D), theirs first.
+        is then (B, P + T, D), theirs first. It excludes segment_ids.
       deterministic: False applies dropout, with the random stream "dropout".
 
     Raises:
-      ValueError: inputs or lengths of another shape or type, more than max_length tokens, and, where the values are
-        known (not traced), tokens outside the vocabulary and lengths outside 1..T. A traced token outside the
-        vocabulary becomes a row of NaN.
+      ValueError: inputs, lengths or segment_ids of another shape or type, more than max_length tokens, segment_ids
+        with a prefix or for a mechanism that does not pack, and, where the values are known (not traced), tokens
+        outside the vocabulary and lengths outside 1..T. A traced token outside the vocabulary becomes a row of NaN.
     """
 
     config: EncoderConfig
@@ -95,10 +112,20 @@ class Encoder(nn.Module):
         inputs: Int[Array, "B T"] | Float[Array, "B T F"],
         *,
         lengths: Int[Array, "B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         prefix: Float[Array, "B P D"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B P+T D"]:
-        return self.transform(self.inputs(inputs, lengths), lengths, prefix, deterministic)
+        if segment_ids is None:
+            return self.transform(self.inputs(inputs, lengths), lengths, prefix, deterministic)
+        self.inputs.check(inputs, lengths)
+        check_ints("segment_ids", segment_ids, (inputs.shape[:2],))
+        if prefix is not None:
+            raise ValueError("segment_ids must be None with a prefix, which belongs to one sequence")
+        # Rotary positions start again too: the features that Performer draws change when all are turned.
+        positions = places_in_sequences(jnp.asarray(segment_ids))
+        packing = {"segment_ids": segment_ids, "positions": positions}
+        return self.transform(self.inputs.place(inputs, positions), lengths, None, deterministic, **packing)
 
     def transform(
         self,
@@ -106,8 +133,10 @@ class Encoder(nn.Module):
         lengths: Int[Array, "B"] | None,
         prefix: Float[Array, "B P D"] | None,
         deterministic: bool,
+        **packing: Array,
     ) -> Float[Array, "B P+T D"]:
-        """The outputs for embedded inputs; arguments as for the call."""
+        """The outputs for embedded inputs; arguments as for the call, and in `packing` segment_ids and positions of
+        packed rows."""
         if prefix is not None:
             x = jnp.concatenate([prefix.astype(x.dtype), x], axis=1)
             lengths = None if lengths is None else lengths + prefix.shape[1]
@@ -115,7 +144,7 @@ class Encoder(nn.Module):
             # A token outside the vocabulary is NaN, even where it is padding.
             x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))
         x = self.dropout(x, deterministic=deterministic)
-        y, _ = self.stack(x, lengths=lengths, deterministic=deterministic)
+        y, _ = self.stack(x, lengths=lengths, deterministic=deterministic, **packing)
         return y
 
 
@@ -132,7 +161,8 @@ class _PooledEncoder(nn.Module):
 
     def __call__(self, inputs: Array, *, lengths: Any = None, deterministic: bool = True):
         x = self.encoder.inputs(inputs, lengths)
-        outputs = self.encoder.transform(x, lengths, self.pooling.prefix(x.shape[0]), deterministic)
+        prefix = self.pooling.prefix(x.shape[0])
+        outputs = self.encoder.transform(x, lengths, prefix, deterministic)
         return self.pooling(outputs, lengths)
 
 
@@ -154,7 +184,8 @@ class _Head(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Logits (B, C) float32 of sequences, (B, T) ints or (B, T, F) floats; arguments and errors as for `Encoder`."""
+    """Logits (B, C) float32 of sequences, one a row, (B, T) ints or (B, T, F) floats; arguments and errors as for
+    `Encoder`."""
 
     config: EncoderConfig
 
@@ -191,9 +222,10 @@ class TokenClassifier(nn.Module):
         inputs: Int[Array, "B T"] | Float[Array, "B T F"],
         *,
         lengths: Int[Array, "B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B T C"]:
-        outputs = self.encoder(inputs, lengths=lengths, deterministic=deterministic)
+        outputs = self.encoder(inputs, lengths=lengths, segment_ids=segment_ids, deterministic=deterministic)
         return self.head(outputs, deterministic)
 
 

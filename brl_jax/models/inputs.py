@@ -13,24 +13,25 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import concrete_values, require
 from brl_jax.layers.core.modules import dense, parameter
-from brl_jax.layers.core.protocol import Dimensions
+from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.sharding import constrain
 
 InputKind = Literal["embed", "scale", "features"]
 Positions = Literal["rope", "learned", "sinusoidal", "none"]
 
 
-def sinusoidal_positions(length: int, width: int, start: Any = 0) -> Float[Array, "T D"]:
+def sinusoidal_positions(places: Int[Array, "*B T"], width: int) -> Float[Array, "*B T D"]:
     """Sines in the even features, cosines in the odd ones, of t / 10000^(i / width) for feature i (float32), for the
-    places t from `start` on.
+    places t.
 
     Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
     """
     feature = jnp.arange(width, dtype=jnp.int32)
     even = (feature - feature % 2).astype(jnp.float32)
-    place = (jnp.arange(length, dtype=jnp.int32) + start).astype(jnp.float32)
-    angle = place[:, None] * jnp.exp(even * (-math.log(1e4) / width))[None]
-    return jnp.where(feature[None] % 2 == 0, jnp.sin(angle), jnp.cos(angle))
+    frequency = jnp.exp(even * (-math.log(1e4) / width))
+    angle = places.astype(jnp.float32)[..., None] * frequency.reshape(*[1] * places.ndim, width)
+    is_even = jnp.broadcast_to(feature % 2 == 0, angle.shape)
+    return jnp.where(is_even, jnp.sin(angle), jnp.cos(angle))
 
 
 def without_rotation(dimensions: Dimensions, positions: Positions) -> Dimensions:
@@ -54,6 +55,17 @@ def check_lengths(lengths: Any, shape: tuple[int, ...], longest: int) -> None:
     if known is not None:
         wrong = known[(known < 1) | (known > longest)]
         require(wrong.size == 0, f"lengths must be 1 to {longest}, got {wrong[:5].tolist()}")
+
+
+def check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Raises ValueError unless an array is None or integers of one of the shapes."""
+    if array is None:
+        return
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
+    require(
+        shape in shapes and jnp.issubdtype(dtype, jnp.integer),
+        f"{name} must be integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}, got {dtype} {shape}",
+    )
 
 
 def existing(lengths: Int[Array, "B"], length: int) -> Array:
@@ -149,20 +161,18 @@ class Inputs(nn.Module):
         """The rows without what is added for their positions; the inputs are not checked."""
         return self._finish(self._map(inputs))
 
-    def place(self, inputs: Array, start: Any = 0) -> Float[Array, "B T D"]:
-        """The rows with what is added for their positions, which count from `start`; the inputs are not checked.
-
-        Learned positions count from 0 alone.
-        """
+    def place(self, inputs: Array, positions: Int[Array, "#B T"] | None = None) -> Float[Array, "B T D"]:
+        """The rows with what is added for their positions, by default 0, 1, ...; the inputs are not checked."""
         x = self._map(inputs)
         if self.added == "learned":
-            x = x + self.position_table[: inputs.shape[1]].astype(x.dtype)[None]
+            table = self.position_table
+            added = table[None, : inputs.shape[1]] if positions is None else table[positions]
         elif self.added == "sinusoidal":
-            x = (
-                x
-                + sinusoidal_positions(inputs.shape[1], self.dimensions.d_model, start).astype(x.dtype)[None]
-            )
-        return self._finish(x)
+            positions = token_positions(inputs.shape[1]) if positions is None else positions
+            added = sinusoidal_positions(positions, self.dimensions.d_model)
+        else:
+            return self._finish(x)
+        return self._finish(x + added.astype(x.dtype))
 
     def _map(self, inputs: Array) -> Float[Array, "B T D"]:
         if self.kind == "embed":

@@ -24,6 +24,7 @@ class MaskedLM(nn.Module):
       inputs: (B, T) ints, the tokens, some of them masked.
       places: (B, P) ints in 0..T-1.
       lengths: (B,) ints in 1..T, how many tokens of each row exist, the first ones; None: all.
+      segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row; see `Encoder`.
       deterministic: False applies dropout, with the random stream "dropout".
 
     Raises:
@@ -44,9 +45,10 @@ class MaskedLM(nn.Module):
         places: Int[Array, "B P"],
         *,
         lengths: Int[Array, "B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B P V"]:
-        outputs = self.encoder(inputs, lengths=lengths, deterministic=deterministic)
+        outputs = self.encoder(inputs, lengths=lengths, segment_ids=segment_ids, deterministic=deterministic)
         chosen = jnp.take_along_axis(outputs, places[..., None], axis=1)
         return self.head(chosen, self.encoder.inputs.embedding)
 

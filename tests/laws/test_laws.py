@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack, make_stack
 from tests.laws.approximation_oracles import NETWORKS as APPROXIMATION_NETWORKS
@@ -264,6 +265,98 @@ def test_law_4_packing(name):
             assert relative_error(a, b) < 1e-4
 
 
+# Sequences of the two packed rows of an encoder, as numbers of tokens. The second row ends in padding.
+PACKED_LENGTHS = ((12, 1, 16), (5, 17))
+
+
+def packed_rows() -> tuple[list[tuple[int, slice]], dict[str, jax.Array]]:
+    """The places of the sequences of PACKED_LENGTHS, (row, tokens), and the arguments that say so."""
+    places = [
+        (row, slice(sum(sizes[:i]), sum(sizes[: i + 1])))
+        for row, sizes in enumerate(PACKED_LENGTHS)
+        for i in range(len(sizes))
+    ]
+    ids = np.full((2, LENGTH), 9, np.int32)
+    for number, (row, tokens) in enumerate(places):
+        ids[row, tokens] = (7, -3, 0, 5, 2)[number]
+    lengths = np.array([sum(sizes) for sizes in PACKED_LENGTHS], np.int32)
+    arrays = {"segment_ids": ids, "lengths": lengths}
+    # As an encoder gives them: Performer's features are drawn, and see more of a position than distances.
+    return places, {"positions": places_in_sequences(jnp.asarray(ids)), **jax.tree.map(jnp.asarray, arrays)}
+
+
+PACKS_BIDIRECTIONAL = named(lambda m: m.packs_bidirectional)
+
+
+@pytest.mark.parametrize("name", slow_unless(PACKS_BIDIRECTIONAL, NEW))
+def test_law_4_packing_in_encoders(name):
+    """Outputs and gradients of packed rows of an encoder, one of them padded, are the float64 reference's for each
+    sequence alone, and what stands in the padding changes no bit of them."""
+    net = network(name, False)
+    d, oracle = net.stack.dimensions, oracle_of(mechanism_of(name))
+    places, packing = packed_rows()
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(net.x.shape)
+    weight[1, packing["lengths"][1] :] = 0.0
+
+    def weighted(v, x, packing):
+        y = net.stack.apply(v, x, **packing)[0]
+        return jnp.sum(y * weight.astype(np.float32)), y
+
+    together = jax.jit(jax.grad(weighted, argnums=(0, 1), has_aux=True))
+    (gradient, gradient_x), y = together(net.variables, net.x, packing)
+    params, xs = as_float64(net.variables["params"]), as_float64(net.x)
+    for row, tokens in places:
+        assert relative_error(y[row, tokens], oracle(params, net.mechanism, d, xs[row, tokens])) < 1e-4
+
+    # All parameters, or all inputs, along a random direction.
+    def slope(direction, x_direction):
+        stepped = jax.tree.map(lambda leaf, along: leaf + 1e-30j * along, params, direction)
+        x = xs + 1e-30j * x_direction
+        return sum(
+            np.imag((oracle(stepped, net.mechanism, d, x[at]) * weight[at]).sum()) / 1e-30 for at in places
+        )
+
+    zeros = jax.tree.map(np.zeros_like, params), np.zeros_like(xs)
+    drawn = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), params), rng.standard_normal(xs.shape)
+    for actual, direction, expected in (
+        (as_float64(gradient["params"]), drawn[0], slope(drawn[0], zeros[1])),
+        (np.asarray(gradient_x, np.float64), drawn[1], slope(zeros[0], drawn[1])),
+    ):
+        pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(direction), strict=True))
+        scale = math.sqrt(sum((a**2).sum() for a, _ in pairs))
+        assert abs(sum((a * b).sum() for a, b in pairs) - expected) <= 1e-4 * max(scale, abs(expected))
+
+    poisoned = together(net.variables, changed(net.x, (1, slice(packing["lengths"][1], None)), 50.0), packing)
+    (other, other_x), other_y = poisoned
+    for row, tokens in places:
+        np.testing.assert_array_equal(other_y[row, tokens], y[row, tokens])
+    for a, b in zip(*map(jax.tree.leaves, ((other, other_x), (gradient, gradient_x))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Without the ids the sequences do see each other.
+    one = {**packing, "segment_ids": jnp.zeros_like(packing["segment_ids"])}
+    assert relative_error(together(net.variables, net.x, one)[1][0], y[0]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PACKS_BIDIRECTIONAL if name in LEADING])
+def test_law_4_packing_in_encoders_in_bfloat16(name):
+    """Each sequence's outputs in bfloat16 are within 2e-2 of the reference's norm, as far as law 3 allows it alone."""
+    net = network(name, False)
+    d, oracle = net.stack.dimensions, oracle_of(mechanism_of(name))
+    places, packing = packed_rows()
+    rounded = jax.tree.map(lambda a: np.asarray(a).astype(jnp.bfloat16), (net.variables["params"], net.x))
+    half = net.stack.clone(dimensions=dataclasses.replace(d, dtype=jnp.bfloat16))
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote bfloat16 implicitly
+        rough = jax.jit(half.apply)(net.variables, rounded[1], **packing)[0]
+    exact, of_rounded = (
+        np.concatenate([oracle(params, net.mechanism, d, x[at]) for at in places])
+        for params, x in (as_float64((net.variables["params"], net.x)), as_float64(rounded))
+    )
+    together = np.concatenate([np.asarray(rough[at], np.float64) for at in places])
+    assert relative_error(together, exact) < max(2e-2, 2 * relative_error(of_rounded, exact))
+
+
 # One case for each kernel that takes segments: windows, and any other pattern.
 @pytest.mark.parametrize("name", slow_unless(["local-sliding", "local-dilated"], ("local-sliding",)))
 def test_law_4_packing_in_kernels(name):
@@ -290,10 +383,17 @@ def test_law_4_packing_in_kernels(name):
         assert relative_error(kernel(segments), xla(segments)) < 1e-5
 
 
-@pytest.mark.parametrize("name", named(lambda m: not m.packs))
-def test_law_4_packing_is_refused(name):
-    net = network(name, CASES[name].causal)
-    with pytest.raises(ValueError, match="segment_ids"):
+REFUSING = [
+    (name, is_causal)
+    for name, is_causal in [*EACH, *OTHER]
+    if not (CASES[name].packs if is_causal else CASES[name].packs_bidirectional)
+]
+
+
+@pytest.mark.parametrize(("name", "is_causal"), REFUSING, ids=form_id)
+def test_law_4_packing_is_refused(name, is_causal):
+    net = network(name, is_causal)
+    with pytest.raises(ValueError, match=f"segment_ids: .*{type(net.mechanism).__name__}"):
         net.stack.apply(net.variables, net.x[:, :5], segment_ids=jnp.ones((2, 5), jnp.int32))
 
 

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig
-from brl_jax.models import Classifier, Encoder, EncoderConfig, PairClassifier, TokenClassifier, transnormer
+from brl_jax.models import (
+    Classifier,
+    Encoder,
+    EncoderConfig,
+    MaskedLM,
+    PairClassifier,
+    TokenClassifier,
+    transnormer,
+)
 from brl_jax.models.inputs import sinusoidal_positions
 from tests.laws.cases import CASES
 from tests.laws.networks import relative_error
@@ -88,13 +96,51 @@ def test_order_counts_by_the_positions_alone(positions):
         assert relative_error(there, back) < 1e-5
 
 
+@pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal"])
+def test_packed_sequences_have_the_answers_they_have_alone(positions):
+    """Every kind of positions, a row's padding, and the places that a masked language model is asked for."""
+    config = EncoderConfig(mechanism=FullConfig(), positions=positions, **SIZE)
+    variables, _ = make(config, TokenClassifier)
+    model = TokenClassifier(config)
+    run = jax.jit(lambda tokens, **options: model.apply(variables, tokens, **options))
+    ids = jnp.array([[4] * 5 + [1] * 9, [0] * 3 + [2] * 11], jnp.int32)
+    together = run(TOKENS, segment_ids=ids, lengths=jnp.array([14, 10]))
+    for row, start, stop in ((0, 0, 5), (0, 5, 14), (1, 0, 3), (1, 3, 10)):
+        alone = run(
+            jnp.pad(TOKENS[row : row + 1, start:stop], ((0, 0), (0, 9 - stop + start))),
+            lengths=jnp.array([stop - start]),
+        )
+        assert relative_error(together[row, start:stop], alone[0, : stop - start]) < 1e-5
+    assert relative_error(run(TOKENS)[0], together[0]) > 1e-3
+
+    masked = MaskedLM(config)
+    weights = nn.unbox(jax.jit(masked.init)(jax.random.key(1), TOKENS, TOKENS[:, :1]))
+    ask = jax.jit(lambda tokens, places, **options: masked.apply(weights, tokens, places, **options))
+    logits = ask(TOKENS, jnp.array([[2, 7], [4, 5]]), segment_ids=ids)
+    assert relative_error(logits[0, 1], ask(TOKENS[:1, 5:], jnp.array([[2]]))[0, 0]) < 1e-5
+
+
+def test_segment_ids_that_an_encoder_cannot_take():
+    encoder = Encoder(EncoderConfig(mechanism=FullConfig(), **SIZE))
+    for options, message in (
+        (
+            {"segment_ids": TOKENS[:, :3]},
+            r"segment_ids must be integers of shape \(2, 14\), got int32 \(2, 3\)",
+        ),
+        ({"segment_ids": TOKENS.astype(jnp.float32)}, r"segment_ids must be integers .*, got float32"),
+        ({"segment_ids": TOKENS, "prefix": jnp.ones((2, 1, 16))}, "segment_ids must be None with a prefix"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda options=options: encoder.init(jax.random.key(0), TOKENS, **options))
+
+
 def test_sinusoidal_positions_are_the_formula():
     expected = np.zeros((5, 7))
     for t in range(5):
         for i in range(7):
             angle = t / 10000 ** (2 * (i // 2) / 7)
             expected[t, i] = np.cos(angle) if i % 2 else np.sin(angle)
-    np.testing.assert_allclose(sinusoidal_positions(5, 7), expected, atol=1e-6)
+    np.testing.assert_allclose(sinusoidal_positions(jnp.arange(5), 7), expected, atol=1e-6)
 
 
 def test_a_pair_is_two_texts_through_one_encoder():

@@ -54,7 +54,7 @@ def test_positions_and_read_out():
     assert np.abs(swapped[:, 5] - y[:, 5]).max() > 1e-4
     # What is added is what the embedding could have added.
     embedded = x @ params["embedding"]["kernel"] + params["embedding"]["bias"][None, None]
-    table = sinusoidal_positions(6, 16)[None]
+    table = sinusoidal_positions(jnp.arange(6), 16)[None]
     bare = {"kernel": jnp.eye(16), "bias": jnp.zeros(16)}
     plain = Regressor(small(FullConfig(), positions="learned", num_layers=1, num_inputs=16))
     given = {**params, "embedding": bare, "positions": jnp.pad(table[0], ((0, 6), (0, 0)))}

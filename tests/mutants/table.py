@@ -1192,8 +1192,8 @@ MUTANTS = (
     Mutant(
         "models/embedding dropout is never applied",
         "brl_jax/models/decoder.py",
-        "x = self.dropout(self.inputs.place(tokens, start), deterministic=deterministic)",
-        "x = self.dropout(self.inputs.place(tokens, start), deterministic=True)",
+        "x = self.dropout(self.inputs.place(tokens, places), deterministic=deterministic)",
+        "x = self.dropout(self.inputs.place(tokens, places), deterministic=True)",
         ("tests/models/test_dropout.py",),
     ),
     Mutant(

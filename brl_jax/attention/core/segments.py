@@ -14,3 +14,8 @@ def first_tokens(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
         [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
     )
     return lax.associative_scan(jnp.maximum, jnp.where(begins, places, 0), axis=1)
+
+
+def places_in_sequences(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The place of each token in its sequence, from 0 on. A sequence is a run of equal ids."""
+    return jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None] - first_tokens(segment_ids)

@@ -145,6 +145,11 @@ class BRLConfig(Mechanism):
         return self.local.packs and (self.memory == "layer" or not self.num_compressed)
 
     @property
+    def packs_bidirectional(self) -> bool:
+        # The compressed tokens of an encoder read its whole row.
+        return False
+
+    @property
     def local(self) -> LocalConfig:
         """The local attention inside."""
         return LocalConfig(self.window, self.pattern, self.dilation, grid_width=self.grid_width)

@@ -141,10 +141,6 @@ class BRLAttention(MechanismLayer):
         mechanism, d = self.mechanism, self.dimensions
         cache, carry, lengths = call.cache, call.carry, call.lengths
         decoding = isinstance(cache, BRLCache)
-        if call.segment_ids is not None and not d.is_causal:
-            raise ValueError(
-                "segment_ids: BRL attention packs in decoders only; in an encoder give each sequence its own row"
-            )
         out, _, window = mechanism.local.layer(d, name="local")(
             x,
             cache=cache.window if decoding else None,

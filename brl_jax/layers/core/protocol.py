@@ -172,8 +172,13 @@ class Mechanism:
 
     @property
     def packs(self) -> bool:
-        """Takes segment_ids: several sequences in one row, none of which sees another."""
+        """Takes segment_ids in a decoder: several sequences in one row, none of which sees another."""
         return False
+
+    @property
+    def packs_bidirectional(self) -> bool:
+        """Takes segment_ids in an encoder."""
+        return self.packs and self.bidirectional
 
     @property
     def decodes(self) -> bool:
@@ -249,6 +254,17 @@ class Mechanism:
         last, where y is the network's output; `cache` as for layers, with the methods of `CacheOwner`.
         """
         return None
+
+
+def check_packs(mechanism: Mechanism, dimensions: Dimensions) -> None:
+    """Raises ValueError unless a mechanism takes segment_ids in a network of these dimensions."""
+    if mechanism.packs if dimensions.is_causal else mechanism.packs_bidirectional:
+        return
+    place = " in an encoder" if mechanism.packs else ""
+    raise ValueError(
+        f"segment_ids: mechanism {type(mechanism).__name__} cannot keep packed sequences apart{place}; "
+        "give each sequence its own row"
+    )
 
 
 def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
@@ -345,13 +361,10 @@ class MechanismLayer(CacheOwner):
         """The output (B, T, D), the new carry and the new cache; see the module's docstring.
 
         Raises:
-          ValueError: segment_ids for a mechanism that does not pack.
+          ValueError: segment_ids for a mechanism that does not pack in this form.
         """
-        if segment_ids is not None and not self.mechanism.packs:
-            raise ValueError(
-                f"segment_ids: mechanism {type(self.mechanism).__name__} cannot keep packed sequences apart; "
-                "give each sequence its own row"
-            )
+        if segment_ids is not None:
+            check_packs(self.mechanism, self.dimensions)
         start = 0 if cache is None else self.num_tokens(cache)
         positions = token_positions(x.shape[1], start) if positions is None else positions
         # Every device makes the angles of its own tokens.

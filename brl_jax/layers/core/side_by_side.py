@@ -45,6 +45,10 @@ class SideBySideConfig(Mechanism):
         return self.first.packs and self.second.packs
 
     @property
+    def packs_bidirectional(self) -> bool:
+        return self.first.packs_bidirectional and self.second.packs_bidirectional
+
+    @property
     def decodes(self) -> bool:
         return self.first.decodes and self.second.decodes
 

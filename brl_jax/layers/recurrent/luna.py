@@ -38,6 +38,8 @@ class LunaConfig(Mechanism):
 
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
+    # The packed tokens of an encoder read its whole row.
+    packs_bidirectional: ClassVar[bool] = False
 
     num_packed: int = 16
     """Packed tokens [l]."""
@@ -95,10 +97,6 @@ class LunaAttention(MechanismLayer):
         if self.dimensions.is_causal:
             y, cache = self._causal(x, call)
             return y, call.carry, cache
-        if call.segment_ids is not None:
-            raise ValueError(
-                "segment_ids: Luna packs in decoders only; in an encoder give each sequence its own row"
-            )
         y, carry = self._bidirectional(x, call)
         return y, carry, None
 

@@ -97,9 +97,3 @@ def test_many_sequences_in_a_row_are_each_alone():
     assert relative_error(together_x[0], in_a_row(alone_x)) < 1e-4
     for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
         assert relative_error(a, b) < 1e-4
-
-
-def test_encoders_do_not_pack():
-    stack = Stack((BRLConfig(window=3, num_compressed=2),), dimensions(False))
-    with pytest.raises(ValueError, match="segment_ids: BRL attention packs in decoders only"):
-        stack.init(jax.random.key(0), jnp.ones((1, 5, 16)), segment_ids=jnp.ones((1, 5), jnp.int32))
