@@ -124,8 +124,8 @@ class Encoder(nn.Module):
             raise ValueError("segment_ids must be None with a prefix, which belongs to one sequence")
         # Rotary positions start again too: the features that Performer draws change when all are turned.
         positions = places_in_sequences(jnp.asarray(segment_ids))
-        packing = {"segment_ids": segment_ids, "positions": positions}
-        return self.transform(self.inputs.place(inputs, positions), lengths, None, deterministic, **packing)
+        x = self.inputs.place(inputs, positions)
+        return self.transform(x, lengths, None, deterministic, segment_ids, positions)
 
     def transform(
         self,
@@ -133,10 +133,10 @@ class Encoder(nn.Module):
         lengths: Int[Array, "B"] | None,
         prefix: Float[Array, "B P D"] | None,
         deterministic: bool,
-        **packing: Array,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B P+T D"]:
-        """The outputs for embedded inputs; arguments as for the call, and in `packing` segment_ids and positions of
-        packed rows."""
+        """The outputs for embedded inputs; arguments as for the call. Packed rows have positions of their own."""
         if prefix is not None:
             x = jnp.concatenate([prefix.astype(x.dtype), x], axis=1)
             lengths = None if lengths is None else lengths + prefix.shape[1]
@@ -144,7 +144,9 @@ class Encoder(nn.Module):
             # A token outside the vocabulary is NaN, even where it is padding.
             x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))
         x = self.dropout(x, deterministic=deterministic)
-        y, _ = self.stack(x, lengths=lengths, deterministic=deterministic, **packing)
+        y, _ = self.stack(
+            x, lengths=lengths, segment_ids=segment_ids, positions=positions, deterministic=deterministic
+        )
         return y
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,5 +21,11 @@ def training_batches(
     """Endless batches of a text; see the classes."""
     if isinstance(text, StreamedText):
         return StreamedBatches(text, batch=batch, length=length, rows=rows)
-    kind = MixedStreams if isinstance(text, Mixture) else TokenStreams
-    return kind(text, batch=batch, length=length, seed=seed, rows=rows)  # type: ignore[arg-type]
+    return batches_by_number(text, batch=batch, length=length, seed=seed, rows=rows)
+
+
+def batches_by_number(text: Corpus | Mixture, **options: Any) -> TokenStreams | MixedStreams:
+    """Endless batches of a text whose tokens are on disk; options as for the classes."""
+    if isinstance(text, Mixture):
+        return MixedStreams(text, **options)
+    return TokenStreams(text, **options)

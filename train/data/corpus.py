@@ -45,13 +45,29 @@ class Corpus:
 
     tokens: (N,) uint8, uint16 or int32, one text after the other. token_bytes: (vocab,) int64, the bytes of text that a
     token stands for. extra: (k, 2) int64, rows (position, bytes beyond token_bytes there), by position.
-    digest: hash of the tokens.
+    digest: hash of the tokens. starts: (D,) int64, the positions at which documents start, ascending from 0; by default
+    all is one document.
     """
 
     tokens: Int[np.ndarray, " N"]
     token_bytes: Int[np.ndarray, " vocab"]
     extra: Int[np.ndarray, "k 2"]
     digest: str
+    starts: Int[np.ndarray, " D"] = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
+
+    def segment_ids(self, at: Int[np.ndarray, " R"], length: int) -> Int[np.ndarray, "R T"]:
+        """Which document of its row each token is of, from 0 on, for rows of `length` tokens from positions `at` in
+        [0, N) on, which go on at 0 where the text ends."""
+        begins = np.zeros((len(at), length), np.int32)
+        size = len(self.tokens)
+        for row, start in zip(begins, at.tolist()):
+            for first, end, shift in (
+                (start + 1, start + length, -start),
+                (0, start + length - size, size - start),
+            ):
+                low, high = np.searchsorted(self.starts, (first, end))
+                row[self.starts[low : max(low, high)] + shift] = 1
+        return np.cumsum(begins, axis=1, dtype=np.int32)
 
     def num_bytes(self, start: int = 0, stop: int | None = None) -> int:
         """Bytes of the original text that tokens[start:stop] stand for, unknown words included."""
@@ -68,9 +84,9 @@ class Corpus:
 
 
 @contextlib.contextmanager
-def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
-    """The split's text as `text_pieces`, with a progress bar on stderr (a line where that is not a terminal) once it
-    takes longer than a second."""
+def reading(title: str, split: Split, *, by_document: bool) -> Iterator[Iterator[bytes]]:
+    """The split's text as `text_pieces`, of one document each or as if all were one, with a progress bar on stderr (a
+    line where that is not a terminal) once it takes longer than a second."""
     started, shown = time.monotonic(), False
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -79,7 +95,7 @@ def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
     def pieces() -> Iterator[bytes]:
         nonlocal shown
         task = progress.add_task(title, total=split.size)
-        for piece in text_pieces(split.blocks()):
+        for piece in text_pieces(split.blocks() if by_document else map(bytes, split.blocks())):
             yield piece
             progress.advance(task, len(piece))
             if not shown and time.monotonic() - started > _QUIET_SECONDS:
@@ -99,8 +115,8 @@ def reading(title: str, split: Split) -> Iterator[Iterator[bytes]]:
 def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     """The tokens of `split` in folder/name.npy, which is made if it does not exist.
 
-    Making it takes the memory of a few pieces of text only. Each file (name.npy, name.extra.npy and, last, name.json)
-    is written under another name and renamed, so that a folder that has name.json has the whole corpus.
+    Making it takes the memory of a few pieces of text only. Each file (name.npy, name.extra.npy, name.starts.npy and,
+    last, name.json) is written under another name and renamed, so that a folder with name.json has all of the corpus.
 
     Raises:
       UserError: the text is empty or cannot be read as the tokenizer needs it.
@@ -121,33 +137,42 @@ def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
         summary = json.loads((folder / f"{name}.json").read_text())
         tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
         extra = np.load(folder / f"{name}.extra.npy", mmap_mode="r").view(np.ndarray)
+        starts = np.load(folder / f"{name}.starts.npy", mmap_mode="r").view(np.ndarray)
     except (OSError, ValueError, EOFError):
         return None
     if tokens.shape != (summary["tokens"],) or tokens.dtype != tokenizer.dtype:
         return None
-    return Corpus(tokens, tokenizer.token_bytes, extra, summary["digest"])
+    return Corpus(tokens, tokenizer.token_bytes, extra, summary["digest"], starts)
 
 
 def corpus_files(name: str) -> list[str]:
     """The names of a corpus's files, in the order in which they are written."""
-    return [f"{name}{end}" for end in (".npy", ".extra.npy", ".json")]
+    return [f"{name}{end}" for end in (".npy", ".extra.npy", ".starts.npy", ".json")]
 
 
 def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / file for file in corpus_files(name)]
     asides = {path: Path(beside(epath.Path(path))) for path in paths}
-    tokens_file, extra_file, summary_file = asides.values()
+    tokens_file, extra_file, starts_file, summary_file = asides.values()
     try:
-        count, extra_count, digest, int64 = 0, 0, hashlib.sha256(), np.dtype(np.int64)
+        count, extra_count, starts_count, digest, int64 = 0, 0, 0, hashlib.sha256(), np.dtype(np.int64)
+        is_start = True  # a document has started that has no tokens yet
         with (
             open(tokens_file, "wb") as tokens,
             open(extra_file, "wb") as extras,
-            reading(f"tokens of {name}", split) as pieces,
+            open(starts_file, "wb") as starts,
+            reading(f"tokens of {name}", split, by_document=True) as pieces,
         ):
             tokens.write(npy_header(tokenizer.dtype, (0,)))
             extras.write(npy_header(int64, (0, 2)))
-            for ids, extra in tokenizer.encode_corpus(pieces):
+            starts.write(npy_header(int64, (0,)))
+            for ids, extra, begins in tokenizer.encode_corpus(pieces):
+                is_start |= begins
+                if is_start and len(ids):
+                    starts.write(np.int64(count).tobytes())
+                    starts_count += 1
+                    is_start = False
                 # Unlike write, ndarray.tofile does not say why it fails.
                 tokens.write(written := ids.tobytes())
                 digest.update(written)
@@ -158,6 +183,8 @@ def _build(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> None:
             tokens.write(npy_header(tokenizer.dtype, (count,)))
             extras.seek(0)
             extras.write(npy_header(int64, (extra_count, 2)))
+            starts.seek(0)
+            starts.write(npy_header(int64, (starts_count,)))
         if not count:
             raise UserError(f"--data: the {name} text is empty")
         summary_file.write_text(json.dumps({"tokens": count, "digest": digest.hexdigest()}) + "\n")

@@ -13,6 +13,7 @@ from typing import Any
 from etils import epath
 
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
+from train.data.documents import RECORDS, check_documents
 from train.data.hf_stream import StreamedText, open_stream
 from train.data.mixture import Mixture, joined, parse_mixture
 from train.data.pretrained import is_pretrained
@@ -26,7 +27,7 @@ from train.fields import Free
 from train.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "data.json"
 
 
@@ -45,12 +46,22 @@ class DataConfig:
     or hf:NAME of the Hugging Face hub."""
     holdout: float = 0.05
     """Share of the text held out for evaluation where it has no validation split of its own."""
+    documents: str = RECORDS
+    """What a document of the text is: records (a row of a data set, a file), wikitext (which starts with a line
+    " = Title = " after an empty one), or a regular expression that matches the whole of a document's first line. A
+    file always starts one."""
     cache_dir: Free[str | None] = None
     """Folder for the tokens, which runs may share, local or gs://BUCKET/FOLDER; the run's own folder by default."""
 
     def __post_init__(self):
         if self.cache_dir is not None:
             check_address("cache_dir", self.cache_dir)
+        check_documents(self.documents)
+        kind = self.data.partition(":")[0]
+        if kind in ("tokens", "hf-stream") and self.documents != RECORDS:
+            raise UserError(
+                f"--documents: expected {RECORDS} with {kind}:..., whose documents are known, got {self.documents!r}"
+            )
 
 
 def load(
@@ -85,7 +96,12 @@ def load(
     check_tokenizer(config.tokenizer)
     run = epath.Path(workdir)
     cache, shared = cache_folder(config.cache_dir, run), _shared_folder(config.cache_dir, run)
-    asked = {"data": config.data, "tokenizer": config.tokenizer, "holdout": config.holdout}
+    asked = {
+        "data": config.data,
+        "tokenizer": config.tokenizer,
+        "holdout": config.holdout,
+        "documents": config.documents,
+    }
     manifest = _read_manifest(run)
     tokenizer = None
     if manifest is not None:
@@ -106,14 +122,14 @@ def load(
             if len(kept) == len(wanted):
                 return tokenizer, _with_stream(config, splits, tokenizer) | kept
 
-    source = open_source(config.data, config.holdout)
+    source = open_source(config.data, config.holdout, config.documents)
     wanted = _wanted(splits, source.splits, config.data)
     if kind == "hf-stream" and "train" in wanted:
         wanted.remove("train")  # its tokens are made while training
     try:
         if tokenizer is None:
             tokenizer = tokenizer_of(config.tokenizer, source, cache)
-        folder = "tokens-" + _key(source.fingerprint, tokenizer.digest)
+        folder = "tokens-" + _key(source.fingerprint, config.documents, tokenizer.digest)
         opened = {}
         for split in wanted:
             kept_one = _read(cache, shared, folder, split, tokenizer)
@@ -227,7 +243,8 @@ def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
     """What the run's folder records of its data: its DataConfig, the names of the text's splits, its tokens."""
     try:
         with as_os_errors():
-            return json.loads((run / _MANIFEST).read_text())
+            # A run that is older than an option has its default, as in config.json.
+            return {"documents": DataConfig.documents} | json.loads((run / _MANIFEST).read_text())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
@@ -257,7 +274,8 @@ def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
         raise UserError(
             f"--data: --tokenizer {spec} is learnt from a train text, got {', '.join(source.splits)}"
         )
-    with reading("vocabulary", source.splits["train"]) as pieces:
+    # A vocabulary is that of the text, whatever its documents.
+    with reading("vocabulary", source.splits["train"], by_document=False) as pieces:
         tokenizer = train_tokenizer(spec, lambda: pieces)
     tokenizer.save(folder)
     return tokenizer

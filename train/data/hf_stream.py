@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from train.data.named_sources import join_documents, naming, text_field
+from train.data.named_sources import document_blocks, naming, text_field
 from train.data.splits import SPLIT_NAMES, Source, Split, digest
 from train.data.streams import check_rows
 from train.data.tokenizer import Tokenizer, text_pieces
@@ -91,7 +91,7 @@ def open_stream_source(spec: str, holdout: float) -> Source:
         with naming(f"--data {PREFIX}{spec}"):
             documents = iter(splits[split])
             while some := list(itertools.islice(documents, _BLOCK_DOCUMENTS)):
-                yield join_documents(document[field] for document in some)
+                yield from document_blocks(document[field] for document in some)
 
     return Source(
         digest("hf-stream", spec, field),
@@ -131,7 +131,7 @@ class _Row:
                 self._open()
                 continue
             for encoded in self._text.tokenizer.encode_corpus(
-                text_pieces([join_documents([document[self._text.field]])])
+                text_pieces(document_blocks([document[self._text.field]]))
             ):
                 pieces.append(encoded.ids.astype(np.int32))
                 have += len(encoded.ids)

@@ -72,8 +72,8 @@ def mask_tokens(
 
 
 class MaskedBatches(grain.DatasetIterator):
-    """Endless training batches of `mask_tokens` over those of another stream, and "reset"; masks depend on the seed and
-    the number of the batch alone. The state is that of the stream.
+    """Endless training batches of `mask_tokens` over those of another stream, with its "reset" and, where it has them,
+    "segment_ids"; masks depend on the seed and the number of the batch alone. The state is that of the stream.
 
     Args:
       batches: "tokens" (B, T) and, where rows end early, "lengths" (B,). batch, rows: as for that stream.
@@ -101,7 +101,7 @@ class MaskedBatches(grain.DatasetIterator):
         batch = next(self._inner)
         seed = (_TRAIN, self._seed, number)
         masked = mask_tokens(batch["tokens"], _existing(batch), seed=seed, rows=self._rows, **self._options)
-        return {**masked, "reset": batch["reset"]}
+        return masked | _kept(batch)
 
     def get_state(self) -> dict[str, Any]:
         return self._inner.get_state()
@@ -146,7 +146,12 @@ class MaskedHeldOut:
             masked = mask_tokens(
                 batch["tokens"], _existing(batch), seed=(_VALID, number), rows=self._rows, **self._options
             )
-            yield {**masked, "reset": batch["reset"]}
+            yield masked | _kept(batch)
+
+
+def _kept(batch: dict[str, Any]) -> dict[str, Any]:
+    """What masked batches have of those they are made of."""
+    return {name: batch[name] for name in ("reset", "segment_ids") if name in batch}
 
 
 def _existing(batch: dict[str, Any]) -> Float[np.ndarray, "R T"]:

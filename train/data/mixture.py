@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import grain
 import numpy as np
-from jaxtyping import Int
 
 from train.data.corpus import Corpus
 from train.data.repeated import RepeatedBatches
@@ -34,6 +34,11 @@ class Mixture:
     def tokens(self) -> range:
         """As many as all corpora have; only for their number."""
         return range(sum(len(corpus.tokens) for corpus in self.corpora))
+
+    @property
+    def starts(self) -> range:
+        """As many as all corpora have documents; only for their number."""
+        return range(sum(len(corpus.starts) for corpus in self.corpora))
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
@@ -80,6 +85,7 @@ class MixedStreams(RepeatedBatches):
         length: int,
         seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
+        segments: bool = False,
     ):
         chosen = check_rows(batch, rows)
         span = STRETCH * length
@@ -102,14 +108,21 @@ class MixedStreams(RepeatedBatches):
         )
         window = np.arange(length + 1)
 
-        def row(index: int, number: int) -> Int[np.ndarray, " window"]:
+        def make(index: int, step: int) -> dict[str, Any]:
             stretch, within = divmod(index, STRETCH)
-            which, place = stretches[stretch * batch + number]
-            return mixture.corpora[which].tokens.take(place * span + within * length + window, mode="wrap")
-
-        def make(index: int, step: int) -> dict[str, np.ndarray | np.bool_]:
-            tokens = np.stack([row(index, number) for number in chosen.tolist()]).astype(np.int32)
-            return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "reset": np.bool_(index == 0)}
+            places = [stretches[stretch * batch + number] for number in chosen.tolist()]
+            rows = [(mixture.corpora[which], place * span + within * length) for which, place in places]
+            taken = [corpus.tokens.take(start + window, mode="wrap") for corpus, start in rows]
+            tokens = np.stack(taken).astype(np.int32)
+            given: dict[str, Any] = {
+                "tokens": tokens[:, :-1],
+                "targets": tokens[:, 1:],
+                "reset": np.bool_(index == 0),
+            }
+            if segments:
+                ids = [corpus.segment_ids(np.array([start]), length) for corpus, start in rows]
+                given["segment_ids"] = np.concatenate(ids)
+            return given
 
         digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
         steps = max(1, len(mixture.tokens) // (batch * length))
@@ -120,6 +133,8 @@ class MixedStreams(RepeatedBatches):
             "tokens": len(mixture.tokens),
             "digest": hashlib.sha256(digests.encode()).hexdigest(),
         }
+        if segments:
+            identity["documents"] = len(mixture.starts)
         super().__init__(make, steps, identity)
 
 
@@ -132,12 +147,24 @@ def joined(corpora: Sequence[Corpus], weights: Sequence[float]) -> Corpus:
         for which, size in enumerate(sizes)
         for start in range(0, size, _BLOCK)
     )
-    tokens, extra, count = [], [], 0
+    tokens, extra, starts, count = [], [], [], 0
+    before = None
     for _, which, start, stop in blocks:
         corpus = corpora[which]
         tokens.append(np.asarray(corpus.tokens[start:stop]))
         first, last = np.searchsorted(corpus.extra[:, 0], (start, stop))
         extra.append(corpus.extra[first:last] + np.array([[count - start, 0]]))
+        if before != (which, start):  # what follows is of another document
+            starts.append(np.array([count]))
+        first, last = np.searchsorted(corpus.starts, (start, stop))
+        starts.append(corpus.starts[first:last] + (count - start))
         count += stop - start
+        before = which, stop
     digest = hashlib.sha256(json.dumps([[c.digest for c in corpora], list(weights)]).encode()).hexdigest()
-    return Corpus(np.concatenate(tokens), corpora[0].token_bytes, np.concatenate(extra), digest)
+    return Corpus(
+        np.concatenate(tokens),
+        corpora[0].token_bytes,
+        np.concatenate(extra),
+        digest,
+        np.unique(np.concatenate(starts)),
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data.splits import SPLIT_NAMES, SPLITS, Source, Split, digest
+from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
 from train.errors import UserError
 
 _ROWS = 256
@@ -29,10 +29,11 @@ def naming(option: str) -> Iterator[None]:
         raise UserError(f"{option}: {first_line}") from error
 
 
-def join_documents(texts: Iterable[str | bytes | None]) -> bytes:
-    """Documents as one block; each ends with a line end."""
-    parts = [t.encode() if isinstance(t, str) else (t or b"") for t in texts]
-    return b"".join(p if p.endswith(b"\n") else p + b"\n" for p in parts)
+def document_blocks(texts: Iterable[str | bytes | None]) -> Iterator[DocumentStart]:
+    """A block for each document, which ends with a line end."""
+    for text in texts:
+        content = text.encode() if isinstance(text, str) else (text or b"")
+        yield DocumentStart(content if content.endswith(b"\n") else content + b"\n")
 
 
 def text_field(option: str, fields: Sequence[str], asked: str | None) -> str:
@@ -121,7 +122,7 @@ def open_tfds_text(rest: str, holdout: float) -> Source:
         for low in range(start, stop, _ROWS):
             with naming(option):
                 examples = [sources[split][i] for i in range(low, min(low + _ROWS, stop))]
-            yield join_documents(example[key] for example in examples)
+            yield from document_blocks(example[key] for example in examples)
 
     rows = {str(split): len(source) for split, source in sources.items()}
     info = next(iter(sources.values())).dataset_info
@@ -153,7 +154,7 @@ def open_hf_text(rest: str, holdout: float) -> Source:
         for low in range(start, stop, _ROWS):
             with naming(option):
                 texts = tables[split][low : min(low + _ROWS, stop)][key]
-            yield join_documents(texts)
+            yield from document_blocks(texts)
 
     rows = {str(split): len(table) for split, table in tables.items()}
     files = sorted(f["filename"] for table in tables.values() for f in table.cache_files)

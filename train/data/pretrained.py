@@ -10,11 +10,11 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from train.data.tokenizer import Encoded, Tokenizer, decode_piece, text_pieces
+from train.data.splits import DocumentStart
+from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, decode_piece, piece_batches
 from train.errors import UserError, one_line
 
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"
-_PIECE, _BATCH = 1 << 16, 64
 
 
 def is_pretrained(spec: str) -> bool:
@@ -26,7 +26,7 @@ class PretrainedTokenizer(Tokenizer):
     """A tokenizer of the tokenizers library or of SentencePiece, with the special tokens it has but adding none.
 
     Such tokenizers may change the text, so that the bytes of a token are known only together: `token_bytes` is the size
-    of the token's own text, and the rest of a piece of 64 KiB is counted at its last token.
+    of the token's own text, and the rest of a document, or of its pieces of 64 KiB, is counted at its last token.
     """
 
     def __init__(self, spec: str, payload: dict[str, str]):
@@ -83,21 +83,15 @@ class PretrainedTokenizer(Tokenizer):
         return self._model.decode(np.asarray(ids).tolist())
 
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
-        batch: list[bytes] = []
-        for piece in text_pieces(pieces, _PIECE):
-            batch.append(piece)
-            if len(batch) == _BATCH:
-                yield from self._encode_batch(batch)
-                batch = []
-        yield from self._encode_batch(batch)
-
-    def _encode_batch(self, pieces: list[bytes]) -> Iterator[Encoded]:
-        for piece, ids in zip(pieces, self._encode([decode_piece(piece) for piece in pieces])):
-            if not len(ids):
-                continue
-            tokens = np.array(ids, self.dtype)
-            left = len(piece) - int(self.token_bytes[tokens].sum())
-            yield Encoded(tokens, np.array([[len(tokens) - 1, left]] if left else np.zeros((0, 2)), np.int64))
+        left = 0  # bytes that no token counts yet
+        for batch in piece_batches(pieces):
+            encodings = self._encode([decode_piece(piece) for piece in batch])
+            for piece, ids in zip(batch, encodings, strict=True):
+                tokens, extra = np.array(ids, self.dtype), NO_EXTRA
+                left += len(piece) - int(self.token_bytes[tokens].sum())
+                if left and len(tokens):
+                    extra, left = np.array([[len(tokens) - 1, left]], np.int64), 0
+                yield Encoded(tokens, extra, isinstance(piece, DocumentStart))
 
     def _encode(self, texts: list[str]) -> list[Sequence[int]]:
         if _JSON in self._files:

@@ -114,9 +114,18 @@ def _open_split(
         )
     except (OSError, ValueError) as error:
         raise UserError(f"{option}: cannot be read: {one_line(error)}") from error
+    if not all("starts" in shard for shard in shards):
+        raise UserError(
+            f"{option}: the shards have no starts of documents; expected those that `python -m train.data.tokenize` "
+            "writes now"
+        )
     digest = hashlib.sha256(json.dumps([shard["digest"] for shard in shards]).encode()).hexdigest()
     extra = [np.array(shard["extra"], np.int64).reshape(-1, 2) for shard in shards]
     starts = np.concatenate([[0], np.cumsum([shard["tokens"] for shard in shards])])
     extra = [rows + np.array([[start, 0]]) for rows, start in zip(extra, starts.tolist())]
+    begun = [np.array(shard["starts"], np.int64) + start for shard, start in zip(shards, starts.tolist())]
+    # A document without tokens starts where the next one does, or at the end.
+    documents = np.unique(np.concatenate([[0], *begun]))
+    documents = documents[documents < len(tokens)]
     array: Any = tokens if split == "train" else tokens[:]
-    return Corpus(array, tokenizer.token_bytes, np.concatenate(extra), digest)
+    return Corpus(array, tokenizer.token_bytes, np.concatenate(extra), digest, documents)

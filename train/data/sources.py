@@ -1,7 +1,7 @@
 """Where text comes from: the standard library, files, TensorFlow Datasets and Hugging Face datasets.
 
-A source is splits of bytes and nothing more: it knows no tokens. Documents that follow each other in a split
-are separated by a line end; bits per byte are counted over that joined text.
+A source is splits of bytes, and where documents start in them: it knows no tokens. Documents that follow each other in
+a split are separated by a line end; bits per byte are counted over that joined text.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import glob
 import gzip
 import hashlib
@@ -16,13 +17,14 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.named_sources import open_hf_text, open_tfds_text
-from train.data.splits import SPLIT_NAMES, SPLITS, Source, Split, digest
+from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
 from train.errors import UserError, one_line
 from train.storage import as_os_errors, is_remote
 
@@ -100,16 +102,37 @@ class _Segment:
     stop: int | None = None
 
 
-def open_source(spec: str, holdout: float) -> Source:
+def open_source(spec: str, holdout: float, documents: str = RECORDS) -> Source:
     """Opens the text that `spec` names.
 
     Args:
       spec: stdlib, text:GLOB[,GLOB...], tfds:NAME[/CONFIG][:FIELD] or hf:NAME[:CONFIG] (or hf:FOLDER).
       holdout: share in (0, 1) of the text that becomes the valid split where the source has none of its own.
+      documents: what a document is, see `train.data.documents`. A file starts one in any case, a row of a data set only
+        as a record.
 
     Raises:
       UserError: the spec is unknown, names nothing, or a file or a hub cannot be read.
     """
+    first_line = check_documents(documents)
+    source = _open(spec, holdout)
+    if first_line is None:
+        return source
+    cut = functools.partial(
+        cut_documents, first_line=first_line, keep=spec.partition(":")[0] in ("stdlib", "text")
+    )
+    splits = {
+        name: Split(functools.partial(_mapped, split, cut), split.size)
+        for name, split in source.splits.items()
+    }
+    return Source(source.fingerprint, splits)
+
+
+def _mapped(split: Split, change: Callable[[Iterator[bytes]], Iterator[bytes]]) -> Iterator[bytes]:
+    return change(split.blocks())
+
+
+def _open(spec: str, holdout: float) -> Source:
     if not 0 < holdout < 1:
         raise UserError(f"--holdout: expected a share between 0 and 1, got {holdout}")
     kind, _, rest = spec.partition(":")
@@ -131,15 +154,16 @@ def open_source(spec: str, holdout: float) -> Source:
 
 
 def _read(segment: _Segment) -> Iterator[bytes]:
-    """The segment's bytes in blocks; a line end is added where the last line has none."""
-    last = b"\n"
+    """The segment's bytes in blocks, as a document; a line end is added where the last line has none."""
+    last, kind = b"\n", cast(type[bytes], DocumentStart)
     with _reading(segment.file), segment.file.open() as file:
         file.seek(segment.start)
         left = None if segment.stop is None else segment.stop - segment.start
         while block := file.read(_BLOCK if left is None else min(_BLOCK, left)):
             left = None if left is None else left - len(block)
             last = block
-            yield block
+            yield kind(block)
+            kind = bytes
     if not last.endswith(b"\n"):
         yield b"\n"
 

@@ -21,9 +21,16 @@ SPLIT_NAMES = {
 }
 
 
+class DocumentStart(bytes):
+    """The first bytes of a document, in a text that comes in blocks; blocks that are plain bytes go on with it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The text of one split: `blocks()` reads it from the start; `size` is its bytes where known."""
+    """The text of one split: `blocks()` reads it from the start; `size` is its bytes where known.
+
+    A block has bytes of one document; the first one of each is a `DocumentStart`.
+    """
 
     blocks: Callable[[], Iterator[bytes]]
     size: int | None

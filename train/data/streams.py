@@ -40,6 +40,7 @@ class TokenStreams(RepeatedBatches):
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32, "reset": bool scalar}; reset is True on the
     first batch of a pass, where the rows jump and memory must be cleared. One of several processes gives some
     of the rows. The state is the number of batches given so far, whichever rows they have; restoring it reads nothing.
+    With `segments` a batch has "segment_ids": (B, T) int32, which document of its row each token is of, from 0 on.
 
     Args:
       corpus: the text; at least batch * length + 1 tokens.
@@ -47,6 +48,7 @@ class TokenStreams(RepeatedBatches):
       length: tokens of a row in one batch.
       seed: seed of the passes' offsets.
       rows: numbers of the rows to give, where other processes give the rest; all by default.
+      segments: whether batches have "segment_ids".
 
     Raises:
       UserError: a text too short, or batch, length, seed or rows out of range.
@@ -60,6 +62,7 @@ class TokenStreams(RepeatedBatches):
         length: int,
         seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
+        segments: bool = False,
     ):
         _check_length(length)
         if seed < 0:
@@ -74,10 +77,16 @@ class TokenStreams(RepeatedBatches):
         tokens, steps = corpus.tokens, size // (batch * length)
         row_starts = chosen_rows[:, None] * (steps * length) + np.arange(length + 1)
 
-        def make(index: int, step: int) -> dict[str, np.ndarray | np.bool_]:
+        def make(index: int, step: int) -> dict[str, Any]:
             offset = np.random.default_rng([seed, index // steps]).integers(size)
-            window = tokens.take(row_starts + (offset + step * length), mode="wrap").astype(np.int32)
-            return {"tokens": window[:, :-1], "targets": window[:, 1:], "reset": np.bool_(step == 0)}
+            at = row_starts + (offset + step * length)
+            window = tokens.take(at, mode="wrap").astype(np.int32)
+            batch: dict[str, Any] = {
+                "tokens": window[:, :-1],
+                "targets": window[:, 1:],
+                "reset": np.bool_(step == 0),
+            }
+            return batch | {"segment_ids": corpus.segment_ids(at[:, 0] % size, length)} if segments else batch
 
         identity = {
             "batch": batch,
@@ -86,6 +95,8 @@ class TokenStreams(RepeatedBatches):
             "tokens": size,
             "digest": corpus.digest,
         }
+        if segments:
+            identity["documents"] = len(corpus.starts)
         super().__init__(make, steps, identity)
 
 
@@ -95,7 +106,8 @@ class EvalStream:
     The N - 1 targets are cut in `batch` rows of R = ceil((N - 1) / batch), the last ones shorter; step s of
     row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
     (B, T) int32, "weights": (B, T) float32, "reset": bool scalar}; weights are 0 on the padding of the last
-    batch, where tokens and targets are 0, and 1 elsewhere. Iterating again starts from the beginning.
+    batch, where tokens and targets are 0, and 1 elsewhere. Iterating again starts from the beginning. With `segments`
+    it has "segment_ids" too, as those of `TokenStreams`.
 
     Args:
       corpus: the text; at least 2 tokens.
@@ -103,6 +115,7 @@ class EvalStream:
       length: tokens of a row in one batch.
       limit: use the first `limit` tokens only.
       rows: numbers of the rows to give, where other processes give the rest; all by default.
+      segments: whether batches have "segment_ids".
 
     Raises:
       UserError: a text too short, or batch, length or limit out of range.
@@ -116,6 +129,7 @@ class EvalStream:
         length: int,
         limit: int | None = None,
         rows: Sequence[int] | np.ndarray | None = None,
+        segments: bool = False,
     ):
         _check_length(length)
         chosen_rows = check_rows(batch, rows)
@@ -132,17 +146,18 @@ class EvalStream:
         self._steps = -(-row // length)
         places = np.arange(length)
 
-        def make(step: int) -> dict[str, np.ndarray | np.bool_]:
+        def make(step: int) -> dict[str, Any]:
             within = places + step * length
             at = chosen_rows[:, None] * row + within
             counted = (within < row) & (at < self.num_targets)
             at = np.where(counted, at, 0)
-            return {
+            batch: dict[str, Any] = {
                 "tokens": np.where(counted, tokens[at], 0).astype(np.int32),
                 "targets": np.where(counted, tokens[at + 1], 0).astype(np.int32),
                 "weights": counted.astype(np.float32),
                 "reset": np.bool_(step == 0),
             }
+            return batch | {"segment_ids": corpus.segment_ids(at[:, 0], length)} if segments else batch
 
         self._dataset = grain.MapDataset.range(self._steps).map(make).to_iter_dataset(READ_AHEAD)
 

@@ -78,11 +78,12 @@ def write_shards(options: TokenizeOptions) -> None:
     """
     check_tokenizer(options.tokenizer)
     folder = Path(options.out).expanduser()
-    source = open_source(options.data, options.holdout)
+    source = open_source(options.data, options.holdout, options.documents)
     asked = {
         "data": options.data,
         "tokenizer": options.tokenizer,
         "holdout": options.holdout,
+        "documents": options.documents,
         "record": options.record,
         "shard_megabytes": options.shard_megabytes,
         "fingerprint": source.fingerprint,
@@ -114,7 +115,7 @@ def write_shards(options: TokenizeOptions) -> None:
                     running.append(pool.submit(write, name, part))
                     if len(running) > options.workers:  # so that the text does not pile up in memory
                         running.popleft().result()
-                progress.add(len(part))
+                progress.add(sum(map(len, part)))
             while running:
                 running.popleft().result()
     counts = {
@@ -142,17 +143,26 @@ def _check_same(folder: Path, asked: dict[str, Any]) -> None:
         raise UserError(f"--out: {folder} has shards of another {what}; expected the same, or another folder")
 
 
-def _parts(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """The text in parts of about this size, each cut after a line if possible."""
-    yield from text_pieces(blocks, size)
+def _parts(blocks: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
+    """The text in parts of up to this size, as `text_pieces`."""
+    part: list[bytes] = []
+    left = size
+    for piece in text_pieces(blocks):
+        if part and len(piece) > left:
+            yield part
+            part, left = [], size
+        part.append(piece)
+        left -= len(piece)
+    if part:
+        yield part
 
 
-def _write_shard(folder: Path, name: str, text: bytes, *, record: int) -> None:
+def _write_shard(folder: Path, name: str, text: Sequence[bytes], *, record: int) -> None:
     """Tokenises a part of the text in a process of its own."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     tokenizer = _tokenizer(folder)
-    encoded = list(tokenizer.encode_corpus(text_pieces([text])))
+    encoded = list(tokenizer.encode_corpus(text))
     tokens = np.concatenate([each.ids for each in encoded]) if encoded else np.zeros(0, tokenizer.dtype)
     starts = np.cumsum([0, *(len(each.ids) for each in encoded)])
     extra = [each.extra + np.array([[start, 0]]) for each, start in zip(encoded, starts.tolist())]
@@ -169,9 +179,10 @@ def _write_shard(folder: Path, name: str, text: bytes, *, record: int) -> None:
         aside.unlink(missing_ok=True)
     summary = {
         "tokens": len(tokens),
-        "bytes": len(text),
+        "bytes": sum(map(len, text)),
         "digest": hashlib.sha256(tokens.tobytes()).hexdigest(),
         "extra": np.concatenate(extra).tolist() if extra else [],
+        "starts": [start for each, start in zip(encoded, starts.tolist()) if each.starts],
     }
     write_whole(epath.Path(folder / f"{name}.json"), json.dumps(summary) + "\n")
 

@@ -13,10 +13,12 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from train.data.splits import DocumentStart
 from train.errors import UserError
 from train.storage import write_whole
 
 PIECE = 1 << 20
+_SMALL_PIECE, _BATCH_BYTES, _BATCH_PIECES = 1 << 16, 1 << 22, 4096
 NO_EXTRA = np.zeros((0, 2), np.int64)
 
 
@@ -24,10 +26,12 @@ class Encoded(NamedTuple):
     """Tokens of a piece of text, and the places where one stands for another number of bytes than `token_bytes` says.
 
     ids: (n,) integers. extra: (k, 2) int64, rows (index in ids, bytes of the text beyond token_bytes[id]).
+    starts: whether a document starts with this piece.
     """
 
     ids: np.ndarray
     extra: np.ndarray
+    starts: bool
 
 
 class Tokenizer(abc.ABC):
@@ -66,7 +70,8 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
-        """Tokens of a long text given as `text_pieces`, a piece at a time; unknown words have a token too.
+        """Tokens of a long text given as `text_pieces`, a piece at a time; unknown words have a token too. No token has
+        text of two documents.
 
         Raises UserError where the text is not UTF-8 (bytes: never).
         """
@@ -101,9 +106,13 @@ def decode_piece(piece: bytes) -> str:
 
 def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
     """The blocks' text in pieces of up to `size` bytes, each cut after a line if possible, else after a blank, else
-    after a character."""
-    pending = bytearray()
+    after a character, and where a document ends. The first piece of a document is a `DocumentStart`."""
+    pending, kind = bytearray(), bytes
     for block in blocks:
+        if isinstance(block, DocumentStart):
+            if pending:
+                yield kind(pending)
+            pending, kind = bytearray(), DocumentStart
         pending += block
         start = 0
         while len(pending) - start > size:
@@ -113,8 +122,23 @@ def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
                 cut = stop
                 while cut > stop - 3 and pending[cut] & 0xC0 == 0x80:
                     cut -= 1
-            yield bytes(pending[start:cut])
-            start = cut
+            yield kind(pending[start:cut])
+            start, kind = cut, bytes
         del pending[:start]
     if pending:
-        yield bytes(pending)
+        yield kind(pending)
+
+
+def piece_batches(pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """The pieces in smaller ones, a batch at a time, for a library that spreads a batch over the cores and keeps some
+    hundred bytes a token until it is done."""
+    batch: list[bytes] = []
+    size = 0
+    for piece in text_pieces(pieces, _SMALL_PIECE):
+        batch.append(piece)
+        size += len(piece)
+        if len(batch) == _BATCH_PIECES or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -15,7 +15,8 @@ from etils import epath
 from jaxtyping import Int
 
 from train.data.pretrained import PretrainedTokenizer, is_pretrained
-from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, decode_piece, text_pieces
+from train.data.splits import DocumentStart
+from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, decode_piece, piece_batches
 from train.data.vocabularies import CharactersTokenizer, WordsTokenizer
 from train.errors import UserError
 
@@ -27,8 +28,6 @@ _EXPECTED = (
 # BPE learns from this much text at most: its merges settle long before, and the trainer keeps every
 # distinct word in memory.
 _TRAINING_BYTES = 1 << 29
-# The library spreads a batch of pieces over the cores, and keeps some hundred bytes a token until the batch is done.
-_BPE_PIECE, _BPE_BATCH = 1 << 16, 64
 
 
 class BytesTokenizer(Tokenizer):
@@ -46,7 +45,7 @@ class BytesTokenizer(Tokenizer):
 
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
         for piece in pieces:
-            yield Encoded(np.frombuffer(piece, np.uint8), NO_EXTRA)
+            yield Encoded(np.frombuffer(piece, np.uint8), NO_EXTRA, isinstance(piece, DocumentStart))
 
 
 class BPETokenizer(Tokenizer):
@@ -85,17 +84,11 @@ class BPETokenizer(Tokenizer):
         return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
-        batch: list[str] = []
-        for piece in text_pieces(pieces, _BPE_PIECE):
-            batch.append(decode_piece(piece))
-            if len(batch) == _BPE_BATCH:
-                yield from self._encode_batch(batch)
-                batch = []
-        yield from self._encode_batch(batch)
-
-    def _encode_batch(self, texts: list[str]) -> Iterator[Encoded]:
-        for encoding in self._model.encode_batch_fast(texts):
-            yield Encoded(np.array(encoding.ids, self.dtype), NO_EXTRA)
+        for batch in piece_batches(pieces):
+            encodings = self._model.encode_batch_fast([decode_piece(piece) for piece in batch])
+            for piece, encoding in zip(batch, encodings, strict=True):
+                ids = np.array(encoding.ids, self.dtype)
+                yield Encoded(ids, NO_EXTRA, isinstance(piece, DocumentStart))
 
     def _payload(self) -> dict[str, str]:
         return {"tokenizer.json": self._model.to_str()}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from train.data.splits import DocumentStart
 from train.data.tokenizer import Encoded, Tokenizer, decode_piece
 from train.errors import UserError
 
@@ -70,7 +71,7 @@ class CharactersTokenizer(Tokenizer):
             unknown = np.flatnonzero(~known)
             sizes = np.array([len(text[i].encode()) for i in unknown], np.int64)
             extra = np.stack([unknown, sizes - self.token_bytes[self._unknown]], 1)
-            yield Encoded(ids.astype(self.dtype), extra)
+            yield Encoded(ids.astype(self.dtype), extra, isinstance(piece, DocumentStart))
 
     def _payload(self) -> dict[str, str]:
         return {"characters.json": json.dumps(self._characters) + "\n"}
@@ -140,7 +141,7 @@ class WordsTokenizer(Tokenizer):
             open_line += len(piece) - int(sizes.sum())
             changed = np.flatnonzero(sizes != self.token_bytes[ids])
             extra = np.stack([changed, (sizes - self.token_bytes[ids])[changed]], 1)
-            yield Encoded(ids.astype(self.dtype), extra)
+            yield Encoded(ids.astype(self.dtype), extra, isinstance(piece, DocumentStart))
 
     def _payload(self) -> dict[str, str]:
         return {"vocab.txt": "".join(w + "\n" for w in self._words)}

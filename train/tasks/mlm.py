@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from brl_jax.attention.core.checks import check_choice
 from brl_jax.layers import (
     BRLConfig,
     FlashConfig,
@@ -26,8 +27,10 @@ from brl_jax.layers import (
 from brl_jax.models import TRANSNORMER_SIZES, EncoderConfig, MaskedLM, transnormer
 from train.config import RunConfig
 from train.data import Corpus, DataConfig, load
+from train.data.batches import batches_by_number
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
-from train.data.streams import EvalStream, TokenStreams
+from train.data.streams import EvalStream
+from train.errors import UserError
 from train.fields import Decided, Flat
 from train.loop import HeldOut
 from train.mesh import host_rows
@@ -40,6 +43,7 @@ from train.tasks.lm_config import LmLoopConfig
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
 MASK, SEPARATOR, SPECIAL = 0, 1, 2
+Pack = Literal["auto", "always", "never"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +52,18 @@ class MlmDataConfig(DataConfig):
 
     mask_share: float = 0.15
     """Share of a row's tokens that the network is asked for."""
+    pack: Pack = "auto"
+    """Whether the documents of a row are kept apart, so that none sees another: always, never, or (auto) where the
+    mechanism can and the text has more than one (docs/packing.md)."""
 
     def __post_init__(self):
+        super().__post_init__()
+        check_choice("pack", self.pack, get_args(Pack))
+        if self.data.startswith("hf-stream:"):
+            raise UserError(
+                f"--data: expected a text whose tokens are made first, such as tokens:DIR (python -m "
+                f"train.data.tokenize), got {self.data}"
+            )
         if not 0.0 < self.mask_share < 1.0:
             raise ValueError(f"mask_share must be above 0 and below 1, got {self.mask_share}")
 
@@ -73,6 +87,13 @@ class MlmConfig(RunConfig):
     loop: Annotated[LmLoopConfig, Flat]
     data: Annotated[MlmDataConfig, Flat]
     model: Annotated[MlmModelConfig, Flat]
+
+    def __post_init__(self):
+        if self.data.pack == "always" and not self.model.packs:
+            kind = next(type(each).__name__ for each in self.model.mechanisms if not each.packs_bidirectional)
+            raise ValueError(
+                f"pack must be auto or never with {kind}, which cannot pack in an encoder, got always"
+            )
 
 
 def _small(mechanism: Mechanism) -> MlmConfig:
@@ -111,7 +132,9 @@ def _roberta(model: MlmModelConfig) -> MlmConfig:
             checkpoint_every=1_000,
             eval_tokens=0,
         ),
-        data=MlmDataConfig(data="hf:Salesforce/wikitext:wikitext-103-raw-v1", tokenizer="bpe:50265"),
+        data=MlmDataConfig(
+            data="hf:Salesforce/wikitext:wikitext-103-raw-v1", tokenizer="bpe:50265", documents="wikitext"
+        ),
         model=dataclasses.replace(model, dropout=0.1),
         optimizer=OptimizerConfig(
             learning_rate=5e-4,
@@ -162,7 +185,8 @@ PRESETS: dict[str, MlmConfig] = {
 
 
 def mlm_objective(model: MaskedLM) -> Objective:
-    """Cross-entropy and accuracy at the masked places of what `train.data.masking.mask_tokens` returns."""
+    """Cross-entropy and accuracy at the masked places of what `train.data.masking.mask_tokens` returns and, optionally,
+    "segment_ids": (B, T) int32, which keep the documents of a packed row apart."""
 
     def init(key: Array) -> Any:
         tokens = jnp.zeros((1, 1), jnp.int32)
@@ -174,6 +198,7 @@ def mlm_objective(model: MaskedLM) -> Objective:
             batch["tokens"],
             batch["places"],
             lengths=batch["lengths"],
+            segment_ids=batch.get("segment_ids"),
             deterministic=key is None,
             rngs=random_streams(key),
         )
@@ -185,7 +210,7 @@ def mlm_objective(model: MaskedLM) -> Objective:
 
 
 class MlmTask(Task[MlmConfig, LmData]):
-    """Masked language modeling; rows are pieces of the text, without memory."""
+    """Masked language modeling; rows are pieces of the text, without memory, whose documents may be kept apart."""
 
     name = "mlm"
     about = "Trains an encoder to predict masked tokens of text."
@@ -195,10 +220,15 @@ class MlmTask(Task[MlmConfig, LmData]):
     is_sized_by_data = True
 
     def sized(self, config: MlmConfig, data: LmData | None = None) -> MlmConfig:
-        """The tokenizer and the two special tokens decide the size of the vocabulary."""
+        """The tokenizer and the two special tokens decide the size of the vocabulary, and the mechanism and the text
+        whether rows are packed. A text that is not read is taken for one of many documents."""
         size = vocabulary(config.data.tokenizer) if data is None else data.tokenizer.vocab_size
         model = dataclasses.replace(config.model, vocab_size=size + SPECIAL, max_length=config.loop.length)
-        return dataclasses.replace(config, model=model)
+        pack = config.data.pack
+        if pack == "auto":
+            many = data is None or any(len(corpus.starts) > 1 for corpus in data.corpora.values())
+            pack = "always" if config.model.packs and many else "never"
+        return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, pack=pack))
 
     def model(self, config: MlmConfig) -> MaskedLM:
         return MaskedLM(config.model)
@@ -208,12 +238,15 @@ class MlmTask(Task[MlmConfig, LmData]):
 
     def batch_shapes(self, config: MlmConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         asked = (rows, num_asked(config.loop.length, config.data.mask_share))
+        tokens = jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32)
+        packing = {} if config.data.pack == "never" else {"segment_ids": tokens}
         return {
-            "tokens": jax.ShapeDtypeStruct((rows, config.loop.length), jnp.int32),
+            "tokens": tokens,
             "places": jax.ShapeDtypeStruct(asked, jnp.int32),
             "targets": jax.ShapeDtypeStruct(asked, jnp.int32),
             "weights": jax.ShapeDtypeStruct(asked, jnp.float32),
             "lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
+            **packing,
         }
 
     def load(self, config: MlmConfig, splits: Sequence[str]) -> LmData:
@@ -230,7 +263,12 @@ class MlmTask(Task[MlmConfig, LmData]):
             "seed": config.loop.seed,
             "rows": host_rows(mesh, config.loop.batch),
         }
-        rows = TokenStreams(data.corpora["train"], length=config.loop.length, **options)
+        rows = batches_by_number(
+            data.corpora["train"],
+            length=config.loop.length,
+            segments=config.data.pack != "never",
+            **options,
+        )
         return MaskedBatches(rows, **options, **self._masking(config, data))
 
     def _text(
@@ -238,7 +276,14 @@ class MlmTask(Task[MlmConfig, LmData]):
     ) -> MaskedHeldOut:
         rows = max(1, min(config.loop.microbatch, len(corpus.tokens) // config.loop.length))
         own = None if mesh is None else host_rows(mesh, rows)
-        text = EvalStream(corpus, batch=rows, length=config.loop.length, limit=limit or None, rows=own)
+        text = EvalStream(
+            corpus,
+            batch=rows,
+            length=config.loop.length,
+            limit=limit or None,
+            rows=own,
+            segments=config.data.pack != "never",
+        )
         return MaskedHeldOut(text, rows=own, **self._masking(config, data))
 
     def held_out(
@@ -266,7 +311,9 @@ class MlmTask(Task[MlmConfig, LmData]):
 
     def describe_data(self, config: MlmConfig, data: LmData) -> str:
         counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())
-        return f"{config.data.data} as {config.data.tokenizer}, {counts}"
+        documents = sum(len(corpus.starts) for corpus in data.corpora.values())
+        packed = "" if config.data.pack == "never" else f", rows of {documents:,} documents kept apart"
+        return f"{config.data.data} as {config.data.tokenizer}, {counts}{packed}"
 
     def next_commands(self, config: MlmConfig, data: LmData) -> Sequence[Sequence[str]]:
         return (("eval.mlm", "--workdir", config.loop.workdir),)

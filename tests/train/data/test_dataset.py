@@ -181,7 +181,7 @@ def test_what_was_stopped_halfway_leaves_nothing(text, tmp_path, monkeypatch):
     assert list(load(config(text), run)[1]) == ["train", "valid", "test"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "other", "summary", "extra"])
+@pytest.mark.parametrize("damage", ["cut", "other", "summary", "extra", "starts"])
 def test_damaged_tokens_are_made_again(text, tmp_path, damage):
     _, corpora = load(config(text), tmp_path / "run")
     folder = next((tmp_path / "run" / "data").glob("tokens-*"))
@@ -191,9 +191,10 @@ def test_damaged_tokens_are_made_again(text, tmp_path, damage):
     elif damage == "other":
         np.save(folder / "train.npy", corpora["valid"].tokens)
     else:
-        (folder / {"summary": "train.json", "extra": "train.extra.npy"}[damage]).write_text("")
+        (folder / ("train.json" if damage == "summary" else f"train.{damage}.npy")).write_text("")
     _, again = load(config(text), tmp_path / "run")
     assert again["train"].digest == corpora["train"].digest
+    np.testing.assert_array_equal(again["train"].starts, [0])
     assert (folder / "train.npy").read_bytes() == whole
 
 

@@ -47,7 +47,7 @@ def make(spec, text=TEXT):
 def encoded(tokenizer, pieces):
     """All tokens, and the bytes of text each stands for."""
     ids, sizes = [], []
-    for piece_ids, extra in tokenizer.encode_corpus(pieces):
+    for piece_ids, extra, _ in tokenizer.encode_corpus(pieces):
         size = tokenizer.token_bytes[piece_ids].copy()
         size[extra[:, 0]] += extra[:, 1]
         ids.append(piece_ids.astype(np.int64))

@@ -1,0 +1,283 @@
+"""Where documents start: in sources, corpora on disk, shards, mixtures and the rows of batches."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.data import Corpus, DataConfig, EvalStream, TokenStreams, load
+from train.data import sources as sources_module
+from train.data.documents import check_documents, cut_documents
+from train.data.mixture import STRETCH, MixedStreams, Mixture, joined
+from train.data.splits import DocumentStart
+from train.data.tokenize import main as tokenize
+from train.data.tokenizer import text_pieces
+from train.errors import UserError
+
+WIKITEXT = Path("../shared/data/wikitext2")
+WIKI = (
+    " \n = First = \n \n words of it \n = not a title = \n \n = = A section = = \n more \n \n = Second é = \n \n"
+    " text , x = 3 \n x = \n \n = Third = \n"
+)
+# Where the documents of WIKI start, found by hand; the empty line at the beginning is the first one's.
+TITLES = (" \n = First", " = Second", " = Third")
+
+
+def documents_of(blocks):
+    """The documents of blocks, joined."""
+    found = []
+    for block in blocks:
+        if isinstance(block, DocumentStart):
+            found.append(b"")
+        found[-1] += block
+    return [document.decode() for document in found]
+
+
+def parts_of(text, beginnings):
+    """The text cut where these pieces of it stand."""
+    places = [text.index(each) for each in beginnings] + [len(text)]
+    return [text[start:stop] for start, stop in itertools.pairwise(places)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
+def test_a_line_starts_a_document_wherever_blocks_are_cut(size):
+    content = WIKI.encode()
+    blocks = [content[i : i + size] for i in range(0, len(content), size)]
+    first_line = check_documents("wikitext")
+    assert documents_of(cut_documents(blocks, first_line=first_line, keep=False)) == parts_of(WIKI, TITLES)
+    # Lines that an expression matches as a whole, with either line end.
+    own = "ab\n# 1\nx # 2\n# 3\r\ny\n# 4"
+    blocks = [own.encode()[i : i + size] for i in range(0, len(own), size)]
+    found = documents_of(cut_documents(blocks, first_line=check_documents(r"# \d"), keep=False))
+    assert found == ["ab\n", "# 1\nx # 2\n", "# 3\r\ny\n", "# 4"]
+
+
+def test_files_start_documents_beside_the_lines_and_rows_do_not():
+    blocks = [DocumentStart(b"a\n = T = \n"), b"b\n\n = U = \n", DocumentStart(b"c\n\n"), b" = V = \n"]
+    first_line = check_documents("wikitext")
+    kept, replaced = (
+        documents_of(cut_documents(blocks, first_line=first_line, keep=keep)) for keep in (True, False)
+    )
+    assert kept == ["a\n = T = \nb\n\n", " = U = \n", "c\n\n", " = V = \n"]
+    assert replaced == ["a\n = T = \nb\n\n", " = U = \nc\n\n", " = V = \n"]
+
+
+@pytest.mark.parametrize("size", [3, 10, 1000])
+def test_no_piece_has_two_documents(size):
+    blocks = [
+        DocumentStart(b"abcdef\nghi"),
+        b"jkl",
+        DocumentStart(b"m\n"),
+        DocumentStart(b""),
+        DocumentStart(b"no"),
+    ]
+    pieces = list(text_pieces(blocks, size))
+    assert documents_of(pieces) == ["abcdef\nghijkl", "m\n", "no"]
+    assert max(map(len, pieces)) <= max(size, 13)
+
+
+def novel(number):
+    """A short text of its own, which begins and ends with blanks that a tokenizer would join across documents."""
+    return (
+        f"\n\n  Story {number} é.\n\n" + "".join(f"Line {i} of {number}.\n" for i in range(5 * number)) + "\n"
+    )
+
+
+@pytest.fixture
+def novels(tmp_path):
+    folder = tmp_path / "novels"
+    folder.mkdir()
+    for number in range(1, 8):
+        (folder / f"train-{number}.txt").write_text(novel(number))
+    (folder / "valid.txt").write_text(novel(9))
+    return f"text:{folder}/*.txt"
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300", "bpe-uncased:300", "words", "chars"])
+def test_a_corpus_knows_where_its_documents_start(novels, tmp_path, monkeypatch, spec):
+    """The tokens between two starts are those of the document alone."""
+    monkeypatch.setattr(sources_module, "_BLOCK", 37)
+    tokenizer, corpora = load(DataConfig(data=novels, tokenizer=spec), tmp_path / "run")
+    starts = corpora["train"].starts
+    assert len(starts) == 7
+    assert isinstance(starts.base, np.memmap)
+    ends = [*starts[1:], len(corpora["train"].tokens)]
+    for number, (start, end) in enumerate(zip(starts, ends), start=1):
+        np.testing.assert_array_equal(corpora["train"].tokens[start:end], tokenizer.encode(novel(number)))
+        assert corpora["train"].num_bytes(start, end) == len(novel(number).encode())
+    assert corpora["valid"].starts.tolist() == [0]
+
+
+def test_documents_without_tokens_are_none(tmp_path):
+    """A tokenizer that drops blanks gives some documents no token, and the bytes to the next one."""
+    (tmp_path / "train-a.txt").write_text("one two\n")
+    (tmp_path / "train-b.txt").write_text(" \n \n")
+    (tmp_path / "train-c.txt").write_text("three\n")
+    (tmp_path / "train-d.txt").write_text("\n")
+    (tmp_path / "valid.txt").write_text("four\n")
+    data = DataConfig(data=f"text:{tmp_path}/*.txt", tokenizer="bpe-uncased:300")
+    tokenizer, corpora = load(data, tmp_path / "run")
+    corpus = corpora["train"]
+    first = len(tokenizer.encode("one two\n"))
+    assert corpus.starts.tolist() == [0, first]
+    assert corpus.num_bytes(first) == len(" \n \nthree\n")
+
+
+@pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not beside the checkout")
+def test_wikitext_2_has_the_published_number_of_articles(tmp_path):
+    data = DataConfig(data=f"text:{WIKITEXT}/*.gz", tokenizer="words:1000", documents="wikitext")
+    tokenizer, corpora = load(data, tmp_path / "run", ("valid", "test"))
+    assert {name: len(corpus.starts) for name, corpus in corpora.items()} == {"valid": 60, "test": 60}
+    text = gzip.decompress((WIKITEXT / "wiki.valid.tokens.gz").read_bytes()).decode()
+    titles = re.findall(r"(?<= \n) = [^=\n]+ = (?=\n)", text)
+    # The empty line before the first title is its document's.
+    begins = [corpora["valid"].tokens[start + (start == 0) :][:12] for start in corpora["valid"].starts]
+    for title, tokens in zip(titles, begins, strict=True):
+        line = tokenizer.encode_corpus([title.encode() + b"\n"])
+        assert next(line).ids[:12].tolist() == tokens[: len(title.split()) + 1].tolist()
+
+
+def rows_of_json(folder, splits):
+    folder.mkdir()
+    for name, texts in splits.items():
+        lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(texts)]
+        (folder / f"{name}-0.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_rows_of_a_data_set_are_documents_until_lines_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lines = WIKI.removesuffix("\n").split("\n")
+    rows_of_json(tmp_path / "set", {"train": lines, "validation": ["v", "w w"], "test": ["t"]})
+    for kind in ("hf", "hf-stream"):
+        _, corpora = load(DataConfig(data=f"{kind}:{tmp_path}/set"), tmp_path / kind)
+        assert corpora["valid"].starts.tolist() == [0, 2]
+        assert corpora["test"].starts.tolist() == [0]
+    places = np.cumsum([0] + [len(line.encode()) + 1 for line in lines])
+    _, corpora = load(DataConfig(data=f"hf:{tmp_path}/set"), tmp_path / "hf")
+    np.testing.assert_array_equal(corpora["train"].starts, places[:-1])
+    titled = DataConfig(data=f"hf:{tmp_path}/set", documents="wikitext")
+    _, corpora = load(titled, tmp_path / "titled")
+    expected = np.cumsum([0] + [len(part.encode()) for part in parts_of(WIKI, TITLES)])
+    np.testing.assert_array_equal(corpora["train"].starts, expected[:-1])
+    with pytest.raises(
+        UserError, match=r"^--documents: the run in .* was started with 'wikitext', got 'records'"
+    ):
+        load(DataConfig(data=f"hf:{tmp_path}/set"), tmp_path / "titled")
+
+
+def test_shards_have_the_documents_of_the_text(novels, tmp_path):
+    folder = tmp_path / "shards"
+    tokenize(
+        [
+            "--data",
+            novels,
+            "--out",
+            str(folder),
+            "--workers",
+            "1",
+            "--record",
+            "100",
+            "--documents",
+            r"Line 3 .*",
+        ]
+    )
+    _, shards = load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
+    _, whole = load(DataConfig(data=novels, documents=r"Line 3 .*"), tmp_path / "other")
+    assert len(whole["train"].starts) == 14
+    for split in ("train", "valid"):
+        np.testing.assert_array_equal(shards[split].starts, whole[split].starts)
+    sizes = {"batch": 2, "length": 200, "segments": True}
+    for a, b in zip(TokenStreams(shards["train"], **sizes), TokenStreams(whole["train"], **sizes)):
+        np.testing.assert_array_equal(a["segment_ids"], b["segment_ids"])
+        if b["reset"] and a["segment_ids"].any():
+            break
+    summary = json.loads((folder / "train-00000.json").read_text())
+    del summary["starts"]
+    (folder / "train-00000.json").write_text(json.dumps(summary))
+    with pytest.raises(UserError, match="the shards have no starts of documents; expected those that"):
+        load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
+
+
+def numbered(size, starts):
+    """A corpus whose tokens are their positions."""
+    return Corpus(
+        np.arange(size, dtype=np.int32),
+        np.ones(size, np.int64),
+        np.zeros((0, 2), np.int64),
+        "",
+        np.array(starts),
+    )
+
+
+def segments_by_hand(tokens, starts):
+    """Counts the starts in a row of tokens that are positions."""
+    ids = [0]
+    for token in tokens[1:]:
+        ids.append(ids[-1] + (token in starts))
+    return ids
+
+
+def test_rows_say_which_document_each_token_is_of():
+    starts = [0, 1, 2, 9, 40, 41, 90]
+    corpus = numbered(97, starts)
+    stream = TokenStreams(corpus, batch=3, length=15, seed=4, segments=True)
+    seen = 0
+    for _, batch in zip(range(20), stream):
+        for tokens, ids in zip(batch["tokens"], batch["segment_ids"]):
+            assert ids.tolist() == segments_by_hand(tokens.tolist(), starts)
+            seen += tokens[-1] < tokens[0]  # it wraps around
+    assert seen
+    held_out = EvalStream(corpus, batch=2, length=10, limit=88, segments=True)
+    for batch in held_out:
+        for tokens, ids, weights in zip(batch["tokens"], batch["segment_ids"], batch["weights"]):
+            count = int(weights.sum())
+            assert ids[:count].tolist() == segments_by_hand(tokens.tolist(), starts)[:count]
+    # One of several processes gives its rows' own.
+    one = TokenStreams(corpus, batch=3, length=15, seed=4, rows=[2], segments=True)
+    np.testing.assert_array_equal(
+        next(one)["segment_ids"],
+        next(iter(TokenStreams(corpus, batch=3, length=15, seed=4, segments=True)))["segment_ids"][2:],
+    )
+    with pytest.raises(UserError, match="input position is of documents None, now it is 7"):
+        one.set_state(TokenStreams(corpus, batch=3, length=15, seed=4).get_state())
+    assert "segment_ids" not in next(TokenStreams(corpus, batch=3, length=15))
+
+
+def test_mixed_rows_know_their_documents():
+    first, second = numbered(700, [0, 5, 300]), numbered(500, [0, 123])
+    stream = MixedStreams(Mixture((first, second), (0.5, 0.5)), batch=2, length=10, segments=True)
+    for _, batch in zip(range(3 * STRETCH), stream):
+        for tokens, ids in zip(batch["tokens"].tolist(), batch["segment_ids"].tolist()):
+            assert ids in (segments_by_hand(tokens, [0, 5, 300]), segments_by_hand(tokens, [0, 123]))
+    # Held-out texts take turns; each turn starts a document but where the same text goes on.
+    other = numbered(5000, [0, 4500])
+    both = joined(
+        [numbered(5000, [0, 10]), dataclasses.replace(other, tokens=other.tokens + 10_000)], [0.5, 0.5]
+    )
+    jumps = np.flatnonzero(np.diff(both.tokens) != 1) + 1
+    expected = {0, *jumps.tolist(), *np.flatnonzero(np.isin(both.tokens, [10, 14_500])).tolist()}
+    assert both.starts.tolist() == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"documents": "("}, r"^--documents: expected records, wikitext or a regular expression, got '\('"),
+        (
+            {"data": "tokens:x", "documents": "wikitext"},
+            "^--documents: expected records with tokens:..., .* got 'wiki",
+        ),
+        (
+            {"data": "hf-stream:x", "documents": "a"},
+            "^--documents: expected records with hf-stream:..., .* got 'a'",
+        ),
+    ],
+)
+def test_documents_that_are_none(options, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig(**options)
