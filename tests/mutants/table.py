@@ -1220,8 +1220,8 @@ MUTANTS = (
     Mutant(
         "models/sinusoidal positions swap sine and cosine",
         "brl_jax/models/inputs.py",
-        "jnp.where(feature[None] % 2 == 0, jnp.sin(angle), jnp.cos(angle))",
-        "jnp.where(feature[None] % 2 == 1, jnp.sin(angle), jnp.cos(angle))",
+        "jnp.broadcast_to(feature % 2 == 0, angle.shape)",
+        "jnp.broadcast_to(feature % 2 == 1, angle.shape)",
         ("tests/models/test_encoder.py", "-k", "sinusoidal"),
     ),
     Mutant(
@@ -1565,6 +1565,48 @@ MUTANTS = (
         ("tests/train/test_mlm.py", "-k", "hosts or host"),
     ),
     Mutant(
+        "data/a piece may have two documents",
+        "train/data/tokenizer.py",
+        "pending, kind = bytearray(), DocumentStart",
+        "kind = DocumentStart",
+        ("tests/train/data/test_documents.py", "-k", "piece"),
+    ),
+    Mutant(
+        "data/a title starts a document inside a table too",
+        "train/data/documents.py",
+        "if between_empty and (before.strip() or after.strip()):",
+        "if between_empty and before.strip():",
+        ("tests/train/data/test_documents.py", "-k", "wherever"),
+    ),
+    Mutant(
+        "data/a row that goes on at the beginning of the text starts no document there",
+        "train/data/corpus.py",
+        "(0, start + length - size, size - start)",
+        "(0, 0, size - start)",
+        ("tests/train/data/test_documents.py", "-k", "which_document"),
+    ),
+    Mutant(
+        "data/masked rows lose their documents",
+        "train/data/masking.py",
+        'for name in ("reset", "segment_ids") if name in batch',
+        'for name in ("reset",) if name in batch',
+        ("tests/train/test_mlm.py", "-k", "rows_are_packed"),
+    ),
+    Mutant(
+        "models/positions of packed rows count on",
+        "brl_jax/models/encoder.py",
+        "positions = places_in_sequences(jnp.asarray(segment_ids))",
+        "positions = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]",
+        ("tests/models/test_encoder.py", "-k", "packed"),
+    ),
+    Mutant(
+        "models/a masked language model ignores packing",
+        "brl_jax/models/masked_lm.py",
+        "segment_ids=segment_ids, deterministic",
+        "segment_ids=None, deterministic",
+        ("tests/train/test_mlm.py", "-k", "documents_alone"),
+    ),
+    Mutant(
         "train/fine-tuning starts from random weights",
         "train/loop.py",
         "state.replace(params=start(state.params))",
@@ -1869,8 +1911,8 @@ MUTANTS = (
     Mutant(
         "data/a stretch of a mixture repeats its first tokens",
         "train/data/mixture.py",
-        "place * span + within * length + window",
-        "place * span + window",
+        "place * span + within * length) for",
+        "place * span) for",
         ("tests/train/data/test_scale.py", "-k", "reads_on"),
     ),
     Mutant(

@@ -16,17 +16,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from brl_jax.layers import MECHANISMS, BRLConfig
 from brl_jax.layers.core.protocol import Dimensions
-from brl_jax.models import DecoderConfig, DecoderLM, losses
+from brl_jax.models import DecoderConfig, DecoderLM, EncoderConfig, MaskedLM, losses
 from brl_jax.models.networks import make_stack
 from brl_jax.sharding import MeshConfig, constrain, make_mesh
 from tests.train.logs import metrics_lines
 from train.config import LoopConfig, parse
+from train.data.masking import mask_tokens
 from train.errors import UserError
 from train.loop import train
 from train.mesh import host_rows, open_mesh, place_batch, training_programs
 from train.optimizer import OptimizerConfig
 from train.tasks.lm import lm_objective
 from train.tasks.lm_config import PRESETS
+from train.tasks.mlm import mlm_objective
 
 ROWS, LENGTH, STEPS = 16, 16, 4
 MESHES = {
@@ -190,6 +192,25 @@ def loss_in_pieces(mesh):
     return [np.asarray(x) for x in (value, *grads)]
 
 
+def packed_rows(mesh):
+    """The loss of a batch of packed rows of an encoder, and its gradient, from one layer of each kind that packs."""
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(64, size=(8, LENGTH)).astype(np.int32)
+    starts = rng.random((8, LENGTH)) < 0.3
+    batch = mask_tokens(
+        tokens, np.ones(tokens.shape), share=0.3, vocab_size=64, mask=64, seed=(1,), rows=np.arange(8)
+    )
+    batch |= {"segment_ids": np.cumsum(starts, axis=1, dtype=np.int32), "reset": np.bool_(True)}
+    size = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 32, "vocab_size": 65}
+    kinds = {"mechanism": MECHANISMS["full"](), "late_mechanism": MECHANISMS["linear"](chunk_size=4)}
+    objective = mlm_objective(MaskedLM(EncoderConfig(**size, **kinds, implementation="xla")))
+    params = nn.unbox(jax.jit(objective.init)(jax.random.key(0)))
+    with jax.set_mesh(mesh):
+        batch = place_batch(mesh, batch, 8)
+        loss = jax.jit(jax.value_and_grad(lambda params, batch: objective.loss(params, None, batch, None)[0]))
+        return [np.asarray(x) for x in jax.tree.leaves(loss(params, batch))]
+
+
 def refused():
     """The error message for each set of options that eight devices cannot share."""
     messages = {}
@@ -276,6 +297,7 @@ PARTS = {
     "refused": refused,
     "careless": lambda: gathers(careless(make_mesh(MESHES["rows"]))),
     "pieces": lambda: [loss_in_pieces(mesh) for mesh in (one_device(), make_mesh(MESHES["sequence"]))],
+    "packed": lambda: [packed_rows(mesh) for mesh in (one_device(), make_mesh(MESHES["rows"]))],
     "straight": straight,
     "moved": moved,
 }

@@ -114,6 +114,12 @@ def test_a_loss_in_pieces_takes_its_part_of_each_from_every_device(result):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_packed_rows_of_an_encoder_are_those_of_one_device(result):
+    for expected, got in zip(*result("packed"), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_what_devices_cannot_share_is_refused(result):
     """A window may be longer than the part of a row on each device, and is not among the refused options."""
     length, block, shared, rows = result("refused").values()

@@ -1,5 +1,6 @@
 """Masked language modeling: which tokens are masked and how, what the objective sees, and the command."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 import eval.mlm
+import train.config
+import train.mesh
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
@@ -14,7 +17,7 @@ from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.data.masking import MaskedBatches, mask_tokens, num_asked
 from train.errors import UserError
-from train.tasks.mlm import mlm_objective
+from train.tasks.mlm import MLM, PRESETS, mlm_objective
 
 TINY = (
     "--tokenizer bytes --length 32 --batch 8 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --warmup_steps 2 "
@@ -78,6 +81,94 @@ def test_how_many_are_asked_for():
     assert [num_asked(length, 0.15) for length in (1, 4, 10, 128, 512)] == [1, 1, 2, 19, 77]
 
 
+def test_packed_rows_are_trained_on_as_their_documents_alone():
+    """The loss of rows of several documents is the sum of those of the documents in rows of their own."""
+    model = MaskedLM(
+        EncoderConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, vocab_size=101, mechanism=FullConfig())
+    )
+    objective = mlm_objective(model)
+    params = jax.jit(objective.init)(jax.random.key(0))
+    tokens = _text(1, 20)
+    batch = mask_tokens(tokens, np.ones((1, 20)), seed=(0, 0), rows=np.arange(1), **OPTIONS | {"share": 0.5})
+    loss = jax.jit(lambda batch: objective.loss(params, None, batch, None)[0])
+    together = loss(batch | {"segment_ids": np.repeat([[0, 1, 2]], [8, 1, 11], axis=1).astype(np.int32)})
+    alone = 0.0
+    for start, stop in ((0, 8), (8, 9), (9, 20)):
+        inside = (batch["places"] >= start) & (batch["places"] < stop)
+        alone += loss(
+            {
+                **batch,
+                "tokens": np.roll(batch["tokens"], -start, axis=1),
+                "places": (batch["places"] - start) % 20,
+                "weights": batch["weights"] * inside,
+                "lengths": np.array([stop - start], np.int32),
+            }
+        )
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+    assert abs(float(loss(batch)) - float(alone)) > 1e-3
+
+
+def _config(text, more=""):
+    tiny = TINY.partition(" --mechanism")[0] if "--mechanism" in more else TINY
+    return train.config.parse(
+        PRESETS, "mlm", f"--data {text} --workdir x {tiny} {more}".split(), prog="", about=""
+    )
+
+
+def _batch(text, tmp_path, more=""):
+    """The configuration of a run with its data, a training batch and a held-out batch."""
+    config = _config(text, more)
+    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=str(tmp_path / "run")))
+    data = MLM.load(config, ("train", "valid"))
+    config = MLM.sized(config, data)
+    mesh = train.mesh.open_mesh(config.mesh, config.loop, config.model)
+    streams = MLM.streams(config, data, mesh)
+    batch = next(iter(streams.training))
+    held_out = next(iter(streams.held_out))
+    for given, rows in ((batch, 8), (held_out, 8)):
+        shapes = MLM.batch_shapes(config, rows)
+        assert {name: array.shape for name, array in given.items() if name != "reset"} == {
+            name: like.shape for name, like in shapes.items()
+        }
+    return config, batch, held_out
+
+
+def test_rows_are_packed_where_the_mechanism_can_and_the_text_has_documents(tmp_path):
+    """Segments change exactly where the text says that another document starts."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    content = "".join(f"@{'abcdefgh'[: 3 + i % 5]}." for i in range(2000))
+    (folder / "train.txt").write_text(content.replace("@", "\n@").lstrip("\n") + "\n")
+    (folder / "valid.txt").write_text(content[:3000].replace("@", "\n@").lstrip("\n") + "\n")
+    text = f"text:{folder}/*.txt"
+    config, batch, held_out = _batch(text, tmp_path, "--documents @.*")
+    assert config.data.pack == "always"
+    for given in (batch, held_out):
+        shown = given["tokens"].copy()
+        np.put_along_axis(shown, given["places"], given["targets"], axis=1)
+        begins = shown == ord("@")
+        begins[:, 0] = False
+        np.testing.assert_array_equal(np.diff(given["segment_ids"], axis=1, prepend=0) > 0, begins)
+        assert given["segment_ids"].max() > 2
+    for more, pack in (
+        ("--documents @.* --pack never", "never"),
+        ("--documents @.* --mechanism flash", "never"),
+        ("", "never"),
+        ("--pack always", "always"),
+    ):
+        config, batch, _ = _batch(text, tmp_path / (more.replace(" ", "") or "one"), more)
+        assert (config.data.pack, "segment_ids" in batch) == (pack, pack == "always")
+
+
+def test_packing_that_cannot_be_is_refused():
+    with pytest.raises(UserError, match=r"^--pack must be auto or never with FlashConfig, .* got always$"):
+        _config("stdlib", "--pack always --mechanism flash")
+    with pytest.raises(
+        UserError, match=r"^--data: expected a text whose tokens are made first, .* got hf-stream:x$"
+    ):
+        _config("hf-stream:x")
+
+
 MEASURED = ("step", "loss", "accuracy", "grad_norm", "val_loss", "val_accuracy")
 
 
@@ -88,10 +179,13 @@ def run(workdir, more=""):
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit_and_is_measured(tmp_path, monkeypatch, capsys):
     run(tmp_path / "whole")
+    assert json.loads((tmp_path / "whole/config.json").read_text())["data"]["pack"] == "always"
     stop_and_go_on(monkeypatch, MaskedBatches, lambda: run(tmp_path / "stopped"))
     assert metrics_lines(tmp_path / "stopped", MEASURED) == metrics_lines(tmp_path / "whole", MEASURED)
     with pytest.raises(UserError, match=r"is of another configuration: .*mask_share 0\.15 -> 0\.3"):
         run(tmp_path / "stopped", "--mask_share 0.3")
+    with pytest.raises(UserError, match=r"is of another configuration: .*pack always -> never"):
+        run(tmp_path / "stopped", "--pack never")
     capsys.readouterr()
     eval.mlm.main(["--workdir", str(tmp_path / "whole")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -48,7 +48,7 @@ class DataConfig:
     """Share of the text held out for evaluation where it has no validation split of its own."""
     documents: str = RECORDS
     """What a document of the text is: records (a row of a data set, a file), wikitext (which starts with a line
-    " = Title = " after an empty one), or a regular expression that matches the whole of a document's first line. A
+    " = Title = " between empty ones), or a regular expression that matches the whole of a document's first line. A
     file always starts one."""
     cache_dir: Free[str | None] = None
     """Folder for the tokens, which runs may share, local or gs://BUCKET/FOLDER; the run's own folder by default."""

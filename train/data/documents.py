@@ -13,15 +13,15 @@ _WIKITEXT = "wikitext"
 # A line that is longer than this is no heading: it passes as it comes.
 _LONGEST = 1 << 20
 
-FirstLine = Callable[[bytes, bytes], bool]
-"""Whether a line, given without its end and after the line before it, starts a document."""
+FirstLine = Callable[[bytes, bytes, bytes], bool]
+"""Whether a line starts a document, from the line, the one before it and the one after it, without their ends."""
 
 
 def check_documents(spec: str) -> FirstLine | None:
     """How the lines that start a document are recognised; None where the source's records are the documents.
 
     Args:
-      spec: "records"; "wikitext", for lines ` = Title = ` after an empty line, with one mark on each side, as sections
+      spec: "records"; "wikitext", for lines ` = Title = ` between empty lines, with one mark on each side, as sections
         have more; or a regular expression that matches all of such a line.
 
     Raises:
@@ -35,11 +35,11 @@ def check_documents(spec: str) -> FirstLine | None:
         raise UserError(
             f"--documents: expected {RECORDS}, {_WIKITEXT} or a regular expression, got {spec!r}: {error}"
         ) from error
-    # WikiText's tables and formulas have such lines too, but not after an empty one.
-    after_empty = spec == _WIKITEXT
+    # WikiText's tables, formulas and lists have such lines too, but not between empty ones.
+    between_empty = spec == _WIKITEXT
 
-    def is_first(line: bytes, before: bytes) -> bool:
-        if after_empty and before.strip():
+    def is_first(line: bytes, before: bytes, after: bytes) -> bool:
+        if between_empty and (before.strip() or after.strip()):
             return False
         return pattern.fullmatch(line.decode(errors="replace")) is not None
 
@@ -55,33 +55,38 @@ def cut_documents(blocks: Iterable[bytes], *, first_line: FirstLine, keep: bool)
       keep: whether the documents of the blocks start there too.
     """
     kind: type[bytes] = DocumentStart  # of the next block
-    pending = b""  # the beginning of a line
-    before = b""  # the line before it
+    pending = b""  # lines that have not been looked at
+    before = b""  # the line before them
     is_empty = True  # whether the document has empty lines only
 
-    def starts(line: bytes) -> bool:
-        return not is_empty and first_line(line.removesuffix(b"\r"), before)
-
-    for block in blocks:
-        if keep and isinstance(block, DocumentStart):
-            if pending:
-                yield DocumentStart(pending) if starts(pending) else kind(pending)
-            kind, pending, before, is_empty = DocumentStart, b"", b"", True
-        text = pending + block
+    def cut(text: bytes, *, is_last: bool) -> Iterator[bytes]:
+        """Gives the lines whose next line is there too, or all, and keeps the rest."""
+        nonlocal kind, pending, before, is_empty
         start = at = 0
-        while (end := text.find(b"\n", at)) >= 0:
+        while at < len(text):
+            end = text.find(b"\n", at)
+            stop = text.find(b"\n", end + 1) if end >= 0 else -1
+            if stop < 0 and not is_last:
+                break
+            end = end if end >= 0 else len(text)
+            stop = stop if stop >= 0 else len(text)
             line = text[at:end]
-            if starts(line):
+            if not is_empty and first_line(line.removesuffix(b"\r"), before, text[end + 1 : stop]):
                 if at > start:
                     yield kind(text[start:at])
                 start, kind = at, DocumentStart
             is_empty = is_empty and not line.strip()
-            before, at = line, end + 1
+            before, at = line, min(end + 1, len(text))
         if len(text) - at > _LONGEST:
             at, before, is_empty = len(text), text[at:], False
         if at > start:
             yield kind(text[start:at])
             kind = bytes
         pending = text[at:]
-    if pending:
-        yield DocumentStart(pending) if starts(pending) else kind(pending)
+
+    for block in blocks:
+        if keep and isinstance(block, DocumentStart):
+            yield from cut(pending, is_last=True)
+            kind, before, is_empty = DocumentStart, b"", True
+        yield from cut(pending + block, is_last=False)
+    yield from cut(pending, is_last=True)

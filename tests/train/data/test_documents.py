@@ -21,8 +21,8 @@ from train.errors import UserError
 
 WIKITEXT = Path("../shared/data/wikitext2")
 WIKI = (
-    " \n = First = \n \n words of it \n = not a title = \n \n = = A section = = \n more \n \n = Second é = \n \n"
-    " text , x = 3 \n x = \n \n = Third = \n"
+    " \n = First = \n \n words of it \n = not a title = \n \n = nor this = \n one \n \n = = A section = = \n more \n"
+    " \n = Second é = \n \n text , x = 3 \n x = \n \n = Third = \n"
 )
 # Where the documents of WIKI start, found by hand; the empty line at the beginning is the first one's.
 TITLES = (" \n = First", " = Second", " = Third")
@@ -58,13 +58,13 @@ def test_a_line_starts_a_document_wherever_blocks_are_cut(size):
 
 
 def test_files_start_documents_beside_the_lines_and_rows_do_not():
-    blocks = [DocumentStart(b"a\n = T = \n"), b"b\n\n = U = \n", DocumentStart(b"c\n\n"), b" = V = \n"]
+    blocks = [DocumentStart(b"a\n = T = \n"), b"b\n\n = U = \n\n", DocumentStart(b"c\n\n"), b" = V = \n"]
     first_line = check_documents("wikitext")
     kept, replaced = (
         documents_of(cut_documents(blocks, first_line=first_line, keep=keep)) for keep in (True, False)
     )
-    assert kept == ["a\n = T = \nb\n\n", " = U = \n", "c\n\n", " = V = \n"]
-    assert replaced == ["a\n = T = \nb\n\n", " = U = \nc\n\n", " = V = \n"]
+    assert kept == ["a\n = T = \nb\n\n", " = U = \n\n", "c\n\n", " = V = \n"]
+    assert replaced == ["a\n = T = \nb\n\n", " = U = \n\nc\n\n", " = V = \n"]
 
 
 @pytest.mark.parametrize("size", [3, 10, 1000])
@@ -131,8 +131,9 @@ def test_documents_without_tokens_are_none(tmp_path):
 @pytest.mark.skipif(not WIKITEXT.is_dir(), reason="WikiText-2 is not beside the checkout")
 def test_wikitext_2_has_the_published_number_of_articles(tmp_path):
     data = DataConfig(data=f"text:{WIKITEXT}/*.gz", tokenizer="words:1000", documents="wikitext")
-    tokenizer, corpora = load(data, tmp_path / "run", ("valid", "test"))
-    assert {name: len(corpus.starts) for name, corpus in corpora.items()} == {"valid": 60, "test": 60}
+    tokenizer, corpora = load(data, tmp_path / "run")
+    articles = {name: len(corpus.starts) for name, corpus in corpora.items()}
+    assert articles == {"train": 600, "valid": 60, "test": 60}
     text = gzip.decompress((WIKITEXT / "wiki.valid.tokens.gz").read_bytes()).decode()
     titles = re.findall(r"(?<= \n) = [^=\n]+ = (?=\n)", text)
     # The empty line before the first title is its document's.
