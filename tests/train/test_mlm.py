@@ -160,6 +160,15 @@ def test_rows_are_packed_where_the_mechanism_can_and_the_text_has_documents(tmp_
         assert (config.data.pack, "segment_ids" in batch) == (pack, pack == "always")
 
 
+def test_a_run_from_before_packing_goes_on_without_it():
+    assert {config.data.pack for config in PRESETS.values()} == {"auto"}
+    config = _config("stdlib", "--pack never")
+    old = MLM.to_json(config)
+    del old["data"]["pack"]
+    assert MLM.differences(old, config) == []
+    assert MLM.differences(old, _config("stdlib", "--pack always")) == ["pack never -> always"]
+
+
 def test_packing_that_cannot_be_is_refused():
     with pytest.raises(UserError, match=r"^--pack must be auto or never with FlashConfig, .* got always$"):
         _config("stdlib", "--pack always --mechanism flash")

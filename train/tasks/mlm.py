@@ -52,7 +52,8 @@ class MlmDataConfig(DataConfig):
 
     mask_share: float = 0.15
     """Share of a row's tokens that the network is asked for."""
-    pack: Pack = "auto"
+    # Of a run that is older than the option; presets have "auto".
+    pack: Pack = "never"
     """Whether the documents of a row are kept apart, so that none sees another: always, never, or (auto) where the
     mechanism can and the text has more than one (docs/packing.md)."""
 
@@ -102,7 +103,7 @@ def _small(mechanism: Mechanism) -> MlmConfig:
         loop=LmLoopConfig(
             steps=1000, batch=32, length=128, eval_every=250, checkpoint_every=250, eval_tokens=65_536
         ),
-        data=MlmDataConfig(tokenizer="bpe:2048"),
+        data=MlmDataConfig(tokenizer="bpe:2048", pack="auto"),
         model=MlmModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=256, mechanism=mechanism),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
     )
@@ -115,7 +116,7 @@ def _uncased() -> MlmConfig:
     return dataclasses.replace(
         small,
         loop=dataclasses.replace(small.loop, steps=2000, batch=16),
-        data=MlmDataConfig(tokenizer="bpe-uncased:8192", mask_share=0.25),
+        data=MlmDataConfig(tokenizer="bpe-uncased:8192", mask_share=0.25, pack="auto"),
         model=dataclasses.replace(small.model, num_heads=2),
     )
 
@@ -133,7 +134,10 @@ def _roberta(model: MlmModelConfig) -> MlmConfig:
             eval_tokens=0,
         ),
         data=MlmDataConfig(
-            data="hf:Salesforce/wikitext:wikitext-103-raw-v1", tokenizer="bpe:50265", documents="wikitext"
+            data="hf:Salesforce/wikitext:wikitext-103-raw-v1",
+            tokenizer="bpe:50265",
+            documents="wikitext",
+            pack="auto",
         ),
         model=dataclasses.replace(model, dropout=0.1),
         optimizer=OptimizerConfig(
