@@ -1079,15 +1079,15 @@ MUTANTS = (
     Mutant(
         "kernels/block: a bias by distance forgets the offset that is known at run time",
         "pallas_kernels/tpu/block/distances.py",
-        "self.offset = self.offset + shift",
+        "offset = offset + shift",
         "pass",
         (f"{TPU}/block/test_distances.py", "-k", "at_run_time"),
     ),
     Mutant(
-        "kernels/block: the gradient of a bias goes to the distance next to its own",
-        "pallas_kernels/tpu/block/distances.py",
-        "part = pltpu.roll(part, width - COPIES * n, 1) if n else part",
-        "part = pltpu.roll(part, width - COPIES * n - 1, 1) if n else part",
+        "kernels/core: the gradient of a bias goes to the distance next to its own",
+        "pallas_kernels/tpu/core/distances.py",
+        "pltpu.roll(part, width - COPIES * n, 1)",
+        "pltpu.roll(part, width - COPIES * n - 1, 1)",
         (f"{TPU}/block/test_distances.py", "-k", "on_both_sides"),
     ),
     Mutant(
