@@ -1,8 +1,8 @@
 """Biases that depend on the distance between a query and a key alone, inside the kernels.
 
-The bias of queries and keys that lie side by side is a Toeplitz matrix. It is written for a tile of as many queries as a
-register has lanes, and for the keys before and after it, as rows of one array; the bias of each other tile of queries is
-a slice of these rows:
+The bias of queries and keys that lie side by side is a Toeplitz matrix. It is written for a tile of as many queries as
+a register has lanes, and for the keys before and after it, as rows of one array; the bias of each other tile of queries
+is a slice of these rows:
 
     array[m, q] = bias(first + q - m)
 

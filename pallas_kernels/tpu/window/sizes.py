@@ -10,8 +10,10 @@ import dataclasses
 import numpy as np
 
 from pallas_kernels.tpu.core.chips import GRANTED_MIB, MIB, resolve_chip, vmem_limit, vmem_mib
+from pallas_kernels.tpu.core.distances import RelativeBias
 from pallas_kernels.tpu.core.heads import HeadLayout, layout_of
 from pallas_kernels.tpu.core.inputs import Shaped, check_attention, check_multiple_of_128
+from pallas_kernels.tpu.window.bias import bias_bytes
 from pallas_kernels.tpu.window.key_gradient_sums import scratch_rows
 from pallas_kernels.tpu.window.plan import WindowCall, WindowPlan
 
@@ -43,8 +45,10 @@ class WindowBlocks:
         check_multiple_of_128(**dataclasses.asdict(self))
 
 
-def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backward: bool) -> int:
-    """VMEM of a step of the window kernels: double-buffered blocks, scratch and the scores in flight.
+def window_bytes(
+    plan: WindowPlan, layout: HeadLayout, itemsize: int, bias: RelativeBias | None, *, backward: bool
+) -> int:
+    """VMEM of a step of the window kernels: double-buffered blocks, scratch, the scores in flight and the bias.
 
     Products of float32 are made of several of bfloat16. The compiler keeps their parts for all packed heads: 20 to 33
     tiles for each head and pair of tiles in the shapes that tests/pallas_kernels/tpu/test_compile.py compiles.
@@ -58,12 +62,20 @@ def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backwar
     wide = itemsize == 4
     tiles = 8 + 26 * layout.packed if wide else 6 if backward else 4
     scores = tiles * len(plan.distances()) * plan.tile**2 * 4
-    total = 2 * blocks * row + statistics + scratch + scores
+    total = (
+        2 * blocks * row + statistics + scratch + scores + bias_bytes(plan, layout, bias, backward=backward)
+    )
     return total * 5 // 4 if wide else total
 
 
 def window_blocks(
-    left: int, right: int, length: int, layout: HeadLayout, itemsize: int, chip: str | None
+    left: int,
+    right: int,
+    length: int,
+    layout: HeadLayout,
+    itemsize: int,
+    chip: str | None,
+    bias: RelativeBias | None,
 ) -> WindowBlocks | None:
     """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; where none fit, in twice
     as much, if the chip has it; and for float32, which needs more, in the chip's whole VMEM.
@@ -90,7 +102,7 @@ def window_blocks(
             smallest = tile * (1 << (smallest - 1).bit_length())
             block = max(block, smallest)
             plan = WindowPlan(left, right, length, tile, block)
-            fits = window_bytes(plan, layout, itemsize, backward=backward) <= room * MIB * 3 // 4
+            fits = window_bytes(plan, layout, itemsize, bias, backward=backward) <= room * MIB * 3 // 4
             if fits and plan.unrolled <= MAX_UNROLLED:
                 return tile, block
             if block // 2 >= smallest:
@@ -116,6 +128,7 @@ def plan_window(
     right: int,
     chip: str | None,
     blocks: WindowBlocks | None,
+    bias: RelativeBias | None = None,
 ) -> WindowCall:
     """The part of a call that shapes and dtypes determine; arguments as for `window_attention`.
 
@@ -134,7 +147,7 @@ def plan_window(
     # A window never reaches further than the sequence: keys beyond its ends would only cost tiles.
     left, right = min(int(left), length - 1), min(int(right), length - 1)
     if blocks is None:
-        blocks = window_blocks(left, right, length, layout, itemsize, chip)
+        blocks = window_blocks(left, right, length, layout, itemsize, chip, bias)
     if blocks is None:
         raise ValueError(
             f"a window of {left} keys before and {right} after is too wide for the window kernel "
@@ -145,7 +158,7 @@ def plan_window(
     forward_limit, backward_limit = (
         vmem_limit(
             f"window_attention's {name} pass",
-            window_bytes(plan, layout, itemsize, backward=name == "backward"),
+            window_bytes(plan, layout, itemsize, bias, backward=name == "backward"),
             chip,
             f"choose a block below {plan.block}",
         )
@@ -157,4 +170,4 @@ def plan_window(
             None if limit is None else max(limit, 2 * GRANTED_MIB * MIB)
             for limit in (forward_limit, backward_limit)
         )
-    return WindowCall(forward, backward, forward_limit, backward_limit, layout)
+    return WindowCall(forward, backward, forward_limit, backward_limit, layout, bias)
