@@ -25,7 +25,9 @@ from brl_jax.attention.local.patterns import (
 )
 from eval.tpu_chips import described_devices, prepare_compiler
 from pallas_kernels.tpu import (
+    DistanceTable,
     Factors,
+    Slopes,
     block_attention,
     compress,
     compress_blocks,
@@ -209,8 +211,41 @@ def test_biases_by_distance(chip, heads, groups, head_dim, window, kind, dtype):
         return function(query, key, value, bias, is_causal=True, **window_size)
 
     text = attend(chip, 2000, heads, groups, head_dim, f, dtype).as_text()
-    assert "block_attention_forward" in text
-    assert "block_attention_backward_query" in text
+    by_window = window in (64, 100)
+    assert ("window_attention_forward" if by_window else "block_attention_forward") in text
+    assert ("window_attention_backward" if by_window else "block_attention_backward_query") in text
+
+
+@pytest.mark.parametrize(
+    ("chip", "heads", "groups", "head_dim", "left", "right", "dtype"),
+    slow_unless(
+        [
+            ("v5e", 8, 8, 128, 255, 0, jnp.bfloat16),
+            ("v6e", 8, 1, 128, 511, 0, jnp.bfloat16),
+            ("v4", 8, 8, 64, 255, 0, jnp.bfloat16),
+            ("v5p", 4, 2, 64, 100, 100, jnp.bfloat16),
+            ("7x", 2, 1, 256, 255, 0, jnp.bfloat16),
+            ("v5e", 2, 2, 64, 2047, 0, jnp.bfloat16),
+            ("v6e", 8, 8, 128, 1023, 0, jnp.bfloat16),
+            ("v6e", 8, 8, 16, 256, 256, jnp.float32),
+            ("v5e", 8, 2, 64, 128, 127, jnp.float32),
+            ("v4", 4, 4, 128, 127, 0, jnp.float32),
+        ],
+        (("v5e", 8, 8, 128, 255, 0, jnp.bfloat16), ("v6e", 8, 1, 128, 511, 0, jnp.bfloat16)),
+    ),
+)
+@pytest.mark.parametrize("kind", ["slopes", "table"])
+def test_windows_with_biases(chip, heads, groups, head_dim, left, right, dtype, kind):
+    """The kernel for windows with a bias, and the memory that it requests."""
+
+    def f(query, key, value):
+        number = query[0, 0, 0, 0].astype(jnp.float32)
+        bias = Slopes(jnp.full(heads, number))
+        if kind == "table":
+            bias = DistanceTable(jnp.full((heads, 129), number), -64)
+        return window_attention(query, key, value, left=left, right=right, bias=bias, chip=chip)
+
+    attend(chip, 4096, heads, groups, head_dim, f, dtype)
 
 
 @pytest.mark.slow
