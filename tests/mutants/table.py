@@ -1123,7 +1123,7 @@ MUTANTS = (
         "pallas_kernels/tpu/window/backward.py",
         "arithmetic.soft_cap_slope(s, call.cap) for c, s in zip(changes, capped)",
         "arithmetic.soft_cap_slope(s, call.cap) for c, s in zip(changes, scores)",
-        (f"{LOCAL}/test_tpu.py", "-k", "window_kernel_equals_oracle and sliding"),
+        (f"{TPU}/window/test_bias.py", "-k", "after_the_cap"),
     ),
     Mutant(
         "kernels/compress: the gradient of a bias lacks that of the first attention",

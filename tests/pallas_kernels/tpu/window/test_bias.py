@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tpu import DistanceTable, Slopes, WindowBlocks, window_attention
+from tests.attention import oracles
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 
@@ -157,6 +158,25 @@ def test_bfloat16_in_segments_with_lengths_and_poison(kind):
         query_lengths=jnp.asarray(query_lengths),
         key_lengths=jnp.asarray(key_lengths),
     )
+
+
+@pytest.mark.parametrize("kind", ["slopes", pytest.param("table", marks=SLOW)])
+def test_bias_is_added_after_the_cap(kind):
+    q, k, v, g = (2 * x for x in arrays(0, jnp.float32, *[(1, 150, 1, 128)] * 4))
+    numbers = SLOPES[:1] if kind == "slopes" else table(1, 41)
+    distance = np.arange(150)[:, None] - np.arange(150)[None]
+    bias, pull_bias = oracle.by_distance(kind, numbers, -20, distance)
+    given = (q, k, v, (distance >= 0) & (distance <= 40))
+    want, _ = oracles.softmax_attention(*given, bias=bias[None], cap=2.0)
+    *want_grads, changes = oracles.softmax_attention_gradients(*given, g, bias=bias[None], cap=2.0)
+    options = {"left": 40, "right": 0, "logits_soft_cap": 2.0, "blocks": SMALL, "chip": "v5e"}
+
+    def f(q, k, v, x):
+        return window_attention(q, k, v, bias=made(kind, x, -20), interpret=True, **options)
+
+    out, pull = jax.vjp(f, q, k, v, jnp.asarray(numbers))
+    expected = (want, *want_grads, pull_bias(changes))
+    assert max(oracle.distance(x, y) for x, y in zip((out, *pull(g)), expected, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize("all_of_one_head", [False, pytest.param(True, marks=SLOW)])
