@@ -24,6 +24,7 @@ steps over the other pairs as well.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -175,7 +176,7 @@ def _biased(
     """A window or, where it is as long as the rows, full attention."""
     full = (1, options.length, options.heads, options.head_dim)
     numbers_shape, make = _BIASES[bias]
-
+    mesh = jax.sharding.Mesh(np.asarray(list(shape.sharding.device_set)), ("device",)).abstract_mesh
     window_call = PatternCall(
         SlidingWindow(window - 1, 0), True, options.head_dim**-0.5, options.length, options.length, 0, 0
     )
@@ -186,7 +187,9 @@ def _biased(
         if window < options.length:
             arrays = CallArrays(query, key, value, given)
             if pallas:
-                return local_tpu.attend(window_call, arrays, interpret=False)
+                # `local_attention` knows the chip by the mesh.
+                with contextlib.nullcontext() if chip is None else jax.sharding.use_abstract_mesh(mesh):
+                    return local_tpu.attend(window_call, arrays, interpret=False)
             return local_xla.attend(window_call, arrays)
         if pallas:
             # Without the causal flag the kernel has one body: see `_full`.

@@ -4,8 +4,7 @@ Whether a kernel can serve a call is known from shapes and dtypes alone: each fu
 """
 
 from pallas_kernels.tpu.block.api import block_attention, block_obstacle
-from pallas_kernels.tpu.block.distances import DistanceTable, Slopes
-from pallas_kernels.tpu.block.plan import Granules, RelativeBias
+from pallas_kernels.tpu.block.plan import Granules
 from pallas_kernels.tpu.compress.api import (
     compress,
     compress_blocks,
@@ -13,6 +12,7 @@ from pallas_kernels.tpu.compress.api import (
     compress_obstacle,
 )
 from pallas_kernels.tpu.core.chips import chip_name
+from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes
 from pallas_kernels.tpu.propagate.api import propagate, propagate_obstacle
 from pallas_kernels.tpu.recurrent.api import Factors, Sums, recurrence, recurrence_obstacle
 from pallas_kernels.tpu.recurrent.chunk import CHUNK

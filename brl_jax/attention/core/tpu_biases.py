@@ -1,4 +1,4 @@
-"""Position biases in the form that the TPU kernel for lists of blocks takes: by distance."""
+"""Position biases in the form that the TPU kernels for windows and for lists of blocks take: by distance."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def obstacle(bias: Any) -> str | None:
 
 
 def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:
-    """What `tpu.block_obstacle` takes of a bias."""
+    """What `tpu.window_obstacle` and `tpu.block_obstacle` take of a bias."""
     if bias is None:
         return None
     if isinstance(bias, ALiBi):
@@ -53,7 +53,7 @@ def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:
 
 
 def for_kernel(bias: Any, heads: int, distances: Distances) -> tpu.Slopes | tpu.DistanceTable | None:
-    """What `tpu.block_attention` takes of a bias; differentiable."""
+    """What `tpu.window_attention` and `tpu.block_attention` take of a bias; differentiable."""
     if bias is None:
         return None
     if isinstance(bias, ALiBi):

@@ -51,13 +51,13 @@ def obstacle(call: PatternCall, query: Array, key: Array, bias: Any) -> str | No
             return f"blocks of {name} must hold at least {_MIN_GRANULE} positions, got {pattern.granule}"
         if call.key_offset is None:
             return f"key_offset must be a static int with {name}, got it traced"
-    steps = _launches(call, query, key, bias is not None)
+    steps = _launches(call, query, key, bias)
     return next((why for step in steps if (why := step.obstacle(bias))), None)
 
 
 def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
     """`local_attention` on the kernels; with the residual in float32 if the call returns it."""
-    results = [step.run(x, interpret) for step in _launches(call, x.query, x.key, x.bias is not None)]
+    results = [step.run(x, interpret) for step in _launches(call, x.query, x.key, x.bias)]
     if len(results) == 1 and x.sinks is None:
         return results[0] if call.return_residual else results[0][0]
     parts = [sums_of_normalised(*result) for result in results]
@@ -76,7 +76,7 @@ class _Launch:
     Attributes:
       tokens: how they are arranged.
       query, key: shapes and dtypes of the arranged arrays.
-      window: whether it is the kernel for windows, or the one for lists of blocks, which alone adds a bias.
+      window: whether it is the kernel for windows, or the one for lists of blocks.
       options: of the kernel.
       shifted: whether the call's key_offset, known only at run time, is added to all positions.
       reach: how far before and after its query a visible key lies at most, in arranged tokens; None for any.
@@ -93,10 +93,9 @@ class _Launch:
     def obstacle(self, bias: Any) -> str | None:
         names = ("left", "right") if self.window else ("key_blocks", "block_q", "block_k", "granules")
         options = {name: self.options[name] for name in names if name in self.options}
-        if self.window:
-            return tpu.window_obstacle(self.query, self.key, self.key, **options)
+        function = tpu.window_obstacle if self.window else tpu.block_obstacle
         bias = tpu_biases.described(bias, self._distances())
-        return tpu.block_obstacle(self.query, self.key, self.key, bias=bias, **options)
+        return function(self.query, self.key, self.key, bias=bias, **options)
 
     def _distances(self) -> tpu_biases.Distances:
         """Those of all visible pairs."""
@@ -131,10 +130,10 @@ class _Launch:
         return self.tokens.restore(out), self.tokens.restore(log_sum)
 
 
-def _launches(call: PatternCall, query: Any, key: Any, biased: bool) -> list[_Launch]:
-    """The launches that serve a call, `biased` if it has a bias; their keys are disjoint."""
+def _launches(call: PatternCall, query: Any, key: Any, bias: Any) -> list[_Launch]:
+    """The launches that serve a call; their keys are disjoint."""
     tokens = _Tokens(call)
-    window = functools.partial(_window, query=query, key=key, biased=biased)
+    window = functools.partial(_window, query=query, key=key, bias=bias)
     match call.pattern:
         case SlidingWindow(left, right):
             return [window(tokens, left=left, right=right)]
@@ -302,13 +301,15 @@ def _with_absent(x: CallArrays, query_pad: tuple[int, int], key_pad: tuple[int, 
 # --- Launches ---
 
 
-def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int, biased: bool) -> _Launch:
-    """A sliding window by its own kernel where that serves it, which adds no bias, else by lists of blocks."""
+def _window(tokens: _Tokens, query: Any, key: Any, left: int, right: int, bias: Any) -> _Launch:
+    """A sliding window by its own kernel where that serves it, else by lists of blocks."""
     right = 0 if tokens.call.is_causal else right
     query_shape, key_shape = tokens.shape(query, True), tokens.shape(key, False)
-    if query_shape.shape[1] == key_shape.shape[1] and tokens.query_offset == 0 and not biased:
-        launch = _Launch(tokens, query_shape, key_shape, True, {"left": left, "right": right})
-        if launch.obstacle(None) is None:
+    if query_shape.shape[1] == key_shape.shape[1] and tokens.query_offset == 0:
+        launch = _Launch(
+            tokens, query_shape, key_shape, True, {"left": left, "right": right}, reach=(left, right)
+        )
+        if launch.obstacle(bias) is None:
             return launch
     # What a window shows does not depend on absolute positions.
     return _pattern(tokens, query, key, SlidingWindow(left, right), 0)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.block.backward import block_backward
-from pallas_kernels.tpu.block.distances import DistanceTable, Slopes, described, lay_out
+from pallas_kernels.tpu.block.distances import lay_out
 from pallas_kernels.tpu.block.forward import block_forward
 from pallas_kernels.tpu.block.launch import Hidden
 from pallas_kernels.tpu.block.plan import (
@@ -21,10 +21,10 @@ from pallas_kernels.tpu.block.plan import (
     ChosenKeys,
     Granules,
     PositionMask,
-    RelativeBias,
     plan_block,
 )
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
+from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, pack_rows, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
 from pallas_kernels.varying import vary_alike
@@ -170,7 +170,7 @@ def block_attention(
         block_k=block_k,
         granules=granules,
         chosen_runs=0 if chosen_starts is None else chosen_starts.shape[3],
-        bias=None if bias is None else described(bias, query.shape[2]),
+        bias=described(bias, query.shape[2]),
         chip=chip,
     )
     heads, head_dim = query.shape[2:]

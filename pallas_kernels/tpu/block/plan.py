@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int
 
 from pallas_kernels.tpu.core.chips import resolve_chip, vmem_limit
+from pallas_kernels.tpu.core.distances import COPIES, RelativeBias
 from pallas_kernels.tpu.core.heads import LANES, HeadLayout, layout_of
 from pallas_kernels.tpu.core.inputs import Shaped, check_attention, check_multiple_of_128
 
@@ -22,8 +23,6 @@ PositionMask = Callable[[Any, Any], Any]
 WORD = 32
 #: Queries that share one product.
 TILE = 128
-#: Rows of a register, for each of which a table of a bias by distance has a copy.
-COPIES = 8
 #: Pairs of blocks that one launch lists in scalar memory: 1 MiB, two numbers for each pair, half of it left free.
 MAX_PAIRS = 1 << 16
 
@@ -58,29 +57,6 @@ class ChosenKeys(NamedTuple):
     size: int
     runs: int
     aligned: bool
-
-
-class RelativeBias(NamedTuple):
-    """A bias by distance: see `distances`.
-
-    Attributes:
-      distances: how many have numbers of their own, 0 where the bias is a slope times the distance.
-      first: the first of them.
-    """
-
-    distances: int
-    first: int = 0
-
-    def extent(self, block_q: int, block_k: int) -> tuple[int, int]:
-        """The first distance and the number of distances in a table, which ends in equal numbers for far blocks.
-
-        Its distances are smaller than those of positions by what the offset of the positions has beyond a multiple of
-        the lanes.
-        """
-        around = block_q + block_k
-        first = (self.first - around - LANES) // LANES * LANES
-        stop = self.first + self.distances + COPIES + around
-        return first, -(-(stop - first) // LANES) * LANES
 
 
 class BlockSteps(NamedTuple):
@@ -159,25 +135,36 @@ class BlockCall:
         return chosen is not None and chosen.aligned and self.block_k % chosen.size == chosen.size % 8 == 0
 
     @property
-    def bias_operand(self) -> tuple[int, int]:
-        """Rows and lanes of a tile of the bias; see `distances.lay_out`."""
+    def bias_extent(self) -> tuple[int, int]:
+        """The first distance and the number of distances in a table, which ends in equal numbers for far blocks.
+
+        Its distances are smaller than those of positions by what the offset of the positions has beyond a multiple of
+        the lanes.
+        """
         assert self.bias is not None
-        if self.bias.distances == 0:
-            return self.layout.packed, LANES
-        return self.layout.packed * COPIES, self.bias.extent(self.block_q, self.block_k)[1]
+        around = self.block_q + self.block_k
+        first = (self.bias.first - around - LANES) // LANES * LANES
+        stop = self.bias.first + self.bias.distances + COPIES + around
+        return first, -(-(stop - first) // LANES) * LANES
+
+    @property
+    def bias_operand(self) -> tuple[int, int]:
+        """Rows and lanes of a tile of the bias; see `core.distances.lay_out`."""
+        assert self.bias is not None
+        return self.bias.operand(self.layout, self.bias_extent[1])
 
     @property
     def bias_array(self) -> tuple[int, int, int]:
-        """The shape of the bias of one pair of blocks; see `distances`."""
+        """The shape of the bias of one pair of blocks; see `core.distances`."""
         return self.layout.packed, self.block_q + self.block_k - TILE, TILE
 
     @property
     def bias_bytes(self) -> int:
-        """VMEM of the bias in the backward pass: operand and gradient, double-buffered, and both arrays of a pair."""
+        """VMEM of the bias in the backward pass: operand and gradient, and both arrays of a pair."""
         if self.bias is None:
             return 0
-        rows, lanes = self.bias_operand
-        return 16 * max(rows, COPIES) * lanes + 8 * math.prod(self.bias_array)
+        operand = self.bias.operand_bytes(self.layout, self.bias_extent[1])
+        return 2 * operand + 8 * math.prod(self.bias_array)
 
     @property
     def words(self) -> int:

@@ -4,36 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
+from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
 from pallas_kernels.tpu.core.heads import pack, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
 from pallas_kernels.tpu.window.backward import window_backward
+from pallas_kernels.tpu.window.bias import lay_out
 from pallas_kernels.tpu.window.forward import window_forward
 from pallas_kernels.tpu.window.plan import WindowCall
 from pallas_kernels.tpu.window.sizes import WindowBlocks, plan_window
+from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _packed(query, key, value, segments, call: WindowCall):
-    return _packed_fwd(query, key, value, segments, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _packed(query, key, value, bias, segments, call: WindowCall):
+    return _packed_fwd(query, key, value, bias, segments, call)[0]
 
 
-def _packed_fwd(query, key, value, segments, call: WindowCall):
-    out, statistics = window_forward(query, key, value, segments, call)
+def _packed_fwd(query, key, value, bias, segments, call: WindowCall):
+    operand = None if bias is None else lay_out(bias, call, call.forward)
+    out, statistics = window_forward(query, key, value, segments, operand, call)
     result = (out, log_sum_exp(statistics, call.scale)) if call.with_log_sum else out
-    return result, (query, key, value, segments, statistics)
+    return result, (query, key, value, bias, segments, statistics)
 
 
 def _packed_bwd(call: WindowCall, residuals, grads):
-    query, key, value, segments, statistics = residuals
+    query, key, value, bias, segments, statistics = residuals
     grad, grad_log_sum = grads if call.with_log_sum else (grads, None)
-    grads = window_backward(query, key, value, segments, statistics, grad_log_sum, grad, call)
-    return *grads, None
+    operand, pull = None, None
+    if bias is not None:
+        operand, pull = jax.vjp(lambda numbers: lay_out(numbers, call, call.backward), bias)
+    *of_arrays, grad_operand = window_backward(
+        query, key, value, segments, operand, statistics, grad_log_sum, grad, call
+    )
+    return *of_arrays, None if pull is None else pull(grad_operand)[0], None
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
@@ -46,6 +56,7 @@ def window_obstacle(
     *,
     left: int,
     right: int,
+    bias: RelativeBias | None = None,
     chip: str | None = None,
     blocks: WindowBlocks | None = None,
 ) -> str | None:
@@ -55,13 +66,15 @@ def window_obstacle(
       query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the mesh
         count.
       left, right, chip, blocks: as in `window_attention`.
+      bias: how many distances its bias has numbers for, and the first of them.
 
     Returns:
       The message of the error that `window_attention` would raise: a dtype or head dimension that no kernel supports,
       shapes that do not match, a window that is too wide (`block_attention` serves those), or too little VMEM. None
       where nothing stands in the way.
     """
-    return obstacle_of(plan_window, query, key, value, left=left, right=right, chip=chip, blocks=blocks)
+    options: dict[str, Any] = {"left": left, "right": right, "chip": chip, "blocks": blocks, "bias": bias}
+    return obstacle_of(plan_window, query, key, value, **options)
 
 
 def window_attention(
@@ -71,6 +84,7 @@ def window_attention(
     *,
     left: int,
     right: int,
+    bias: Slopes | DistanceTable | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
@@ -85,7 +99,7 @@ def window_attention(
     """Softmax attention in which query i sees keys i - left to i + right, at linear cost and memory.
 
     One softmax pass runs over the window of each query. Each block of keys is read once, and once more as the halo of
-    its neighbours, as far as a side of the window reaches. Differentiable in query, key and value. This is
+    its neighbours, as far as a side of the window reaches. Differentiable in query, key, value and bias. This is
     BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl) eq. 1 over a sliding window; the backward pass recomputes the
     weights from the log-sum-exp, as FlashAttention does (Dao et al., arXiv:2205.14135).
 
@@ -93,6 +107,9 @@ def window_attention(
       query: (B, T, N, H), float32 or bfloat16, H up to 256.
       key, value: (B, T, K, H), the same dtype, N a multiple of K; query head g reads key head g // (N / K).
       left, right: how many keys a query sees before and after its own. Causal attention over w keys is (w - 1, 0).
+      bias: added to the scaled and capped scores: a slope for each query head times the distance of the query and the
+        key, or a table of numbers by distance, in which -inf hides keys. Differentiable. It costs an addition for each
+        score, and no memory for pairs.
       scale: multiplies the scores; 1 / sqrt(H) by default.
       logits_soft_cap: c > 0, with which the scaled scores s become c tanh(s / c).
       query_segment_ids, key_segment_ids: (B, T) ints of any value, both or neither; a query sees the keys of its own
@@ -110,12 +127,13 @@ def window_attention(
       -inf where a query sees nothing.
 
     Raises:
-      ValueError: on shapes that do not match, segment ids of queries without those of keys or the reverse, a negative
-        window side, a window that is too wide for the kernel, blocks that do not hold the window or do not fit in the
-        chip's memory.
+      ValueError: on shapes that do not match, those of the bias included, segment ids of queries without those of keys
+        or the reverse, a negative window side, a window that is too wide for the kernel, blocks that do not hold the
+        window or do not fit in the chip's memory.
       NotImplementedError: on another dtype or a wider head.
     """
-    call = plan_window(query, key, value, left=left, right=right, chip=chip, blocks=blocks)
+    kind = described(bias, query.shape[2])
+    call = plan_window(query, key, value, left=left, right=right, chip=chip, blocks=blocks, bias=kind)
     heads, head_dim = query.shape[2:]
     tokens = mark_tokens(query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths)
     query, scale = positive_scale(tokens.query, scale)
@@ -127,7 +145,13 @@ def window_attention(
         interpret=interpret,
     )
     packed_query, packed_key, packed_value, layout = pack(query, tokens.key, tokens.value)
-    result = _packed(packed_query, packed_key, packed_value, tokens.segments, call)
+    numbers = None
+    if bias is not None:
+        # The gradient of what devices share is summed over them outside the derivative above.
+        packed_query, packed_key, packed_value, numbers = vary_alike(
+            packed_query, packed_key, packed_value, bias.slopes if isinstance(bias, Slopes) else bias.numbers
+        )
+    result = _packed(packed_query, packed_key, packed_value, numbers, tokens.segments, call)
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
     out = zero_absent(out, tokens.query_exists)
     if not return_log_sum_exp:

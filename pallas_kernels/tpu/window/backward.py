@@ -18,6 +18,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import EMPTY, LOG2E, MASKED, NN, NT
 from pallas_kernels.tpu.core.pipeline import pipelined
+from pallas_kernels.tpu.window.bias import (
+    GradientRefs,
+    WindowBias,
+    gradient_spec,
+    operand_spec,
+    scratch_shape,
+)
 from pallas_kernels.tpu.window.key_gradient_sums import EarlySums, GroupedSums, LateSums, scratch_rows
 from pallas_kernels.tpu.window.plan import WindowCall
 from pallas_kernels.tpu.window.tiles import WindowTiles, key_specs, pairs_computed, segment_specs
@@ -32,7 +39,10 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
     grad, statistics = next(named), next(named)
     grad_log_sum = next(named) if with_grad_log_sum else None
     segment_refs = (next(named), {side: next(named) for side in plan.sides}) if segments else None
-    grad_query, grad_key, grad_value, key_scratch, value_scratch = named
+    operand = next(named) if call.bias is not None else None
+    grad_query, grad_key, grad_value = (next(named) for _ in range(3))
+    grad_operand = next(named) if call.bias is not None else None
+    key_scratch, value_scratch, *bias_scratch = named
     size = plan.tile
     kind = GroupedSums if layout.group > 1 else LateSums if plan.late else EarlySums
     key_sums = kind(plan, layout.group, ((value_scratch, grad_value), (key_scratch, grad_key)))
@@ -40,6 +50,12 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
 
     def meet():
         tiles = WindowTiles(plan, plan.backward_block(key_sums.step), segment_refs, call.cap)
+        bias = None
+        if call.bias is not None:
+            bias_tiles, bias_sums = bias_scratch
+            gradient = GradientRefs(grad_operand, bias_sums)
+            bias = WindowBias(call.bias, layout, tiles, key_sums.step, (operand, bias_tiles), gradient)
+            bias.open()
         parts: dict[int, list[Array]] = {}
         arrays: dict[int, tuple[Array, ...]] = {}
         meets: dict[int, list[list[tuple[int, Array, Array]]]] = {}
@@ -56,9 +72,11 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
             for d in plan.distances():
                 scores[d] = tiles.scores(keys, q, tile, d)
                 grads[d] = arithmetic.dot(tiles.load(values, tile + d), g, NT)
-            return tiles.fold(scores, MASKED), tiles.fold(grads, 0.0)
+            capped = tiles.fold(scores, MASKED)
+            # The bias is added here, beside another unit's softmax: there it would take five times as many bundles.
+            return capped, capped if bias is None else bias.add(capped, head), tiles.fold(grads, 0.0)
 
-        def differentiate(unit, scores, grads):
+        def differentiate(unit, capped, scores, grads):
             tile, head = divmod(unit, layout.packed)
             rows = slice(tile * size, (tile + 1) * size)
             top = statistics[0, 0, head : head + 1, rows]
@@ -72,8 +90,10 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
                 offset = None if offset is None else jnp.where(exists, offset, 0.0)
             weights = [jnp.exp2((s - top) * (scale * LOG2E) - log_total) for s in scores]
             changes = arithmetic.softmax_changes(weights, grads, offset, query.dtype == jnp.float32)
+            if bias is not None:
+                bias.add_gradient(changes, head)
             if call.cap is not None:
-                changes = [c * arithmetic.soft_cap_slope(s, call.cap) for c, s in zip(changes, scores)]
+                changes = [c * arithmetic.soft_cap_slope(s, call.cap) for c, s in zip(changes, capped)]
             return tiles.unfold(weights, query.dtype), tiles.unfold(changes, query.dtype)
 
         def read_out(unit, weights, changes):
@@ -120,6 +140,8 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
             key_sums.add(tile, (sums[0], sums[1] * scale))
 
         pipelined(plan.tiles * layout.packed, score, differentiate, read_out)
+        if bias is not None:
+            bias.close()
 
     if plan.late:
         pl.when(key_sums.step < plan.blocks)(meet)
@@ -133,12 +155,19 @@ def window_backward(
     key: Float[Array, "B T M"],
     value: Float[Array, "B T M"],
     segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 T"]] | None,
+    bias: Float[Array, "tiles rows lanes"] | None,
     statistics: Float[Array, "B tiles statistics T"],
     grad_log_sum: Float[Array, "B tiles packed T"] | None,
     grad: Float[Array, "B T L"],
     call: WindowCall,
-) -> tuple[Float[Array, "B T L"], Float[Array, "B T M"], Float[Array, "B T M"]]:
-    """Gradients of packed arrays from the gradients of the output and of the natural log-sum-exp."""
+) -> tuple[
+    Float[Array, "B T L"],
+    Float[Array, "B T M"],
+    Float[Array, "B T M"],
+    Float[Array, "tiles rows lanes"] | None,
+]:
+    """Gradients of packed arrays and of the bias, which `bias.lay_out` makes, from the gradients of the output and of
+    the natural log-sum-exp."""
     plan, layout = call.backward, call.layout
     batch, _length, lanes = query.shape
     tiles = lanes // layout.width
@@ -168,10 +197,18 @@ def window_backward(
         query_segments, key_segments = segments
         specs += segment_specs(plan, plan.backward_block)
         operands += [query_segments, *[key_segments] * sides]
-    scratch = pltpu.VMEM((scratch_rows(plan, layout.group), layout.width), jnp.float32)
+    results = [result_like(query, x.shape, x.dtype) for x in (query, key, value)]
+    result_specs = [by_query, by_key, by_key]
+    scratch = [pltpu.VMEM((scratch_rows(plan, layout.group), layout.width), jnp.float32)] * 2
+    if bias is not None:
+        specs.append(operand_spec(bias, layout))
+        operands.append(bias)
+        results.append(result_like(query, (batch, *bias.shape), jnp.float32))
+        result_specs.append(gradient_spec(bias, layout))
+        scratch += [pltpu.VMEM(scratch_shape(plan, layout), jnp.float32)] * 2
     pairs = pairs_computed(plan, batch, tiles * layout.packed)
     touched = (query, key, value, grad, query, key, value)
-    return pl.pallas_call(
+    grad_query, grad_key, grad_value, *grad_bias = pl.pallas_call(
         functools.partial(
             _backward_kernel,
             call=call,
@@ -180,9 +217,9 @@ def window_backward(
         ),
         grid=(batch, tiles // layout.group, plan.backward_steps, layout.group),
         in_specs=specs,
-        out_specs=[by_query, by_key, by_key],
-        out_shape=[result_like(query, x.shape, x.dtype) for x in (query, key, value)],
-        scratch_shapes=[scratch, scratch],
+        out_specs=result_specs,
+        out_shape=results,
+        scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=call.backward_limit,
@@ -195,3 +232,4 @@ def window_backward(
         interpret=call.interpret,
         name="window_attention_backward",
     )(*operands)
+    return grad_query, grad_key, grad_value, grad_bias[0].sum(axis=0) * call.scale if grad_bias else None

@@ -7,6 +7,7 @@ shuffle between lanes, and its statistics are rows that lie in memory as they ar
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.tpu.core import arithmetic, heads
 from pallas_kernels.tpu.core.arithmetic import EMPTY, LOG2E, MASKED
 from pallas_kernels.tpu.core.pipeline import pipelined
+from pallas_kernels.tpu.window.bias import WindowBias, operand_spec, scratch_shape
 from pallas_kernels.tpu.window.plan import WindowCall
 from pallas_kernels.tpu.window.tiles import WindowTiles, key_specs, pairs_computed, segment_specs
 from pallas_kernels.varying import result_like
@@ -27,16 +29,24 @@ def _forward_kernel(*refs, call: WindowCall, segments: bool):
     query = next(named)
     keys, values = ({side: next(named) for side in plan.sides} for _ in range(2))
     segment_refs = (next(named), {side: next(named) for side in plan.sides}) if segments else None
-    output, statistics = named
+    operand = next(named) if call.bias is not None else None
+    output, statistics, *scratch = named
     size = plan.tile
     tiles = WindowTiles(plan, pl.program_id(2), segment_refs, call.cap)
+    bias = None
+    if call.bias is not None:
+        bias = WindowBias(call.bias, layout, tiles, pl.program_id(2), (operand, *scratch))
+        bias.open()
+    # All keys that a query sees may be of other segments, or be hidden by -inf in a table.
+    may_see_nothing = segments or (call.bias is not None and call.bias.distances > 0)
     parts: dict[int, list[Array]] = {}
 
     def score(unit):
         tile, head = divmod(unit, layout.packed)
         rows = slice(tile * size, (tile + 1) * size)
         q = heads.lanes_of_head(query[0, rows, :], head, layout)
-        return (tiles.fold({d: tiles.scores(keys, q, tile, d) for d in plan.distances()}, MASKED),)
+        scores = tiles.fold({d: tiles.scores(keys, q, tile, d) for d in plan.distances()}, MASKED)
+        return (scores if bias is None else bias.add(scores, head),)
 
     def normalise(unit, scores):
         top = functools.reduce(jnp.maximum, scores).max(axis=0, keepdims=True)
@@ -51,7 +61,7 @@ def _forward_kernel(*refs, call: WindowCall, segments: bool):
         out = heads.transposed_product(v, weights, head, layout)
         out *= arithmetic.reciprocal(total)
         log_total = jnp.log2(total)
-        if segments:
+        if may_see_nothing:
             seen = top > 0.5 * MASKED
             out = jnp.where(seen, out, 0.0)
             top, log_total = jnp.where(seen, top, 0.0), jnp.where(seen, log_total, EMPTY)
@@ -75,9 +85,11 @@ def window_forward(
     key: Float[Array, "B T M"],
     value: Float[Array, "B T M"],
     segments: tuple[Int[Array, "B 1 T"], Int[Array, "B 1 T"]] | None,
+    bias: Float[Array, "tiles rows lanes"] | None,
     call: WindowCall,
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles statistics T"]]:
-    """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`.
+    """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`. `bias` is what
+    `bias.lay_out` makes.
 
     The statistics are, for each packed head, the largest score before scaling, then the base-2 log of the sum of the
     exponentials relative to it. One number for both would round away what the backward pass needs at large scores.
@@ -94,6 +106,11 @@ def window_forward(
         query_segments, key_segments = segments
         specs += segment_specs(plan, _in_order)
         operands += [query_segments, *[key_segments] * sides]
+    if bias is not None:
+        specs.append(operand_spec(bias, layout))
+        operands.append(bias)
+    # The steps of a head share what the first one writes.
+    order: Literal["parallel", "arbitrary"] = "parallel" if bias is None else "arbitrary"
     pairs = pairs_computed(plan, batch, tiles * layout.packed)
     return pl.pallas_call(
         functools.partial(_forward_kernel, call=call, segments=segments is not None),
@@ -109,8 +126,9 @@ def window_forward(
             result_like(query, query.shape, query.dtype),
             result_like(query, (batch, tiles, 2 * layout.packed, length), jnp.float32),
         ],
+        scratch_shapes=[] if bias is None else [pltpu.VMEM(scratch_shape(plan, layout), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 4, vmem_limit_bytes=call.forward_limit
+            dimension_semantics=("parallel", "parallel", order, order), vmem_limit_bytes=call.forward_limit
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * pairs * layout.head_dim,

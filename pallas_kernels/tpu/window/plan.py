@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.tpu.core.distances import RelativeBias
 from pallas_kernels.tpu.core.heads import HeadLayout
 
 
@@ -168,6 +169,7 @@ class WindowCall:
       forward, backward: the plans of the two passes.
       forward_limit, backward_limit: VMEM limits in bytes to request from the compiler; None requests none.
       layout: how heads lie in lanes.
+      bias: what is added to the scores by distance; None for nothing.
       scale: multiplies the scores; positive.
       logits_soft_cap: bounds the scaled scores; None for no bound.
       with_log_sum: whether the log-sum-exp is a result too.
@@ -179,6 +181,7 @@ class WindowCall:
     forward_limit: int | None
     backward_limit: int | None
     layout: HeadLayout
+    bias: RelativeBias | None = None
     scale: float = 1.0
     logits_soft_cap: float | None = None
     with_log_sum: bool = False

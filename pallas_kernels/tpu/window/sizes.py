@@ -10,8 +10,10 @@ import dataclasses
 import numpy as np
 
 from pallas_kernels.tpu.core.chips import GRANTED_MIB, MIB, resolve_chip, vmem_limit, vmem_mib
+from pallas_kernels.tpu.core.distances import RelativeBias
 from pallas_kernels.tpu.core.heads import HeadLayout, layout_of
 from pallas_kernels.tpu.core.inputs import Shaped, check_attention, check_multiple_of_128
+from pallas_kernels.tpu.window.bias import bias_bytes
 from pallas_kernels.tpu.window.key_gradient_sums import scratch_rows
 from pallas_kernels.tpu.window.plan import WindowCall, WindowPlan
 
@@ -44,7 +46,7 @@ class WindowBlocks:
 
 
 def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backward: bool) -> int:
-    """VMEM of a step of the window kernels: double-buffered blocks, scratch and the scores in flight.
+    """VMEM of a step of the window kernels without a bias: double-buffered blocks, scratch and the scores in flight.
 
     Products of float32 are made of several of bfloat16. The compiler keeps their parts for all packed heads: 20 to 33
     tiles for each head and pair of tiles in the shapes that tests/pallas_kernels/tpu/test_compile.py compiles.
@@ -63,10 +65,17 @@ def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backwar
 
 
 def window_blocks(
-    left: int, right: int, length: int, layout: HeadLayout, itemsize: int, chip: str | None
+    left: int,
+    right: int,
+    length: int,
+    layout: HeadLayout,
+    itemsize: int,
+    chip: str | None,
+    bias: RelativeBias | None,
 ) -> WindowBlocks | None:
     """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; where none fit, in twice
-    as much, if the chip has it; and for float32, which needs more, in the chip's whole VMEM.
+    as much, if the chip has it; and for float32, which needs more, in the chip's whole VMEM. A bias comes on top, if
+    the chip has that much.
 
     None when the window is so wide that no block that holds its sides fits.
     """
@@ -90,7 +99,9 @@ def window_blocks(
             smallest = tile * (1 << (smallest - 1).bit_length())
             block = max(block, smallest)
             plan = WindowPlan(left, right, length, tile, block)
-            fits = window_bytes(plan, layout, itemsize, backward=backward) <= room * MIB * 3 // 4
+            needed = window_bytes(plan, layout, itemsize, backward=backward)
+            both = needed + bias_bytes(plan, layout, bias, backward=backward)
+            fits = needed <= room * MIB * 3 // 4 and both <= vmem_mib(chip) * MIB * 3 // 4
             if fits and plan.unrolled <= MAX_UNROLLED:
                 return tile, block
             if block // 2 >= smallest:
@@ -116,6 +127,7 @@ def plan_window(
     right: int,
     chip: str | None,
     blocks: WindowBlocks | None,
+    bias: RelativeBias | None = None,
 ) -> WindowCall:
     """The part of a call that shapes and dtypes determine; arguments as for `window_attention`.
 
@@ -134,7 +146,7 @@ def plan_window(
     # A window never reaches further than the sequence: keys beyond its ends would only cost tiles.
     left, right = min(int(left), length - 1), min(int(right), length - 1)
     if blocks is None:
-        blocks = window_blocks(left, right, length, layout, itemsize, chip)
+        blocks = window_blocks(left, right, length, layout, itemsize, chip, bias)
     if blocks is None:
         raise ValueError(
             f"a window of {left} keys before and {right} after is too wide for the window kernel "
@@ -142,19 +154,18 @@ def plan_window(
         )
     forward = WindowPlan(left, right, length, blocks.tile, blocks.block)
     backward = WindowPlan(left, right, length, blocks.backward_tile, blocks.backward_block)
-    forward_limit, backward_limit = (
-        vmem_limit(
-            f"window_attention's {name} pass",
-            window_bytes(plan, layout, itemsize, backward=name == "backward"),
-            chip,
-            f"choose a block below {plan.block}",
-        )
-        for name, plan in (("forward", forward), ("backward", backward))
-    )
-    if itemsize < 4:
-        # Packed heads keep more scores in flight than are counted.
-        forward_limit, backward_limit = (
-            None if limit is None else max(limit, 2 * GRANTED_MIB * MIB)
-            for limit in (forward_limit, backward_limit)
-        )
-    return WindowCall(forward, backward, forward_limit, backward_limit, layout)
+
+    def limit(plan: WindowPlan, backward: bool) -> int | None:
+        added = bias_bytes(plan, layout, bias, backward=backward)
+        needed = window_bytes(plan, layout, itemsize, backward=backward) + added
+        name = "backward" if backward else "forward"
+        advice = f"choose a block below {plan.block}"
+        requested = vmem_limit(f"window_attention's {name} pass", needed, chip, advice)
+        if requested is not None and itemsize < 4:
+            # Packed heads keep more scores in flight than are counted.
+            requested = max(requested, 2 * GRANTED_MIB * MIB)
+        if not added:
+            return requested
+        return min((requested or GRANTED_MIB * MIB) + added, vmem_mib(chip) * MIB)
+
+    return WindowCall(forward, backward, limit(forward, False), limit(backward, True), layout, bias)

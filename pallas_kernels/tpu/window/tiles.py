@@ -98,13 +98,17 @@ class WindowTiles:
             columns.append(jnp.where(mask, x, masked) if partial else x)
         return columns
 
-    def unfold(self, columns: list[Float[Array, "tile tile"]], dtype) -> Float[Array, "keys tile"]:
-        """Inverts `fold` for weights: the tiles of all distances, one below the other; weights outside the window are
-        zero."""
+    def unfolded(self, columns: list[Float[Array, "tile tile"]]) -> dict[int, Float[Array, "tile tile"]]:
+        """Inverts `fold` for arrays that are zero outside the window: one for each distance."""
         tiles = {}
         for (members, _), x in zip(self.plan.columns(), columns):
             for d in members:
                 tiles[d] = x if len(members) == 1 else jnp.where(self.masks[d], x, 0.0)
+        return tiles
+
+    def unfold(self, columns: list[Float[Array, "tile tile"]], dtype) -> Float[Array, "keys tile"]:
+        """`unfolded` for weights: the tiles of all distances, one below the other."""
+        tiles = self.unfolded(columns)
         # Tiles that are converted one by one take five vector instructions for two registers on a v5e, and not one.
         return jnp.concatenate([tiles[d] for d in self.plan.distances()], axis=0).astype(dtype)
 

@@ -58,6 +58,24 @@ def attention(
     return results if bias is None else (*results, grad_scores)
 
 
+def by_distance(kind, numbers, first, distance):
+    """The bias (N, T, S) of distances (T, S), query minus key, and its gradient as a function of those of all elements,
+    (B, N, T, S). `numbers` are "slopes" (N,), or a "table" (N, D) of those from `first` on, which goes on at its ends.
+    """
+    if kind == "slopes":
+        far = np.abs(distance).astype(np.float64)
+        return -numbers[:, None, None] * far, lambda grad: -(grad * far).sum((0, 2, 3))
+    place = np.clip(distance - first, 0, numbers.shape[1] - 1)
+
+    def pull(grad):
+        total = np.zeros(numbers.shape)
+        for head in range(len(numbers)):
+            np.add.at(total[head], place, grad[:, head].sum(0))
+        return total
+
+    return numbers.astype(np.float64)[:, place], pull
+
+
 def distance(got, want) -> float:
     """Norm of the difference over the norm of what was expected."""
     got, want = to64(got), np.asarray(want)

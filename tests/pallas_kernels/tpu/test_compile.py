@@ -25,7 +25,9 @@ from brl_jax.attention.local.patterns import (
 )
 from eval.tpu_chips import described_devices, prepare_compiler
 from pallas_kernels.tpu import (
+    DistanceTable,
     Factors,
+    Slopes,
     block_attention,
     compress,
     compress_blocks,
@@ -209,21 +211,60 @@ def test_biases_by_distance(chip, heads, groups, head_dim, window, kind, dtype):
         return function(query, key, value, bias, is_causal=True, **window_size)
 
     text = attend(chip, 2000, heads, groups, head_dim, f, dtype).as_text()
-    assert "block_attention_forward" in text
-    assert "block_attention_backward_query" in text
+    by_window = window in (64, 100)
+    assert ("window_attention_forward" if by_window else "block_attention_forward") in text
+    assert ("window_attention_backward" if by_window else "block_attention_backward_query") in text
+
+
+@pytest.mark.parametrize(
+    ("chip", "heads", "groups", "head_dim", "left", "right", "dtype"),
+    slow_unless(
+        [
+            ("v5e", 8, 8, 128, 255, 0, jnp.bfloat16),
+            ("v6e", 8, 1, 128, 511, 0, jnp.bfloat16),
+            ("v4", 8, 8, 64, 255, 0, jnp.bfloat16),
+            ("v5p", 4, 2, 64, 100, 100, jnp.bfloat16),
+            ("7x", 2, 1, 256, 255, 0, jnp.bfloat16),
+            ("v5e", 2, 2, 64, 1023, 0, jnp.bfloat16),
+            ("v6e", 8, 8, 128, 1023, 0, jnp.bfloat16),
+            ("v6e", 4, 4, 64, 256, 256, jnp.float32),
+            ("v5e", 8, 2, 64, 128, 127, jnp.float32),
+            ("v4", 4, 4, 128, 127, 0, jnp.float32),
+        ],
+        (("v5e", 8, 8, 128, 255, 0, jnp.bfloat16), ("v6e", 8, 1, 128, 511, 0, jnp.bfloat16)),
+    ),
+)
+@pytest.mark.parametrize("kind", ["slopes", "table"])
+def test_windows_with_biases(chip, heads, groups, head_dim, left, right, dtype, kind):
+    """The kernel for windows with a bias, and the memory that it requests."""
+
+    def f(query, key, value):
+        number = query[0, 0, 0, 0].astype(jnp.float32)
+        bias = Slopes(jnp.full(heads, number))
+        if kind == "table":
+            bias = DistanceTable(jnp.full((heads, 129), number), -64)
+        return window_attention(query, key, value, left=left, right=right, bias=bias, chip=chip)
+
+    attend(chip, 4096, heads, groups, head_dim, f, dtype)
 
 
 @pytest.mark.slow
 def test_memory_with_a_bias_is_linear():
-    def f(query, key, value):
-        table = jnp.broadcast_to(query[0, :2, 0, 0].astype(jnp.float32), (32, 2))
-        return local_attention(query, key, value, T5Bias(table), local_window_size=(255, 0), is_causal=True)
+    """By windows, and by lists of blocks where a window is too wide."""
 
-    small, large = (
-        attend("v5e", n, 2, 2, 128, f).memory_analysis().temp_size_in_bytes for n in (1 << 14, 1 << 17)
-    )
-    assert large <= 8 * small * 1.1
-    assert large < (1 << 17) * 256
+    def size(n, window):
+        def f(query, key, value, table):
+            bias = T5Bias(table[0, :, 0])
+            return local_attention(query, key, value, bias, local_window_size=(window - 1, 0), is_causal=True)
+
+        compiled = compile_both("v5e", f, (*((1, n, 2, 128),) * 3, (1, 32, 1, 2)))
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    statistics = 2 * 2 * 4 * (1 << 14)
+    for window in (256, 4096):
+        small, large = (size(n, window) for n in (1 << 14, 1 << 17))
+        assert large <= 8 * max(small, statistics) * 1.1
+        assert large < (1 << 17) * 256
 
 
 @pytest.mark.parametrize(
@@ -370,6 +411,7 @@ def test_shard_map():
     rows = [[0], [0, 1]]
     for f, shapes in (
         (functools.partial(window_attention, left=99, right=0), (long, long, long)),
+        (functools.partial(window_attention, left=99, right=0, bias=Slopes(ones)), (long, long, long)),
         (functools.partial(propagate, strength=ones), (long, short, short)),
         (functools.partial(compress, gamma=ones), (short, long, long, long)),
         (functools.partial(block_attention, key_blocks=rows, block_q=256, block_k=256), (long, long, long)),

@@ -19,22 +19,6 @@ def table(heads, distances):
     return np.random.default_rng(7).standard_normal((heads, distances)).astype(np.float32)
 
 
-def dense(kind, numbers, first, distance):
-    """The bias (N, T, S) of distances (T, S), and its gradient as a function of those of all elements."""
-    if kind == "slopes":
-        far = np.abs(distance).astype(np.float64)
-        return -numbers[:, None, None] * far, lambda grad: -(grad * far).sum((0, 2, 3))
-    place = np.clip(distance - first, 0, numbers.shape[1] - 1)
-
-    def pull(grad):
-        total = np.zeros(numbers.shape)
-        for head in range(len(numbers)):
-            np.add.at(total[head], place, grad[:, head].sum(0))
-        return total
-
-    return numbers.astype(np.float64)[:, place], pull
-
-
 def check(
     kind,
     rows,
@@ -73,7 +57,7 @@ def check(
             "query_segment_ids": jnp.asarray(segments[0]),
             "key_segment_ids": jnp.asarray(segments[1]),
         }
-    bias, pull_bias = dense(kind, numbers, first, place_q - place_k)
+    bias, pull_bias = oracle.by_distance(kind, numbers, first, place_q - place_k)
     g_log_sum = jnp.where(jnp.asarray(seen.any(-1))[None, :, None], g_log_sum, 0.0)
 
     @jax.jit
@@ -176,7 +160,7 @@ def test_minus_infinity_hides():
     """Distances whose number is -inf, as in a table that is a window."""
     numbers = np.where(np.arange(41) % 2 == 0, -np.inf, table(1, 41)).astype(np.float32)
     q, k, v, g = arrays(0, jnp.float32, *[(1, 200, 1, 64)] * 4)
-    bias, _ = dense("table", numbers, -20, np.arange(200)[:, None] - np.arange(200)[None])
+    bias, _ = oracle.by_distance("table", numbers, -20, np.arange(200)[:, None] - np.arange(200)[None])
     seen = np.isfinite(bias)
     want = oracle.attention(q, k, v, seen, 0.125, g, bias=np.where(seen, bias, 0.0)[None])
     f = functools.partial(
