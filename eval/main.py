@@ -16,6 +16,7 @@ from eval.runs import Run, open_run
 from train.checkpoint import Checkpoints
 from train.config import parse_options
 from train.errors import UserError
+from train.main import keep_programs
 from train.storage import write_whole
 from train.task import Task, find_runs
 
@@ -118,6 +119,7 @@ class Evaluation(Generic[P]):
           UserError: there is no such run or checkpoint, its data cannot be read, or the options don't fit.
         """
         options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
+        keep_programs("")  # runs that differ in their seed only have the same programs
         workdirs = (options.workdir,) if isinstance(options.workdir, str) else options.workdir or ()
         table = picture = None
         if isinstance(options, TableOptions):
