@@ -161,6 +161,8 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
             batch[name] = rng.integers(shapes["tokens"].shape[-1], size=x.shape).astype(np.int32)
         elif name == "lengths":
             batch[name] = np.full(x.shape, shapes["tokens"].shape[-1], np.int32)
+        elif name == "segment_ids":
+            batch[name] = np.cumsum(rng.random(x.shape) < 0.1, axis=-1, dtype=np.int32)
         elif name in ("weights", "present"):
             batch[name] = np.ones(x.shape, x.dtype)
         elif name != "targets":
