@@ -25,14 +25,20 @@ def blocks(page: Path) -> list[str]:
 def surroundings(page: Path) -> dict:
     """What the blocks of some pages take as given: a model and its batch, or the folder of a run."""
     if page.name == "packing.md":
-        from brl_jax import DecoderConfig, DecoderLM, LocalConfig
+        from brl_jax import DecoderConfig, DecoderLM, Encoder, EncoderConfig, LocalConfig, MaskedLM
 
-        config = DecoderConfig(
-            num_layers=1, d_model=32, num_heads=2, d_ff=32, mechanism=LocalConfig(window=4)
-        )
-        model, tokens = DecoderLM(config), jnp.arange(32).reshape(2, 16)
+        sizes = {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 32}
+        model = DecoderLM(DecoderConfig(**sizes, mechanism=LocalConfig(window=4)))
+        config = EncoderConfig(**sizes, mechanism=LocalConfig(window=4))
+        encoder, masked = Encoder(config), MaskedLM(config)
+        tokens, places = jnp.arange(32).reshape(2, 16), jnp.zeros((2, 1), jnp.int32)
         variables = nn.unbox(model.init(jax.random.key(0), tokens))
         return {
+            "encoder": encoder,
+            "encoder_variables": nn.unbox(encoder.init(jax.random.key(0), tokens)),
+            "masked": masked,
+            "masked_variables": nn.unbox(masked.init(jax.random.key(0), tokens, places)),
+            "places": places,
             "model": model,
             "variables": variables,
             "tokens": tokens,
