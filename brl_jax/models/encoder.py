@@ -116,16 +116,16 @@ class Encoder(nn.Module):
         prefix: Float[Array, "B P D"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B P+T D"]:
-        if segment_ids is None:
-            return self.transform(self.inputs(inputs, lengths), lengths, prefix, deterministic)
         self.inputs.check(inputs, lengths)
         check_ints("segment_ids", segment_ids, (inputs.shape[:2],))
-        if prefix is not None:
-            raise ValueError("segment_ids must be None with a prefix, which belongs to one sequence")
-        # Rotary positions start again too: the features that Performer draws change when all are turned.
-        positions = places_in_sequences(jnp.asarray(segment_ids))
+        positions = None
+        if segment_ids is not None:
+            if prefix is not None:
+                raise ValueError("segment_ids must be None with a prefix, which belongs to one sequence")
+            # Rotary positions start again too: the features that Performer draws change when all are turned.
+            positions = places_in_sequences(jnp.asarray(segment_ids))
         x = self.inputs.place(inputs, positions)
-        return self.transform(x, lengths, None, deterministic, segment_ids, positions)
+        return self.transform(x, lengths, prefix, deterministic, segment_ids, positions)
 
     def transform(
         self,
@@ -163,8 +163,7 @@ class _PooledEncoder(nn.Module):
 
     def __call__(self, inputs: Array, *, lengths: Any = None, deterministic: bool = True):
         x = self.encoder.inputs(inputs, lengths)
-        prefix = self.pooling.prefix(x.shape[0])
-        outputs = self.encoder.transform(x, lengths, prefix, deterministic)
+        outputs = self.encoder.transform(x, lengths, self.pooling.prefix(x.shape[0]), deterministic)
         return self.pooling(outputs, lengths)
 
 
