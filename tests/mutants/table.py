@@ -12,6 +12,7 @@ ALL_AT_ONCE = "tests/attention/recurrent/test_all_at_once.py"
 KIMI_DELTA = "tests/attention/recurrent/test_kimi_delta.py"
 LAWS = "tests/laws/test_laws.py"
 LOCAL = "tests/attention/local"
+COMPRESSED_BLOCKS = "tests/attention/compressed/test_blocks.py"
 RECURRENT_GPU = "tests/attention/recurrent/test_gpu.py"
 SHORT_CONVOLUTION = "tests/attention/recurrent/test_short_convolution.py"
 TPU = "tests/pallas_kernels/tpu"
@@ -589,6 +590,27 @@ MUTANTS = (
         "1.0 / (tokens * math.sqrt(query.shape[4]))",
         "1.0 / math.sqrt(query.shape[4])",
         (RECURRENT_GPU, "-k", "compress_blocks"),
+    ),
+    Mutant(
+        "compressed/a step's blocks read from where those of the step before began",
+        "brl_jax/attention/compressed/xla_blocks.py",
+        "step * o.group * o.block_size, size, axis=1)",
+        "jnp.maximum(step - 1, 0) * o.group * o.block_size, size, axis=1)",
+        (COMPRESSED_BLOCKS, "-k", "reads_what_precedes"),
+    ),
+    Mutant(
+        "compressed/missing blocks at the end are full",
+        "brl_jax/attention/compressed/xla_blocks.py",
+        "array.ndim - 2))\n\n    needed",
+        "array.ndim - 2), mode='edge')\n\n    needed",
+        (COMPRESSED_BLOCKS, "-k", "reads_what_precedes"),
+    ),
+    Mutant(
+        "compressed/histories that overlap keep one gradient alone",
+        "brl_jax/attention/compressed/xla_blocks.py",
+        "lax.dynamic_update_slice_in_dim(total, span + change, start, axis=1)",
+        "lax.dynamic_update_slice_in_dim(total, change, start, axis=1)",
+        (COMPRESSED_BLOCKS, "-k", "reads_what_precedes"),
     ),
     Mutant(
         "recurrent/FLASH's prompt puts an unfinished chunk into its sum",

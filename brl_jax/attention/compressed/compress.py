@@ -85,7 +85,7 @@ def compress(
     check_qkv(query, key, value)
     check_floating(query=query, key=key, value=value)
     check_score(score)
-    batch, num_queries, heads, head_dim = query.shape
+    batch, num_queries, heads, _ = query.shape
     length = key.shape[1]
     require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
     require(
@@ -100,7 +100,7 @@ def compress(
         check_floating(query=query, contrast_key=contrast_key)
         gamma = per_head(gamma, query)
     if scale is None:
-        scale = 1.0 / (num_queries * math.sqrt(head_dim))
+        scale = default_scale(query)
 
     if key_value_seq_lengths is not None:
         require(
@@ -132,6 +132,11 @@ def compress(
     operands = (query, key, contrast_key, value, gamma, bias, mask, key_value_seq_lengths)
     static = {"scale": float(scale), "score": score, "axis_name": axis_name}
     return _choose(*operands, **static, implementation=implementation)
+
+
+def default_scale(query: Float[Array, "*B M N H"]) -> float:
+    """The paper's scale, 1 / (m sqrt(h))."""
+    return 1.0 / (query.shape[-3] * math.sqrt(query.shape[-1]))
 
 
 def per_head(gamma, query):
@@ -201,7 +206,7 @@ def compress_weights(
     Arguments as for `compress`; all logits exist at once.
     """
     if scale is None:
-        scale = 1.0 / (query.shape[1] * math.sqrt(query.shape[3]))
+        scale = default_scale(query)
     return _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.compressed import gpu, tpu
-from brl_jax.attention.compressed.compress import compress, compress_weights, per_head
+from brl_jax.attention.compressed import gpu, tpu, xla_blocks
+from brl_jax.attention.compressed.compress import compress, compress_weights, default_scale, per_head
 from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
@@ -139,14 +139,34 @@ def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, imp
         "tpu": [tpu.compress_blocks_backend(query, key, contrast_key, value, bias, **static)],
         "cuda": [gpu.compress_blocks_backend(query, value, bias, **static)],
     }
-    xla_form = functools.partial(_compress_windows, **static)
-    return dispatch("compress_blocks", implementation, backends, xla_form, *operands)
+    xla_form = functools.partial(_compress_groups, **static)
+    plain = functools.partial(_compress_windows, **static)
+    return dispatch("compress_blocks", implementation, backends, xla_form, *operands, plain=plain)
+
+
+def _compress_groups(
+    query, key, contrast_key, value, gamma, bias, lengths, *, block_size, history_size, scale, score
+):
+    keys = (key,) if contrast_key is None else (key, contrast_key)
+    if bias is not None:
+        bias = bias[None]
+    if lengths is not None:
+        lengths = jnp.broadcast_to(lengths, query.shape[:2])
+    outs = xla_blocks.read(
+        xla_blocks.Operands(query, keys, value, bias, lengths),
+        block_size=block_size,
+        history_size=history_size,
+        scale=default_scale(query) if scale is None else scale,
+        score=score,
+    )
+    out = outs[0] if gamma is None else outs[0] - gamma[None, None, None, :, None] * outs[1]
+    return out.astype(query.dtype)
 
 
 def _compress_windows(
     query, key, contrast_key, value, gamma, bias, lengths, *, block_size, history_size, scale, score
 ):
-    """The history of every block as a batch entry of its own."""
+    """The same with the history of every block as a batch entry of its own, for derivatives of every kind."""
     batch, blocks = query.shape[:2]
     windows = functools.partial(
         block_windows, blocks=blocks, block_size=block_size, history_size=history_size

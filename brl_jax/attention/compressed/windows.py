@@ -11,6 +11,8 @@ def block_windows(
     x: Float[Array, "B S N H"], *, blocks: int, block_size: int, history_size: int
 ) -> Float[Array, "BC history N H"]:
     """The tokens [c * block_size, c * block_size + history_size) of block c, as a batch entry of its own."""
+    if blocks == 1:
+        return x[:, :history_size]
     needed = history_size + (blocks - 1) * block_size
     # Whole blocks, shifted: the windows overlap, and the backward pass of a strided gather would be a scatter.
     shifts = -(-history_size // block_size)

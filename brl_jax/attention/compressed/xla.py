@@ -75,12 +75,12 @@ def plain_read(
         numbers = jnp.arange(-(-operands.value.shape[1] // piece), dtype=jnp.int32)
         return lax.scan(lambda carry, i: (jax.checkpoint(step)(i, carry), None), start, numbers)[0]
 
-    return _forward(operands, piece, scale, score, axis_name, steps)[0]
+    return forward(operands, piece, scale, score, axis_name, steps)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _read(operands: Operands, piece: int, scale: float, score: Score, axis_name: str | None):
-    return _forward(operands, piece, scale, score, axis_name)[0]
+    return forward(operands, piece, scale, score, axis_name)[0]
 
 
 def _steps(x: Operands, piece: int) -> Any:
@@ -142,8 +142,8 @@ def _add(sums: SoftmaxSums, logits: Array, mask: Array, value: Array, score: Sco
     return merge_sums(sums, block_sums(jnp.where(mask, logits, MASKED), read))
 
 
-def _forward(
-    x: Operands, piece: int, scale: float, score: Score, axis_name: str | None, loop: Any = None
+def forward(
+    x: Operands, piece: int, scale: float, score: Score, axis_name: str | None = None, loop: Any = None
 ) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
     """The results, and the log-sum-exp of each row as `normalise` returns it (None where not a softmax).
 
@@ -176,7 +176,7 @@ def _forward(
 
 
 def _read_fwd(operands, piece, scale, score, axis_name):
-    outs, log_sums = _forward(operands, piece, scale, score, axis_name)
+    outs, log_sums = forward(operands, piece, scale, score, axis_name)
     return outs, (operands, outs, log_sums)
 
 
@@ -186,6 +186,19 @@ def _read_bwd(
     # Given the outputs and log-sum-exps over all keys, the gradients of a part of the keys do not depend on the others.
     del axis_name
     x, outs, log_sums = kept
+    return (backward(x, outs, log_sums, grads, piece, scale, score),)
+
+
+def backward(
+    x: Operands,
+    outs: tuple[Array, ...],
+    log_sums: tuple[Array | None, ...],
+    grads: tuple[Array, ...],
+    piece: int,
+    scale: float,
+    score: Score,
+) -> Operands:
+    """The gradients of the operands, given what `forward` returned and the gradients of its results."""
     accumulate = accumulation_dtype(x.query.dtype)
     product = functools.partial(jnp.einsum, preferred_element_type=accumulate)
     query = jnp.swapaxes(x.query, 1, 2)
@@ -222,7 +235,7 @@ def _read_bwd(
             d_query += product("bnmp,bnph->bnmh", scaled, key)
             key_rows = product("bnmp,bnmh->bnph", scaled, query)
             d_keys[n] = add(d_keys[n], jnp.swapaxes(key_rows, 1, 2), 1)
-        if d_bias is not None:
+        if x.bias is not None:
             small = [axis for axis, size in enumerate(x.bias.shape) if size == 1]
             bias_rows = bias_rows.sum(axis=small, keepdims=True)
             d_bias = add(d_bias, bias_rows, 3) if x.bias.shape[3] > 1 else d_bias + bias_rows
@@ -235,8 +248,8 @@ def _read_bwd(
         None if x.bias is None else jnp.zeros(x.bias.shape, accumulate),
     )
     d_query, d_keys, d_value, d_bias = _until_last_key(x, piece, step, vary_like(zeros, (x, grads)))
-    d_bias = None if d_bias is None else d_bias.astype(x.bias.dtype)
-    return (Operands(jnp.swapaxes(d_query, 1, 2).astype(x.query.dtype), d_keys, d_value, d_bias, None, None),)
+    d_bias = None if x.bias is None else d_bias.astype(x.bias.dtype)
+    return Operands(jnp.swapaxes(d_query, 1, 2).astype(x.query.dtype), d_keys, d_value, d_bias, None, None)
 
 
 _read.defvjp(_read_fwd, _read_bwd)

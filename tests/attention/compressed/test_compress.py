@@ -1,4 +1,4 @@
-"""compress, compress_blocks and propagate against float64 NumPy written from equations 8-12."""
+"""compress and propagate against float64 NumPy written from equations 8-12."""
 
 from __future__ import annotations
 
@@ -12,56 +12,11 @@ import pytest
 
 from brl_jax import ALiBi, T5Bias, alibi_slopes, compress, compress_blocks, propagate
 from brl_jax.attention.compressed import compress as compress_module
+from tests.attention.compressed.oracle import SCORES, arrays, check, oracle_compress
 from tests.laws.networks import relative_error
-from tests.laws.oracles import sigma
 
-SCORES = ["softmax", "relu2", "laplace"]
 # What runs here in any case: following the TPU kernels too takes as long again (they have test_kernels.py).
 xla_compress, xla_propagate = (functools.partial(f, implementation="xla") for f in (compress, propagate))
-
-
-def arrays(seed, *shapes):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape) for shape in shapes]
-
-
-def oracle_compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
-    """One batch entry at a time, one head at a time; analytic, so that complex steps give derivatives."""
-    batch, m, heads, _ = q.shape
-    s = k1.shape[1]
-    bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
-    bias = np.broadcast_to(bias, (batch, heads, m, s))
-    mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
-    operands = [a for a in (q, k1, k2, v, gamma, bias) if a is not None]
-    out = np.zeros(q.shape, np.result_type(*operands))
-    for b in range(batch):
-        for n in range(heads):
-            w = sigma(q[b, :, n] @ k1[b, :, n].T * scale + bias[b, n], mask[b, n], score)
-            if k2 is not None:
-                w = w - gamma[n] * sigma(q[b, :, n] @ k2[b, :, n].T * scale + bias[b, n], mask[b, n], score)
-            out[b, :, n] = w @ v[b, :, n]
-    return out
-
-
-def check(function, oracle, operands, tolerance=1e-4):
-    """The output, and the gradient of a random weighting of it along a random direction of each operand."""
-    rng = np.random.default_rng(1)
-    expected = oracle(*operands)
-    weight = rng.standard_normal(expected.shape)
-
-    def output_and_gradients(*xs):
-        out, pull = jax.vjp(function, *xs)
-        return out, pull(jnp.asarray(weight, jnp.float32))
-
-    out, grads = jax.jit(output_and_gradients)(*(jnp.asarray(x, jnp.float32) for x in operands))
-    assert relative_error(out, expected) < 1e-5
-    for i, grad in enumerate(grads):
-        direction = rng.standard_normal(operands[i].shape)
-        stepped = [x + 1e-30j * direction if j == i else x for j, x in enumerate(operands)]
-        expected = np.imag((oracle(*stepped) * weight).sum()) / 1e-30
-        grad = np.asarray(grad, np.float64)
-        scale = np.linalg.norm(grad) * np.linalg.norm(direction) / math.sqrt(direction.size)
-        assert abs((grad * direction).sum() - expected) <= tolerance * max(scale, abs(expected)), i
 
 
 def read_in_pieces(monkeypatch, piece):
@@ -232,38 +187,6 @@ def test_compress_defaults_and_biases(monkeypatch, piece):
             lambda q, k, v, b: oracle_compress(q, k, None, v, None, 0.5, "softmax", bias=b),
             [q, k1, v, array],
         )
-
-
-@pytest.mark.parametrize(("block", "history"), [(4, 4), (4, 9), (4, 3), (5, 13), (7, 1)])
-def test_compress_blocks_reads_what_precedes_each_block(block, history):
-    blocks = 4
-    length = history + (blocks - 1) * block
-    q, k1, k2, v = arrays(3, (2, blocks, 3, 2, 4), (2, length, 2, 4), (2, length, 2, 4), (2, length, 2, 4))
-    gamma, exists = np.array([0.4, 0.1]), np.array([0, 1, history, history])
-    bias = arrays(4, (2, 3, history))[0]
-    run = functools.partial(compress_blocks, block_size=block, history_size=history)
-    out = jax.jit(run)(
-        *(jnp.asarray(x, jnp.float32) for x in (q, k1, k2, v)),
-        gamma=jnp.asarray(gamma, jnp.float32),
-        history_lengths=jnp.asarray(exists, jnp.int32),
-        bias=jnp.asarray(bias, jnp.float32),
-    )
-    for c in range(blocks):
-        window = slice(c * block, c * block + history)
-        mask = np.arange(history) >= history - exists[c]
-        expected = oracle_compress(
-            q[:, c],
-            k1[:, window],
-            k2[:, window],
-            v[:, window],
-            gamma,
-            1 / (3 * 2.0),
-            "softmax",
-            bias[None],
-            mask,
-        )
-        assert relative_error(out[:, c], expected) < 1e-5 or exists[c] == 0
-    np.testing.assert_array_equal(out[:, 0], 0)
 
 
 @pytest.mark.parametrize("score", SCORES)
