@@ -601,9 +601,9 @@ MUTANTS = (
     Mutant(
         "compressed/missing blocks at the end are full",
         "brl_jax/attention/compressed/xla_blocks.py",
-        "array.ndim - 2))\n\n    needed",
-        "array.ndim - 2), mode='edge')\n\n    needed",
-        (COMPRESSED_BLOCKS, "-k", "reads_what_precedes"),
+        "x.bias, pad(lengths, missing))",
+        "x.bias, jnp.pad(lengths, ((0, 0), (0, missing)), constant_values=o.history_size))",
+        (COMPRESSED_BLOCKS, "-k", "may_contain_anything"),
     ),
     Mutant(
         "compressed/histories that overlap keep one gradient alone",

@@ -65,7 +65,8 @@ def read(
 
 
 def _pad(x: Operands, missing: int, o: _Options) -> Operands:
-    """The operands with blocks at the end that read nothing, so that all groups are full."""
+    """The operands with blocks at the end that read nothing, so that all groups are full. Had they a history, what it
+    contains could spoil the gradients, even with a weight of 0."""
     if not missing:
         return x
 

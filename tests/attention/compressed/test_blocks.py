@@ -81,11 +81,12 @@ def test_without_contrast_bias_and_lengths(monkeypatch, step):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_keys_that_no_block_reads_may_contain_anything(monkeypatch, step):
-    """NaN before what exists, and after what the last block reads: neither in the result nor in a gradient."""
+    """NaN before what exists, in what a last block without a history would read, and after that: neither in the result
+    nor in a gradient."""
     blocks_in_a_step(monkeypatch, step, 8)
     q, k1, k2, v = (jnp.asarray(x, jnp.float32) for x in arrays(5, SHAPE, *[(2, 27, 2, 4)] * 3))
-    lengths = jnp.minimum(4 * jnp.arange(BLOCKS), 8)  # the first 8 keys do not exist
-    dirty = [x.at[:, :8].set(jnp.nan).at[:, 24:].set(jnp.nan) for x in (k1, k2, v)]
+    lengths = jnp.array([0, 4, 8, 8, 0])  # the first 8 keys do not exist, and the last block reads none
+    dirty = [x.at[:, :8].set(jnp.nan).at[:, 20:].set(jnp.nan) for x in (k1, k2, v)]
 
     @jax.jit
     def run(q, *keys):
