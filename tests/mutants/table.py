@@ -592,6 +592,20 @@ MUTANTS = (
         (RECURRENT_GPU, "-k", "compress_blocks"),
     ),
     Mutant(
+        "compressed/bounds count from the start of a strip",
+        "pallas_kernels/tpu/compress/forward.py",
+        "step.within(products, MASKED, step.rows(unit).start)",
+        "step.within(products, MASKED)",
+        ("tests/pallas_kernels/tpu/compress/test_bias.py", "-k", "strips"),
+    ),
+    Mutant(
+        "compressed/a strip's gradient of the bias lands in the first",
+        "pallas_kernels/tpu/compress/backward.py",
+        "            grad_bias[0, 0, head, rows] = changes\n",
+        "            grad_bias[0, 0, head, : changes.shape[0]] = changes\n",
+        ("tests/pallas_kernels/tpu/compress/test_bias.py", "-k", "strips"),
+    ),
+    Mutant(
         "compressed/a step's blocks read from where those of the step before began",
         "brl_jax/attention/compressed/xla_blocks.py",
         "step * o.group * o.block_size, size, axis=1)",

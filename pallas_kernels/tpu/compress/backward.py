@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,9 @@ class GradientStep(HistoryStep):
     """A block of the history with the gradients of the results and their statistics, as `compress_backward` takes
     them."""
 
+    #: The backward kernel takes 3% fewer bundles on a v6e than with 1,024, and 6% fewer than with 256.
+    strip = 512
+
     def __init__(self, call: CompressCall, refs: Sequence[Any], grads: Any, statistics: Any):
         super().__init__(call, refs)
         self.grads, self.statistics = grads, statistics
@@ -39,12 +43,12 @@ class GradientStep(HistoryStep):
         head, which, _ = self.split(unit)
         q = self.queries(unit)
         g = heads.lanes_of_head(self.grads[0, which], head, self.call.layout)
-        return self.products(unit, q), arithmetic.dot(self.value, g, NT), q, g
+        return self.products(unit, q), arithmetic.dot(self.value[self.rows(unit)], g, NT), q, g
 
     def softmax(self, unit: int, products, grad_weights):
         """The weights of a softmax and the gradients of its scores."""
         head, _, lanes = self.split(unit)
-        products = self.within(products, MASKED)
+        products = self.within(products, MASKED, self.rows(unit).start)
         top, log_total, mean, *rest = (
             self.statistics[0, 0, 0, row : row + 1, lanes]
             for row in range(head, self.statistics.shape[3], self.call.layout.packed)
@@ -87,40 +91,46 @@ def _backward_kernel(*refs, call: CompressCall):
 
     step = GradientStep(call, inputs, grads, statistics)
     dtype = step.query.dtype
-    to_value: list[Array] = []
-    to_keys: list[list[Array]] = [[] for _ in step.keys]
+    to_value: dict[int, list[Array]] = collections.defaultdict(list)
+    to_keys: list[dict[int, list[Array]]] = [collections.defaultdict(list) for _ in step.keys]
 
     def differentiate(unit, products, grad_weights, q, g):
         if call.score == "softmax":
             weights, changes = step.softmax(unit, products, grad_weights)
         else:
-            weights = step.weights(products)
-            changes = step.within(elementwise_slopes(call.score, products * call.scale)) * grad_weights
+            weights = step.weights(unit, products)
+            slopes = elementwise_slopes(call.score, products * call.scale)
+            changes = step.within(slopes, first=step.rows(unit).start) * grad_weights
         for grad_bias in of_bias:
             add_to_bias(grad_bias, unit, changes)
         return weights.astype(dtype), changes.astype(dtype), q, g
 
     def add_to_bias(grad_bias, unit, changes):
-        head, which, _ = step.split(unit)
+        (head, which, _), rows = step.split(unit), step.rows(unit)
         if call.own_queries:
-            rows = pl.ds(pl.multiple_of(pl.program_id(3) * call.block, call.block), call.block)
-            grad_bias[0, 0, head, rows] += changes
+            first = pl.multiple_of(pl.program_id(3) * call.block, call.block) + rows.start
+            grad_bias[0, 0, head, pl.ds(first, changes.shape[0])] += changes
         elif which == 0:
-            grad_bias[0, 0, head] = changes
+            grad_bias[0, 0, head, rows] = changes
         else:
-            grad_bias[0, 0, head] += changes
+            grad_bias[0, 0, head, rows] += changes
 
     def read_out(unit, weights, changes, q, g):
-        head, which, _ = step.split(unit)
-        k, place = step.keys[which], step.lanes_of(unit)
+        (head, which, _), rows = step.split(unit), step.rows(unit)
+        k, place = step.keys[which][rows], step.lanes_of(unit)
         grad_query[0, 0, 0, place] += heads.transposed_product(k, changes, head, call.layout) * call.scale
-        to_value.append(arithmetic.dot(weights, g, NN))
-        to_keys[which].append(arithmetic.dot(changes, q, NN))
+        add(grad_value, to_value, rows, arithmetic.dot(weights, g, NN), call.keys * call.layout.packed, 1.0)
+        change = arithmetic.dot(changes, q, NN)
+        add(grad_keys[which], to_keys[which], rows, change, call.layout.packed, call.scale)
+
+    def add(out, sums, rows, change, of_strip, factor):
+        """Adds to the gradient of a strip, and writes it once all its units are in."""
+        sums[rows.start].append(change)
+        if len(sums[rows.start]) == of_strip:
+            total = functools.reduce(jnp.add, sums.pop(rows.start))
+            out[0, 0, rows] = (total * factor).astype(out.dtype)
 
     pipelined(step.units, step.score, differentiate, read_out)
-    grad_value[0, 0] = functools.reduce(jnp.add, to_value).astype(grad_value.dtype)
-    for out, parts in zip(grad_keys, to_keys):
-        out[0, 0] = (functools.reduce(jnp.add, parts) * call.scale).astype(out.dtype)
 
 
 def _has_gradient(call: CompressCall) -> bool:

@@ -34,8 +34,8 @@ def _forward_kernel(*refs, call: CompressCall):
     def weigh(unit, products):
         head, _, lanes = step.split(unit)
         if call.score != "softmax":
-            return step.weights(products).astype(dtype), None
-        products = step.within(products, MASKED)
+            return step.weights(unit, products).astype(dtype), None
+        products = step.within(products, MASKED, step.rows(unit).start)
         old = statistics[0, 0, 0, head : head + 1, lanes]
         top = jnp.maximum(old, products.max(axis=0, keepdims=True))
         weights = jnp.exp2((products - top) * factor)
@@ -52,7 +52,9 @@ def _forward_kernel(*refs, call: CompressCall):
         place = step.lanes_of(unit)
         old = sums[0, 0, 0, place, lanes]
         old = old if shrink is None else old * shrink
-        sums[0, 0, 0, place, lanes] = old + heads.transposed_product(step.value, weights, head, layout)
+        sums[0, 0, 0, place, lanes] = old + heads.transposed_product(
+            step.value[step.rows(unit)], weights, head, layout
+        )
 
     pipelined(step.units, score, weigh, read_out)
 

