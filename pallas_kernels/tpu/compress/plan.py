@@ -132,7 +132,7 @@ def compress_block(
     a tile the estimate is too low, and the compiler refuses some of the blocks (4 dimensions, 384 compressed tokens).
     """
     packed = max(1, LANES // head_dim)
-    block, most = 1024, GRANTED_MIB * MIB * 7 // 8
+    block, most = 2048, GRANTED_MIB * MIB * 7 // 8
     while block > 128 and (
         block // 2 >= length
         or compress_bytes(block, queries, width, itemsize, keys, packed, bias_blocks) > most
