@@ -59,6 +59,9 @@ def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backwar
     scratch = 2 * scratch_rows(plan, group) * width * 4 if backward else 0
     wide = itemsize == 4
     tiles = 8 + 26 * layout.packed if wide else 6 if backward else 4
+    if backward and not wide and plan.tile == 128 and layout.packed > 1:
+        # Of small tiles, the compiler keeps those of several heads in flight: 17 MiB for windows of 1,024.
+        tiles *= 3
     scores = tiles * len(plan.distances()) * plan.tile**2 * 4
     total = 2 * blocks * row + statistics + scratch + scores
     return total * 5 // 4 if wide else total

@@ -80,6 +80,7 @@ def attend(chip, n, heads, groups, head_dim, f, dtype=jnp.bfloat16):
         ("v6e", 1 << 18, 8, 8, 128, 512, jnp.bfloat16),
         ("7x", 1 << 10, 8, 8, 128, 256, jnp.bfloat16),
         # These need more memory than every kernel is granted.
+        pytest.param("v5e", 1 << 12, 2, 2, 64, 1024, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param("v6e", 1 << 12, 2, 2, 64, 1024, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param("7x", 1 << 12, 1, 1, 256, 1024, jnp.bfloat16, marks=pytest.mark.slow),
     ],
