@@ -585,11 +585,11 @@ MUTANTS = (
         (RECURRENT_GPU, "-k", "compress_blocks"),
     ),
     Mutant(
-        "compressed/a GPU's blocks have compress's scale without M",
-        "brl_jax/attention/compressed/gpu.py",
-        "1.0 / (tokens * math.sqrt(query.shape[4]))",
-        "1.0 / math.sqrt(query.shape[4])",
-        (RECURRENT_GPU, "-k", "compress_blocks"),
+        "compressed/blocks have compress's scale without M",
+        "brl_jax/attention/compressed/compress.py",
+        "1.0 / (query.shape[-3] * math.sqrt(query.shape[-1]))",
+        "1.0 / math.sqrt(query.shape[-1])",
+        (COMPRESSED_BLOCKS, "-k", "without_contrast"),
     ),
     Mutant(
         "compressed/bounds count from the start of a strip",

@@ -79,6 +79,8 @@ def compress_blocks(
         )
     if gamma is not None:
         gamma = per_head(gamma, query)
+    if scale is None:
+        scale = default_scale(query)
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(query.shape[2]), jnp.arange(history_size))
     operands = (query, key, contrast_key, value, gamma, bias, history_lengths)
@@ -156,7 +158,7 @@ def _compress_groups(
         xla_blocks.Operands(query, keys, value, bias, lengths),
         block_size=block_size,
         history_size=history_size,
-        scale=default_scale(query) if scale is None else scale,
+        scale=scale,
         score=score,
     )
     out = outs[0] if gamma is None else outs[0] - gamma[None, None, None, :, None] * outs[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ def compress_backend(query, value, bias, mask, *, axis_name: str | None, **stati
 
 
 def compress_blocks_backend(
-    query, value, bias, *, block_size: int, history_size: int, scale: float | None, **static: Any
+    query, value, bias, *, block_size: int, history_size: int, scale: float, **static: Any
 ) -> Backend:
     """The kernel of `compress_blocks` for operands (query, key, contrast_key, value, gamma, bias, lengths).
 
@@ -70,7 +69,7 @@ def compress_blocks_backend(
             None if contrast_key is None else windows(contrast_key),
             windows(value),
             gamma=gamma,
-            scale=1.0 / (tokens * math.sqrt(query.shape[4])) if scale is None else scale,
+            scale=scale,
             key_lengths=lengths,
             **static,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -91,8 +90,8 @@ def _backward_kernel(*refs, call: CompressCall):
 
     step = GradientStep(call, inputs, grads, statistics)
     dtype = step.query.dtype
-    to_value: dict[int, list[Array]] = collections.defaultdict(list)
-    to_keys: list[dict[int, list[Array]]] = [collections.defaultdict(list) for _ in step.keys]
+    to_value: list[Array] = []
+    to_keys: list[list[Array]] = [[] for _ in step.keys]
 
     def differentiate(unit, products, grad_weights, q, g):
         if call.score == "softmax":
@@ -124,11 +123,11 @@ def _backward_kernel(*refs, call: CompressCall):
         add(grad_keys[which], to_keys[which], rows, change, call.layout.packed, call.scale)
 
     def add(out, sums, rows, change, of_strip, factor):
-        """Adds to the gradient of a strip, and writes it once all its units are in."""
-        sums[rows.start].append(change)
-        if len(sums[rows.start]) == of_strip:
-            total = functools.reduce(jnp.add, sums.pop(rows.start))
-            out[0, 0, rows] = (total * factor).astype(out.dtype)
+        """Adds to the gradient of a strip, and writes it once all its units are in: strips follow each other."""
+        sums.append(change)
+        if len(sums) == of_strip:
+            out[0, 0, rows] = (functools.reduce(jnp.add, sums) * factor).astype(out.dtype)
+            sums.clear()
 
     pipelined(step.units, step.score, differentiate, read_out)
 
