@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.models import Encoder
@@ -27,9 +26,8 @@ from train.data.lra import LRA_TASKS, EvalBatches, Examples
 from train.errors import UserError, command
 from train.tasks.lra import LRA
 from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_head import fitted, read_features
 from train.tasks.lra_trace import LRA_TRACE
-
-_RIDGE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +48,6 @@ class ProbeOptions:
         check_at_least(self, "test_examples", least=0)
 
 
-def linear_answers(
-    features: Float[np.ndarray, "N D"],
-    labels: Int[np.ndarray, " N"],
-    others: Float[np.ndarray, "M D"],
-    num_classes: int,
-) -> Int[np.ndarray, " M"]:
-    """The class of each of `others` by ridge regression on standardised features, with a constant, to the classes'
-    indicators; float64."""
-    mean, deviation = features.mean(0), features.std(0) + 1e-12
-    rows, more = (np.c_[(x - mean) / deviation, np.ones(len(x))] for x in (features, others))
-    targets = np.eye(num_classes)[labels]
-    penalty = _RIDGE * len(rows) * np.eye(rows.shape[1])
-    penalty[-1, -1] = 0.0
-    return (more @ np.linalg.solve(rows.T @ rows + penalty, rows.T @ targets)).argmax(-1)
-
-
 def pooled(run: Run, examples: Examples, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """The mean of the encoder's outputs for the first `limit` examples (0: all), and their labels."""
     encoder = Encoder(run.config.model)
@@ -76,16 +58,8 @@ def pooled(run: Run, examples: Examples, limit: int) -> tuple[np.ndarray, np.nda
         inside = (jax.numpy.arange(tokens.shape[1]) < lengths[:, None])[..., None]
         return jax.numpy.where(inside, outputs, 0.0).sum(1) / lengths[:, None]
 
-    features, labels = [], []
     batches = EvalBatches(examples, batch=50, buckets=run.config.data.padded_lengths, limit=limit)
-    for batch in batches:
-        tokens, lengths = batch["tokens"], batch["lengths"]
-        if tokens.ndim == 3:  # the second sequences are marks
-            tokens, lengths = tokens[:, 0], lengths[:, 0]
-        exists = batch["weights"] > 0
-        features.append(np.asarray(mean(tokens, lengths), np.float64)[exists])
-        labels.append(batch["targets"][exists])
-    return np.concatenate(features), np.concatenate(labels)
+    return read_features(mean, batches)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -106,16 +80,16 @@ def main(argv: Sequence[str]) -> None:
     if options.test_examples:
         data_config = dataclasses.replace(data_config, test_examples=options.test_examples)
     data = run.task.load(dataclasses.replace(run.config, data=data_config), ("train", "test"))
-    fitted = pooled(run, data.examples["train"], options.examples)
+    linear = fitted(*pooled(run, data.examples["train"], options.examples), sizes.num_classes)
     features, labels = pooled(run, data.examples["test"], 0)
-    accuracy = float((linear_answers(*fitted, features, sizes.num_classes) == labels).mean())
+    accuracy = float((linear(features).argmax(-1) == labels).mean())
     result = {
         "task": data_config.task,
         "accuracy": accuracy,
         "standard_error": math.sqrt(accuracy * (1 - accuracy) / len(labels)),
         "chance": float(np.bincount(labels).max() / len(labels)),
         "examples": len(labels),
-        "fitted_to": len(fitted[1]),
+        "fitted_to": min(options.examples, len(data.examples["train"])),
         "data": data.source.name,
         **run_facts(run),
     }

@@ -2036,6 +2036,13 @@ MUTANTS = (
         ("tests/train/test_lra.py", "-k", "gone_on"),
     ),
     Mutant(
+        "train/a fitted head keeps the positive scores alone",
+        "train/tasks/lra_head.py",
+        "[[1.0, -1.0]]",
+        "[[1.0, 0.0]]",
+        ("tests/train/test_lra_head.py", "-k", "scores_of_the_map"),
+    ),
+    Mutant(
         "attention/a long-short state does not count its tokens",
         "brl_jax/attention/low_rank/long_short_generation.py",
         "jnp.asarray(start + count, jnp.int32)",

@@ -17,6 +17,7 @@ from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from train.data.lra import LRA_TASKS, EvalBatches, TrainBatches, load
 from train.errors import UserError
 from train.loop import HeldOut
+from train.metrics import log
 from train.mup import make_rates
 from train.pretrained import pretrained_run, pretrained_weights, replaced
 from train.step import Batch, Objective, classification, means, random_streams
@@ -24,6 +25,7 @@ from train.task import Task
 from train.tasks.lra_config import PRESETS, LraConfig
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_head import fitted_head
 from train.tasks.lra_trace import LRA_TRACE
 
 # Fields of the network that may differ from those of the run that it starts from: they change no parameter of the
@@ -126,9 +128,27 @@ class LraTask(Task[LraConfig, LraData]):
             params = {**params, "encoder": {**own, **shared}}
             if task is self and found.data.task == config.data.task:
                 params["head"] = replaced(params["head"], read["head"])
+            if config.fit_head:
+                params["head"] = replaced(params["head"], self._head(model, params, config))
             return params
 
         return lra_objective(model, start)
+
+    def _head(self, model: Any, params: Any, config: LraConfig) -> Mapping[str, Any]:
+        """The head that starts as the linear map fitted to the first training examples.
+
+        Raises:
+          UserError: the network's hidden layer is too narrow for it.
+        """
+        examples = self.load(config, ("train",)).examples["train"]
+        batches = EvalBatches(
+            examples, batch=config.loop.batch, buckets=config.data.padded_lengths, limit=config.fit_head
+        )
+        log(f"fitting the head to {min(config.fit_head, len(examples)):,} training examples")
+        try:
+            return fitted_head(model, params, batches)
+        except ValueError as error:
+            raise UserError(f"--fit_head: {error}") from error
 
     def batch_shapes(self, config: LraConfig, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         pairs = (2,) if LRA_TASKS[config.data.task].is_pair else ()

@@ -21,6 +21,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, NamedTuple, TypeVar
 
+from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import (
     BRLConfig,
     FlowformerConfig,
@@ -41,7 +42,7 @@ from brl_jax.layers import (
 from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.config import LoopConfig, RunConfig
-from train.data.lra import LraDataConfig
+from train.data.lra import LRA_TASKS, LraDataConfig
 from train.data.lra.listops import ListOpsSpec
 from train.fields import Decided, Flat
 from train.optimizer import OptimizerConfig
@@ -75,6 +76,16 @@ class LraConfig(RunConfig):
     training starts from its encoder's weights, and from its head's where it classifies the same task."""
     checkpoint: str = "best"
     """Of that run: best (on held-out data), last, or a step."""
+    fit_head: int = 0
+    """Training examples that the head of a pretrained encoder starts from, as the linear map fitted to its outputs for
+    them (arXiv:2202.10054); 0: it starts at random."""
+
+    def __post_init__(self):
+        check_at_least(self, "fit_head", least=0)
+        if self.fit_head and not self.pretrained:
+            raise ValueError(f"fit_head must be 0 without pretrained, got {self.fit_head}")
+        if self.fit_head and LRA_TASKS[self.data.task].is_pair:
+            raise ValueError(f"fit_head must be 0 for {self.data.task}, a task of pairs, got {self.fit_head}")
 
 
 _Part = TypeVar("_Part")

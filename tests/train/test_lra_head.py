@@ -1,0 +1,93 @@
+"""Heads of classifiers that start as a linear map of what their encoder gives."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import train.lra
+from brl_jax.models import Classifier, EncoderConfig
+from eval.runs import open_run
+from tests.train.logs import metrics_lines
+from train.errors import UserError
+from train.tasks.lra import LRA
+from train.tasks.lra_head import fitted, fitted_head
+
+
+def test_a_linear_map_reads_what_is_linear_whatever_its_scale():
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((600, 5)) * [1e-4, 1.0, 1.0, 50.0, 1.0] + 7.0
+    labels = (features[:, 0] > 7.0).astype(int)
+    found = fitted(features[:400], labels[:400], 2)(features[400:]).argmax(-1)
+    assert (found == labels[400:]).mean() > 0.9
+    # What is not linear is not read.
+    parity = ((features[:, 1] > 7.0) ^ (features[:, 2] > 7.0)).astype(int)
+    found = fitted(features[:400], parity[:400], 2)(features[400:]).argmax(-1)
+    assert (found == parity[400:]).mean() < 0.65
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "cls"])
+def test_the_classifier_gives_the_scores_of_the_map(pooling):
+    """For examples that it was not fitted to as well, in ragged rows; the number of one token decides the label, which
+    the pooled outputs hardly show."""
+    rng = np.random.default_rng(1)
+    config = EncoderConfig(
+        num_layers=1, d_model=12, num_heads=2, d_ff=10, vocab_size=8, num_classes=3, pooling=pooling
+    )
+    model = Classifier(config)
+    tokens = rng.integers(1, 8, (200, 10)).astype(np.int32)
+    lengths = rng.integers(4, 11, 200).astype(np.int32)
+    labels = np.minimum((tokens == 3).sum(1), 2)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens[:2], lengths=lengths[:2]))["params"]
+    batch = {"tokens": tokens, "lengths": lengths, "targets": labels, "weights": np.ones(200, np.float32)}
+    batch["weights"][150:] = 0.0
+    head = fitted_head(model, params, [batch])
+
+    encode = jax.jit(
+        lambda p: model.apply(p, tokens, lengths=lengths, method=lambda m, *a, **k: m.encoder(*a, **k))
+    )
+    features = np.asarray(encode({"params": params}), np.float64)
+    linear = fitted(features[:150], labels[:150], 3)
+    logits = np.asarray(
+        jax.jit(model.apply)({"params": {**params, "head": head}}, tokens, lengths=lengths), np.float64
+    )
+    factors = logits / linear(features)
+    np.testing.assert_allclose(factors, np.median(factors), rtol=2e-2)
+    assert np.log2(np.median(factors)) == pytest.approx(round(np.log2(np.median(factors))), abs=1e-3)
+    # The factor is one that the examples speak for.
+    losses = [
+        -np.mean(np.log(np.exp(y)[np.arange(150), labels[:150]] / np.exp(y).sum(-1)))
+        for y in (logits[:150], logits[:150] / 2, logits[:150] * 2)
+    ]
+    assert losses[0] == min(losses)
+
+
+def test_a_narrow_hidden_layer_is_named():
+    config = EncoderConfig(num_layers=1, d_model=4, num_heads=1, d_ff=5, vocab_size=8, num_classes=3)
+    tokens = np.ones((1, 2), np.int32)
+    params = nn.unbox(jax.jit(Classifier(config).init)(jax.random.key(0), tokens))["params"]
+    with pytest.raises(ValueError, match=r"d_ff must be at least 2 x num_classes = 6, got 5"):
+        fitted_head(Classifier(config), params, [])
+
+
+def test_a_run_starts_from_the_fitted_head(tmp_path):
+    small = (
+        "--train_examples 40 --valid_examples 30 --test_examples 8 --processes 1 --num_layers 1 --d_model 8 "
+        "--num_heads 2 --d_ff 24 --mechanism local --mechanism.window 4 --length 32 --buckets 32 "
+        "--listops.max_tokens 32 --batch 8 --steps 1 --eval_every 1 --checkpoint_every 1 --tensorboard False"
+    )
+    first, second = tmp_path / "first", tmp_path / "second"
+    train.lra.main(f"listops --workdir {first} {small}".split())
+    more = f"--pretrained {first} --fit_head 40 --learning_rate 1e-12"
+    train.lra.main(f"listops --workdir {second} {small} {more}".split())
+    head = open_run([LRA], str(second), "last").params["head"]
+    assert set(np.unique(np.round(head["out"]["kernel"], 5))) == {-1.0, 0.0, 1.0}
+    assert len(metrics_lines(second, ("step", "val_accuracy"))) == 1
+    for options, message in (
+        ("--fit_head 8", "fit_head must be 0 without pretrained, got 8"),
+        (f"--fit_head -1 --pretrained {first}", "fit_head must be at least 0, got -1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train.lra.main(f"listops --workdir {tmp_path / 'other'} {small} {options}".split())
+    with pytest.raises(UserError, match=r"fit_head must be 0 for retrieval, a task of pairs, got 8"):
+        train.lra.main(f"retrieval --workdir {tmp_path / 'other'} --fit_head 8 --pretrained {first}".split())
