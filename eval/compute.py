@@ -1,14 +1,18 @@
 """Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png].
 
-The held-out loss of runs of train.lm against the floating-point operations of their training, which
-`train.decoder_flops` counts by the formulas of full, MLR, global-window and sliding-window attention: the axis of
-figures 4b and 14 of arXiv:2509.07963. The presets `chars-NAME` train as many steps as take the same operations, and so
-do `owt-chars-NAME`.
+The held-out loss of runs of train.lm against the floating-point operations of their training: the axis of figures 4b
+and 14 of arXiv:2509.07963. The presets `chars-NAME` train as many steps as take the same operations, and so do
+`owt-chars-NAME`. The operations are counted in one of two ways:
+
+    --count formulas  by `train.decoder_flops`, pair by pair: full, MLR, global-window and sliding-window attention
+    --count program   the matrix products that the network's XLA implementation traces to, masked parts of blocks
+                      included: any mechanism
 
 --workdir DIR prints a JSON object of one run: `flops_per_token` of training, the `attention_share` that scores and
-values have in it, `tflop` of the whole run, `loss` at its end, and the `curve` of losses while training (step, tflop,
-loss), whose last point is of all held-out text if `whole` is true, and the others of its beginning. --table prints a
-row for each group of runs that differ in their seed only, and --picture draws them.
+values have in it (by formulas), `tflop` of the whole run, `loss` at its end, and the `curve` of losses while training
+(step, tokens, tflop, loss), whose last point is of all held-out text if `whole` is true, and the others of its
+beginning. --table prints a row for each group of runs that differ in their seed only, and --picture draws them over the
+tokens and over the operations of training.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from etils import epath
@@ -31,6 +35,7 @@ from train.config_file import flatten, to_json
 from train.decoder_flops import decoder_multiplications, training_flops
 from train.errors import UserError, command
 from train.tasks.lm import LM
+from train.throughput import step_flops
 
 Result = Mapping[str, Any]
 
@@ -41,6 +46,8 @@ class ComputeOptions(TableOptions):
 
     workdir: str | None = None
     """Folder of a run."""
+    count: Literal["formulas", "program"] = "formulas"
+    """How operations are counted: by the formulas of some mechanisms, or in the program of any."""
 
 
 def losses(workdir: str) -> list[tuple[int, float]]:
@@ -60,27 +67,47 @@ def losses(workdir: str) -> list[tuple[int, float]]:
     return found
 
 
+def _by_formulas(run: Run) -> tuple[float, float]:
+    """Operations of training on a token, and the share of scores and values in them.
+
+    Raises:
+      UserError: there is no formula for a mechanism of the network.
+    """
+    try:
+        parts = decoder_multiplications(run.config.model, run.config.loop.length)
+    except ValueError as error:
+        raise UserError(
+            f"--workdir: {run.config.loop.workdir}: {error} by formulas; use --count program"
+        ) from error
+    length = run.config.loop.length
+    return training_flops(run.config.model, length), (parts.scores + parts.values) / sum(parts)
+
+
+def _of_program(run: Run) -> tuple[float, None]:
+    """Operations of training on a token, as `train.throughput.step_flops` counts them."""
+    loop = run.config.loop
+    objective = run.task.objective(run.model, run.config)
+    batch = run.task.batch_shapes(run.config, loop.batch)
+    return step_flops(objective, run.params, batch) / (loop.batch * loop.length), None
+
+
 class _ComputeEvaluation(Evaluation[ComputeOptions]):
     def measure(self, run: Run, options: ComputeOptions) -> Measured:
         """The operations of a run and its losses."""
         config = run.config
-        length = config.loop.length
-        try:
-            parts = decoder_multiplications(config.model, length)
-        except ValueError as error:
-            raise UserError(f"--workdir: {config.loop.workdir}: {error}") from error
-        a_step = training_flops(config.model, length) * config.loop.batch * length
+        a_token, share = _of_program(run) if options.count == "program" else _by_formulas(run)
+        tokens = config.loop.batch * config.loop.length
         settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}
         settings["loop"] = {name: getattr(config.loop, name) for name in ("batch", "length", "steps")}
         curve = [
-            {"step": step, "tflop": step * a_step / 1e12, "loss": loss}
+            {"step": step, "tokens": step * tokens, "tflop": step * tokens * a_token / 1e12, "loss": loss}
             for step, loss in losses(config.loop.workdir)
         ]
         return Measured(
             {
                 "settings": flatten(settings),
-                "flops_per_token": training_flops(config.model, length),
-                "attention_share": (parts.scores + parts.values) / sum(parts),
+                "flops_per_token": a_token,
+                "attention_share": share,
                 "tflop": curve[-1]["tflop"],
                 "loss": curve[-1]["loss"],
                 "whole": config.loop.full_eval,
@@ -99,38 +126,41 @@ def markdown(results: Sequence[Result]) -> str:
     for label, runs in grouped(results).items():
         first = runs[0]
         last = [run["loss"] for run in runs]
+        share = "-" if first["attention_share"] is None else f"{100 * first['attention_share']:.1f}%"
         spread = "" if len(runs) == 1 else f" ({min(last):.3f} to {max(last):.3f})"
         lines.append(
             f"| {label} | {first['parameters']} | {first['flops_per_token'] / 1e6:.3f} "
-            f"| {100 * first['attention_share']:.1f}% | {first['curve'][-1]['step']} | {first['tflop']:.2f} "
+            f"| {share} | {first['curve'][-1]['step']} | {first['tflop']:.2f} "
             f"| {', '.join(str(run['seed']) for run in runs)} | {np.mean(last):.3f}{spread} |"
         )
     return "\n".join(lines)
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """The loss over the operations of training, averaged over seeds, and the last loss of each seed."""
+    """The loss over the tokens and over the operations of training, averaged over seeds, and the last loss of each
+    seed."""
     groups = grouped(results)
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure = Figure(figsize=(17, 5), layout="constrained")
+    by_tokens, by_operations, ends = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     styles = line_styles(list(groups))
     for label, runs in groups.items():
         # The evaluation at the end reads all held-out text, the others its beginning.
         points = len(runs[0]["curve"]) - runs[0]["whole"]
-        x = [point["tflop"] for point in runs[0]["curve"][:points]]
         y = np.mean([[point["loss"] for point in run["curve"][:points]] for run in runs], axis=0)
         style = {**styles[label], "markersize": 5}
-        curves.plot(x, y, label=label, **style)
+        for axes, name, unit in ((by_tokens, "tokens", 1e6), (by_operations, "tflop", 1.0)):
+            axes.plot([point[name] / unit for point in runs[0]["curve"][:points]], y, label=label, **style)
         last = [run["loss"] for run in runs]
         ends.plot([runs[0]["tflop"]] * len(last), last, label=label, **{**style, "linestyle": "none"})
     # The first losses would hide the differences between the last ones.
     lowest = min(run["loss"] for run in results)
-    curves.set(
-        xlabel="TFLOP of training", ylabel="held-out loss, nats a token", title="while training, mean over the seeds",
-        ylim=(0.99 * lowest, 1.35 * lowest),
-    )  # fmt: skip
+    for axes, xlabel in ((by_tokens, "million tokens of training"), (by_operations, "TFLOP of training")):
+        axes.set(
+            xlabel=xlabel, ylabel="held-out loss, nats a token", title="while training, mean over the seeds",
+            ylim=(0.99 * lowest, 1.35 * lowest),
+        )  # fmt: skip
     ends.set(xlabel="TFLOP of training", title="the end, each seed")
-    for axes in (curves, ends):
+    for axes in (by_tokens, by_operations, ends):
         axes.grid(True, alpha=0.3)
     legend_outside(ends)
     return figure

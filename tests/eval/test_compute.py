@@ -47,8 +47,18 @@ def test_command(tmp_path, capsys):
     assert "| 4 | 0.00 | 0, 1 |" in full
     assert local.startswith("| local | ")
     assert picture.stat().st_size > 10_000
-    with pytest.raises(UserError, match="mechanism deltanet: its multiplications are not counted"):
+    with pytest.raises(
+        UserError,
+        match="mechanism deltanet: its multiplications are not counted by formulas; use --count program",
+    ):
         main(["--workdir", f"{tmp_path}/others/other"])
+    main(["--workdir", f"{tmp_path}/others/other", "--count", "program"])
+    assert json.loads(capsys.readouterr().out)["attention_share"] is None
+    # The program of full attention multiplies all 256 pairs, of which the formulas count the 136 that are seen.
+    main(["--workdir", f"{tmp_path}/runs/full-0", "--count", "program"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["flops_per_token"] == 6 * (row + (256 - 136) * 2 * 16) / 16
+    assert [point["tokens"] for point in result["curve"]] == [64, 128]
     (tmp_path / "runs" / "window" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="window has no evaluation"):
         main(["--workdir", f"{tmp_path}/runs/window"])
