@@ -153,11 +153,12 @@ def draw(results: Sequence[Result]) -> Figure:
         last = [run["loss"] for run in runs]
         ends.plot([runs[0]["tflop"]] * len(last), last, label=label, **{**style, "linestyle": "none"})
     # The first losses would hide the differences between the last ones.
-    lowest = min(run["loss"] for run in results)
+    drawn = [point["loss"] for run in results for point in run["curve"]]
+    limits = 0.99 * min(drawn), min(1.02 * max(drawn), 1.35 * min(drawn))
     for axes, xlabel in ((by_tokens, "million tokens of training"), (by_operations, "TFLOP of training")):
         axes.set(
             xlabel=xlabel, ylabel="held-out loss, nats a token", title="while training, mean over the seeds",
-            ylim=(0.99 * lowest, 1.35 * lowest),
+            ylim=limits,
         )  # fmt: skip
     ends.set(xlabel="TFLOP of training", title="the end, each seed")
     for axes in (by_tokens, by_operations, ends):

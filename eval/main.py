@@ -161,7 +161,7 @@ class Evaluation(Generic[P]):
             kept = self._kept(path) if self.is_standard(options) else None
             measured.append(self.measure_and_keep(str(path), options) if kept is None else kept)
         if not measured:
-            raise UserError(f"--table: no run of {self.name.replace('eval', 'train', 1)} under {folder}")
+            raise UserError(f"--table: no run of train.{self.tasks[0].name} under {folder}")
         return measured
 
     def _kept(self, workdir: Path) -> Measured | None:
