@@ -59,7 +59,7 @@ def test_command(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["flops_per_token"] == 6 * (row + (256 - 136) * 2 * 16) / 16
     assert [point["tokens"] for point in result["curve"]] == [64, 128]
-    with pytest.raises(UserError, match="--table: no run of train.lm under"):
+    with pytest.raises(UserError, match=r"--table: no run of train\.lm under"):
         main(["--table", f"{tmp_path}/nothing"])
     (tmp_path / "runs" / "window" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="window has no evaluation"):

@@ -2036,6 +2036,20 @@ MUTANTS = (
         ("tests/train/test_lra.py", "-k", "gone_on"),
     ),
     Mutant(
+        "recurrent/gau on a mesh counts the keys before a query's segment",
+        "brl_jax/attention/recurrent/gau_sharded.py",
+        "ranges.stop - ranges.first",
+        "ranges.stop",
+        ("tests/attention/recurrent/test_on_a_mesh.py", "-k", "gau"),
+    ),
+    Mutant(
+        "recurrent/gradients of gau's keys stay where they are computed",
+        "brl_jax/attention/recurrent/gau_sharded.py",
+        "else ring.pass_on(d_shard)",
+        "else d_shard",
+        ("tests/attention/recurrent/test_on_a_mesh.py", "-k", "gau"),
+    ),
+    Mutant(
         "train/a fitted head keeps the positive scores alone",
         "train/tasks/lra_head.py",
         "[[1.0, -1.0]]",

@@ -90,8 +90,11 @@ def full_attention(
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     query_ids, key_ids = check_segments(segment_ids, query.shape, key.shape)
     sinks, cap = check_sinks(sinks, query.shape[2]), check_soft_cap(logits_soft_cap)
-    ring = Ring(axis_name, is_causal, _FullPair(check_scale(scale, query.shape[3]), cap, implementation))
-    out, log_sums = attend_around(ring, query, key, value, (query_ids, key_ids), lengths)
+    ring, pair = (
+        Ring(axis_name, is_causal),
+        _FullPair(check_scale(scale, query.shape[3]), cap, implementation),
+    )
+    out, log_sums = attend_around(ring, pair, query, key, value, (query_ids, key_ids), lengths)
     if sinks is not None:
         factor, _ = add_sinks(log_sums, jnp.broadcast_to(sinks.astype(jnp.float32), log_sums.shape))
         out = out * factor[..., None]
@@ -118,6 +121,7 @@ def hopfield_attention(
 
 def attend_around(
     ring: Ring,
+    pair: Pair,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
@@ -127,17 +131,15 @@ def attend_around(
     """Outputs and log-sum-exp, in float32, of this device's queries over the keys of all devices.
 
     Args:
+      pair: the attention of two parts.
       ids: the segments of queries and of keys, or a pair of None.
       lengths: of the whole rows.
 
     Returns:
       The parts of this device; `ring.collect` makes a stretch of them.
     """
-    arrays = (query, key, value, *ids, lengths)
-    query, key, value, *more, lengths = vary_like(arrays, (*arrays, lax.axis_index(ring.axis)))
-    query_ids, key_ids = (None if x is None else ring.spread(x) for x in more)
-    shard = _Shard(ring.spread(key), ring.spread(value), key_ids)
-    return _attend(ring, ring.spread(query), shard, query_ids, lengths)
+    query, shard, query_ids, lengths = ring.parts(query, key, value, ids, lengths)
+    return _attend(ring, pair, query, shard, query_ids, lengths)
 
 
 class Place(NamedTuple):
@@ -184,7 +186,7 @@ class _FullPair(NamedTuple):
         )
 
 
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """The keys that a device holds in a round, as P parts of equal length: (P, B, S/P, ...)."""
 
     key: Float[Array, "P B s K H"]
@@ -197,7 +199,15 @@ class Ring(NamedTuple):
 
     axis: str
     is_causal: bool
-    pair: Pair
+
+    def parts(
+        self, query: Array, key: Array, value: Array, ids: tuple[Any, Any], lengths: Any = None
+    ) -> tuple[Array, Shard, Array | None, Array | None]:
+        """The queries, keys and segments of this device's stretch as its parts, and the lengths of whole rows."""
+        arrays = (query, key, value, *ids, lengths)
+        query, key, value, *more, lengths = vary_like(arrays, (*arrays, lax.axis_index(self.axis)))
+        query_ids, key_ids = (None if x is None else self.spread(x) for x in more)
+        return self.spread(query), Shard(self.spread(key), self.spread(value), key_ids), query_ids, lengths
 
     def spread(self, x: Array) -> Array:
         """An array (B, T, ...) of this device's stretch as its parts (P, B, T/P, ...)."""
@@ -222,7 +232,7 @@ class Ring(NamedTuple):
             lambda x: lax.ppermute(x, self.axis, [(i, (i + 1) % size) for i in range(size)]), tree
         )
 
-    def around(self, visit: Callable[[Any, Any, Any], Any], state: Any, shard: _Shard) -> Any:
+    def around(self, visit: Callable[[Any, Any, Any], Any], state: Any, shard: Shard) -> Any:
         """state = visit(state, shard, round) for the shards of all devices, this one's in round 0."""
         size = lax.axis_size(self.axis)
         # The next shard is on its way while one is at work.
@@ -261,15 +271,15 @@ class Ring(NamedTuple):
         return jnp.where(part == 0, 2 * there, 2 * devices - 1 - 2 * there) * size
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    ring: Ring, query: Float[Array, "P B t N H"], shard: _Shard, query_ids: Any, lengths: Any
+    ring: Ring, pair: Pair, query: Float[Array, "P B t N H"], shard: Shard, query_ids: Any, lengths: Any
 ) -> tuple[Float[Array, "P B t N V"], Float[Array, "P B t N"]]:
     """Output and log-sum-exp in float32."""
 
-    def visit(sums: SoftmaxSums, shard: _Shard, number: Any) -> SoftmaxSums:
+    def visit(sums: SoftmaxSums, shard: Shard, number: Any) -> SoftmaxSums:
         for own, other, same in ring.pairs(number):
-            operands, meet = _meeting(ring, query, shard, query_ids, lengths, own, other, number, same)
+            operands, meet = _meeting(ring, pair, query, shard, query_ids, lengths, own, other, number, same)
             part = sums_of_normalised(*meet(*operands))
             merged = merge_sums(jax.tree.map(lambda x, own=own: x[own], sums), part)
             sums = jax.tree.map(lambda x, new, own=own: x.at[own].set(new), sums, merged)
@@ -279,23 +289,23 @@ def _attend(
     return normalise(ring.around(visit, empty, shard))
 
 
-def _attend_forward(ring: Ring, query: Array, shard: _Shard, query_ids: Any, lengths: Any):
-    result = _attend(ring, query, shard, query_ids, lengths)
+def _attend_forward(ring: Ring, pair: Pair, query: Array, shard: Shard, query_ids: Any, lengths: Any):
+    result = _attend(ring, pair, query, shard, query_ids, lengths)
     return result, (query, shard, query_ids, lengths, *result)
 
 
-def _attend_backward(ring: Ring, residuals: Any, grads: tuple[Array, Array]):
+def _attend_backward(ring: Ring, pair: Pair, residuals: Any, grads: tuple[Array, Array]):
     query, shard, query_ids, lengths, out, log_sums = residuals
     d_out, d_log_sums = grads
     # What every key's weight is multiplied by, less the product of the output's gradient and its own value.
     mean = jnp.sum(d_out * out, -1) - d_log_sums
 
-    def visit(state: tuple[Array, Array, Array], shard: _Shard, number: Any):
+    def visit(state: tuple[Array, Array, Array], shard: Shard, number: Any):
         d_query, *d_shard = state
         # The gradients of keys and values go around with them.
         d_shard = d_shard if isinstance(number, int) else ring.pass_on(d_shard)
         for own, other, same in ring.pairs(number):
-            operands, meet = _meeting(ring, query, shard, query_ids, lengths, own, other, number, same)
+            operands, meet = _meeting(ring, pair, query, shard, query_ids, lengths, own, other, number, same)
             (part, part_sums), pull = jax.vjp(meet, *operands)
             share = jnp.exp(part_sums - log_sums[own])
             d_part = share[..., None] * d_out[own]
@@ -312,7 +322,7 @@ def _attend_backward(ring: Ring, residuals: Any, grads: tuple[Array, Array]):
     ]
     d_query, *d_shard = ring.around(visit, tuple(zeros), shard)
     d_key, d_value = ring.pass_on(d_shard)
-    d_shard = _Shard(d_key.astype(shard.key.dtype), d_value.astype(shard.value.dtype), None)
+    d_shard = Shard(d_key.astype(shard.key.dtype), d_value.astype(shard.value.dtype), None)
     return d_query.astype(query.dtype), d_shard, None, None
 
 
@@ -321,8 +331,9 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _meeting(
     ring: Ring,
+    pair: Pair,
     query: Array,
-    shard: _Shard,
+    shard: Shard,
     query_ids: Any,
     lengths: Any,
     own: Any,
@@ -335,7 +346,7 @@ def _meeting(
     size = shard.key.shape[2]
     first = ring.first_token(other, number, size)
     meet = functools.partial(
-        ring.pair,
+        pair,
         ids=ids,
         lengths=None if lengths is None else jnp.clip(lengths - first, 0, size),
         is_causal=ring.is_causal and same,

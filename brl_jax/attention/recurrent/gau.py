@@ -5,24 +5,20 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes, is_int
+from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.recurrent.arguments import check_state, check_state_type, prepare_inputs
-from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks, segment_numbers
+from brl_jax.attention.recurrent.chunk_scan import segment_numbers
+from brl_jax.attention.recurrent.gau_sharded import gau_on_mesh, ring_axis
 from brl_jax.attention.recurrent.gpu import gau_backend
-from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
-
-# Scores that a GPU computes at once; 256 MiB in float32.
-_GPU_SCORES = 2**26
+from brl_jax.attention.recurrent.squared_relu import attend_pairs, check_position_bias
 
 
 class GauState(NamedTuple):
@@ -128,70 +124,20 @@ def gau_attention(
         state = _append(state_before, key, value, prepared.lengths)
         key, value = state.key, state.value
         key_segments = segment_numbers(batch, key.shape[1], state.length, None)
+    elif (axis := ring_axis(query, key, bias, is_causal, implementation)) is not None:
+        return gau_on_mesh(
+            axis, query, key, value, bias, query_positions, query_segments, key_segments,
+            is_causal=is_causal, chunk_size=chunk_size,
+        )  # fmt: skip
 
     static: dict[str, Any] = {"is_causal": is_causal, "each_row": state is not None, "chunk_size": chunk_size}
     # A few queries, as in a decoding step, take few kernels in any case.
     kernel = gau_backend(query, key, value, bias, is_causal=is_causal, unsuited=length <= chunk_size)
     out = dispatch(
-        "gau_attention", implementation, {"cuda": [kernel]}, functools.partial(_attend, **static),
+        "gau_attention", implementation, {"cuda": [kernel]}, functools.partial(attend_pairs, **static),
         query, key, value, bias, query_positions, query_segments, key_segments, cost="quadratic",
     )  # fmt: skip
     return out if state is None or not return_state else (out, state)
-
-
-def _attend(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    bias: PositionBias | None,
-    query_positions: Int[Array, "B T"],
-    query_segments: Int[Array, "B T"] | None,
-    key_segments: Int[Array, "B S"] | None,
-    *,
-    is_causal: bool,
-    each_row: bool,
-    chunk_size: int,
-) -> Float[Array, "B T N V"]:
-    """Piece by piece of the queries, in JAX operations."""
-    batch, length = query.shape[:2]
-    keys, values = heads_first(key), heads_first(value)
-    key_positions = jnp.arange(key.shape[1], dtype=jnp.int32)
-
-    def step(_: Any, chunk: Any, visibility: ChunkVisibility) -> tuple[Any, Array]:
-        rows = group_rows(chunk["query"], keys.shape[1])
-        seen = jnp.ones((1, chunk["query"].shape[1], key.shape[1]), bool)
-        if key_segments is not None:
-            seen = seen & (key_segments >= 0)[:, None]
-        if is_causal:
-            seen = seen & (key_positions[None, None] <= chunk["positions"][..., None])
-        if chunk["segments"] is not None and key_segments is not None:
-            seen = seen & (key_segments[:, None] == chunk["segments"][..., None])
-        scores = jnp.einsum("bkrf,bksf->bkrs", rows, keys)
-        count = jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1).astype(scores.dtype)
-        scores_bias = position_bias(
-            bias, chunk["positions"], jnp.broadcast_to(key_positions, key.shape[:2]), each_row=each_row
-        )
-        weights = squared_relu(scores, seen, 1 / count, scores_bias)
-        out = jnp.einsum("bkrs,bksv->bkrv", weights, values)
-        return None, ungroup_rows(out, chunk["query"].shape[1]).astype(query.dtype)
-
-    def attend(queries: int, inputs: Any) -> Array:
-        return scan_chunks(step, None, inputs, chunk_size=queries)[1]
-
-    # Without its kernel a GPU takes as many queries at once as a bounded memory holds: its time would go into the
-    # launches of short loops.
-    rows = batch if is_int(batch) else 1  # an exported program may leave the batch open
-    most = max(chunk_size, _GPU_SCORES // (rows * query.shape[2] * key.shape[1]))
-    # As in `by_query_blocks`: masks of all pairs must not be made before a scan over layers.
-    query_positions, query_segments, _ = lax.optimization_barrier(
-        (query_positions, query_segments, query[:1, :1])
-    )
-    inputs = {"query": query, "positions": query_positions, "segments": query_segments}
-    if length <= chunk_size:
-        return attend(chunk_size, inputs)
-    many = functools.partial(attend, most)
-    few = functools.partial(attend, chunk_size)
-    return lax.platform_dependent(inputs, cuda=many, rocm=many, default=few)
 
 
 def _check_gau_state(state: Any, key: Array, value: Array) -> GauState:
@@ -220,44 +166,3 @@ def _append(state: GauState, key: Array, value: Array, lengths: Array | None) ->
         write_places(state.value, value, slots),
         state.length + count,
     )
-
-
-def check_position_bias(bias: Any, heads: int) -> None:
-    """Raises ValueError unless the bias is None or a `PositionBias` for this number of heads."""
-    if bias is None:
-        return
-    require(isinstance(bias, PositionBias), f"bias must be None or a PositionBias, got {type(bias).__name__}")
-    position = jax.ShapeDtypeStruct((1,), jnp.int32)
-    given = jax.eval_shape(bias, position, position).shape[0]
-    require(given == heads, f"bias must have query's {heads} heads, got one with {given}")
-
-
-def position_bias(
-    bias: PositionBias | None,
-    query_positions: Int[Array, "#B C"],
-    key_positions: Int[Array, "#B S"],
-    each_row: bool,
-) -> Float[Array, "#B N C S"] | None:
-    """The bias at these positions: for each row of the batch, or once for all rows, which then agree."""
-    if bias is None:
-        return None
-    if each_row:
-        return jax.vmap(bias)(query_positions, key_positions)
-    return bias(query_positions[0], key_positions[0])[None]
-
-
-def squared_relu(
-    scores: Float[Array, "B K R S"],
-    seen: Bool[Array, "#B C S"],
-    scale: Float[Array, "#B #C 1"],
-    bias: Float[Array, "#B N C S"] | None,
-) -> Float[Array, "B K R S"]:
-    """ReLU(scale * scores + bias)^2 for the visible keys, and 0 for the others."""
-    batch, kv_heads, _, keys = scores.shape
-    logits = scores.reshape(batch, kv_heads, -1, seen.shape[1], keys) * scale[:, None, None].astype(
-        scores.dtype
-    )
-    if bias is not None:
-        logits = logits + bias.reshape(bias.shape[0], kv_heads, -1, *bias.shape[2:]).astype(scores.dtype)
-    weights = jnp.square(jax.nn.relu(logits))
-    return jnp.where(seen[:, None, None], weights, jnp.zeros((), scores.dtype)).reshape(scores.shape)

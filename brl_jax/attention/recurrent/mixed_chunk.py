@@ -22,9 +22,9 @@ from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
 from brl_jax.attention.recurrent.chunk_pieces import align_prompt, locate_piece
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, Recurrence, scan_chunks
-from brl_jax.attention.recurrent.gau import check_position_bias, position_bias, squared_relu
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows, zero_unless
+from brl_jax.attention.recurrent.squared_relu import check_position_bias, position_bias, squared_relu
 
 
 class MixedChunkState(NamedTuple):

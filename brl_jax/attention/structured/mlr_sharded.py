@@ -100,10 +100,12 @@ def mlr_on_mesh(
 ) -> Float[Array, "B T N V"]:
     """`mlr_attention` whose scales are already in the query, of rows that are cut over `levels.axis(T, is_causal)`."""
     queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
-    stretch = functools.partial(_stretch, sharded.Ring(axis, is_causal, levels))
+    stretch = functools.partial(_stretch, sharded.Ring(axis, is_causal), levels)
     return shard_call(stretch, (query, key, value, lengths), [queries, keys, keys, ("batch",)], queries)
 
 
-def _stretch(ring: sharded.Ring, query: Array, key: Array, value: Array, lengths: Array | None) -> Array:
-    out, _ = sharded.attend_around(ring, query, key, value, (None, None), lengths)
+def _stretch(
+    ring: sharded.Ring, levels: Levels, query: Array, key: Array, value: Array, lengths: Array | None
+) -> Array:
+    out, _ = sharded.attend_around(ring, levels, query, key, value, (None, None), lengths)
     return ring.collect(out.astype(query.dtype))

@@ -136,7 +136,7 @@ def work():
     """For each of 8 devices and each round, how many pairs of a query and a key its products are of, and how many of
     these pairs are visible, where each device has 12 tokens."""
     half = 6
-    ring = sharded.Ring("stretch", True, None)
+    ring = sharded.Ring("stretch", True)
 
     def local():
         here = jax.lax.axis_index("stretch")

@@ -8,10 +8,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from brl_jax import (
+    RotaryBias,
     bsbr_attention,
     cosformer_attention,
     delta_rule,
     gated_delta_rule,
+    gau_attention,
     init_delta_state,
     init_linear_state,
     linear_attention,
@@ -112,8 +114,22 @@ def flow(query, key, value, **options):
     return (out[0], out[1]._replace(length=None)) if "state" in options else out
 
 
+def gau(query, key, value, left, right, **options):
+    """With a bias, which needs a key head for each query head."""
+    key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
+    return gau_attention(query, key, value, bias=RotaryBias(left, right), **options)
+
+
 def luna(query, key, value, packed, **options):
     return luna_attention(query, key, value, packed, **options)
+
+
+def _vector(length):
+    return draw(HEADS, SIZE, seed=8)
+
+
+def _other_vector(length):
+    return draw(HEADS, SIZE, seed=9)
 
 
 def _packing(length):
@@ -159,6 +175,15 @@ CASES = {
     ),
     "luna": lambda: _case(luna, _packing),
     "luna, packed": lambda: _case(luna, _packing, segment_ids=packed(96)),
+    "gau": lambda: causal(gau, _vector, _other_vector),
+    "gau, packed": lambda: causal(gau_attention, segment_ids=packed(96)),
+    "gau, packed, biased, both directions": lambda: _case(
+        gau, _vector, _other_vector, segment_ids=packed(96)
+    ),
+    "gau, both directions, padded": lambda: _case(gau_attention, key_value_seq_lengths=lengths(96)),
+    "gau, padded, in chunks of no divisor": lambda: causal(
+        gau, _vector, _other_vector, key_value_seq_lengths=lengths(96), chunk_size=7
+    ),
     "flash": lambda: causal(flash),
     "flash, padded": lambda: causal(flash, key_value_seq_lengths=lengths(96)),
 }
@@ -197,6 +222,20 @@ def moved(name, length=4096):
         return collectives(both_of(function).lower(tuple(map(shape, operands))).compile())
 
 
+# Keys of these go around the devices, a stretch at a time.
+AROUND = ("gau", "gau, both directions, padded")
 MOVED = ("linear", "decay of a feature and token", "performer, padded", "delta", "flow", "luna", "flash")
+
+
+def after(place):
+    """The results of `gau` and of the same with other tokens from `place` on."""
+    function, operands = CASES["gau"]()
+    other = [x.at[:, place:].set(50.0) for x in operands[:3]]
+    with jax.set_mesh(mesh()):
+        function = jax.jit(function)
+        return [np.asarray(function(*x, *operands[3:])) for x in (operands[:3], other)]
+
+
 PARTS = {name: functools.partial(compared, name) for name in CASES}
-PARTS |= {f"moved {name}": functools.partial(moved, name) for name in MOVED}
+PARTS |= {f"moved {name}": functools.partial(moved, name) for name in (*MOVED, *AROUND)}
+PARTS |= {f"after {place}": functools.partial(after, place) for place in (13, 72)}

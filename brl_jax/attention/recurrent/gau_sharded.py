@@ -1,0 +1,147 @@
+"""The attention of gated attention units on a mesh that cuts its sequences: keys and values go around the devices.
+
+They go around as in `brl_jax.attention.dense.sharded`, causal rows balanced as there. Nothing has to be normalised: the
+results of the parts add up, and in the backward pass no result of the forward pass is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.biases import PositionBias, RotaryBias
+from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.dense.sharded import Ring, Shard
+from brl_jax.attention.recurrent.seen_ranges import seen_ranges
+from brl_jax.attention.recurrent.squared_relu import attend_pairs
+from brl_jax.sharding import sequence_axis, shard_call
+
+
+def ring_axis(
+    query: Array, key: Array, bias: PositionBias | None, is_causal: bool, implementation: Any
+) -> str | None:
+    """The mesh axis along which the keys of a call may go around; None where there is none."""
+    if implementation not in (None, "xla") or not (bias is None or isinstance(bias, RotaryBias)):
+        return None
+    if bias is not None and key.shape[2] != query.shape[2]:
+        return None
+    block = 2 if is_causal else 1
+    return sequence_axis(query.shape[1], block) and sequence_axis(key.shape[1], block)
+
+
+def gau_on_mesh(
+    axis: str,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    bias: PositionBias | None,
+    query_positions: Int[Array, "B T"],
+    query_segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B S"] | None,
+    *,
+    is_causal: bool,
+    chunk_size: int,
+) -> Float[Array, "B T N V"]:
+    """`gau_attention` of rows that are cut over `axis`, which is that of `ring_axis`.
+
+    Each query is divided by the number of the keys that it sees in its whole row, and a bias becomes further features
+    of queries and keys, whose products it is: the pairs of the parts then need neither.
+    """
+    ranges = seen_ranges(query_positions, query_segments, key_segments, key.shape[:2], is_causal)
+    count = jnp.maximum(ranges.stop - ranges.first, 1)[:, :, None, None].astype(jnp.float32)
+    rows, columns = query / count, key
+    if isinstance(bias, RotaryBias):
+        places = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32), key.shape[:2])
+        rows = jnp.concatenate([rows, bias.factor(bias.left, query_positions)], axis=-1)
+        columns = jnp.concatenate([key.astype(jnp.float32), bias.factor(bias.right, places)], axis=-1)
+    if key_segments is not None and query_segments is None:
+        query_segments = jnp.zeros(query.shape[:2], jnp.int32)
+    stretch = functools.partial(
+        _stretch, Ring(axis, is_causal), functools.partial(_pair, chunk_size=chunk_size), query.dtype
+    )
+    queries, keys = (("batch", "length", heads, None) for heads in ("heads", "kv_heads"))
+    names = [queries, keys, keys, ("batch", "length"), ("batch", "length")]
+    return shard_call(stretch, (rows, columns, value, query_segments, key_segments), names, queries)
+
+
+def _stretch(
+    ring: Ring, pair: Callable[..., Array], dtype: Any, query: Array, key: Array, value: Array, *ids: Any
+) -> Float[Array, "B t N V"]:
+    """The results of this device's queries."""
+    query, shard, query_ids, _ = ring.parts(query, key, value, ids)
+    return ring.collect(_add_around(_Static(ring, pair), query, shard, query_ids).astype(dtype))
+
+
+def _pair(query: Array, key: Array, value: Array, ids: tuple, is_causal: bool, *, chunk_size: int) -> Array:
+    """The sums of one part of the queries over one part of the keys, in float32."""
+    places = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
+    return attend_pairs(
+        query, key, value, None, places, *ids,
+        is_causal=is_causal, each_row=False, chunk_size=chunk_size, divided=True, dtype=jnp.float32,
+    )  # fmt: skip
+
+
+class _Static(NamedTuple):
+    """What is static about a call."""
+
+    ring: Ring
+    pair: Callable[..., Array]
+
+    def meet(self, query_ids: Any, shard: Shard, own: Any, other: Any, same: bool) -> Callable[..., Array]:
+        """The function of queries, keys and values of two parts that meet."""
+        ids = (None, None) if shard.ids is None else (query_ids[own], shard.ids[other])
+        return functools.partial(self.pair, ids=ids, is_causal=self.ring.is_causal and same)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_around(
+    static: _Static, query: Float[Array, "P B t N H"], shard: Shard, query_ids: Any
+) -> Float[Array, "P B t N V"]:
+    """The sums over the keys of all devices, in float32."""
+    ring = static.ring
+
+    def visit(sums: Array, shard: Shard, number: Any) -> Array:
+        for own, other, same in ring.pairs(number):
+            meet = static.meet(query_ids, shard, own, other, same)
+            sums = sums.at[own].add(meet(query[own], shard.key[other], shard.value[other]))
+        return sums
+
+    zeros = jnp.zeros((*query.shape[:4], shard.value.shape[4]), jnp.float32)
+    return ring.around(visit, vary_like(zeros, (query, shard)), shard)
+
+
+def _add_forward(static: _Static, query: Array, shard: Shard, query_ids: Any):
+    return _add_around(static, query, shard, query_ids), (query, shard, query_ids)
+
+
+def _add_backward(static: _Static, residuals: Any, d_sums: Array):
+    query, shard, query_ids = residuals
+    ring = static.ring
+
+    def visit(state: tuple[Array, Array, Array], shard: Shard, number: Any):
+        d_query, *d_shard = state
+        # The gradients of keys and values go around with them.
+        d_shard = d_shard if isinstance(number, int) else ring.pass_on(d_shard)
+        for own, other, same in ring.pairs(number):
+            meet = static.meet(query_ids, shard, own, other, same)
+            _, pull = jax.vjp(meet, query[own], shard.key[other], shard.value[other])
+            gradients = pull(d_sums[own])
+            d_query = d_query.at[own].add(gradients[0].astype(jnp.float32))
+            d_shard = [x.at[other].add(d.astype(jnp.float32)) for x, d in zip(d_shard, gradients[1:])]
+        return d_query, *d_shard
+
+    zeros = [
+        vary_like(jnp.zeros(x.shape, jnp.float32), (query, shard)) for x in (query, shard.key, shard.value)
+    ]
+    d_query, *d_shard = ring.around(visit, tuple(zeros), shard)
+    d_key, d_value = ring.pass_on(d_shard)
+    d_shard = Shard(d_key.astype(shard.key.dtype), d_value.astype(shard.value.dtype), None)
+    return d_query.astype(query.dtype), d_shard, None
+
+
+_add_around.defvjp(_add_forward, _add_backward)

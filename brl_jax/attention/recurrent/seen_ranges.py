@@ -1,0 +1,63 @@
+"""Which keys a query sees where they follow each other: those of its sequence, up to its own or all."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+
+class SeenRanges(NamedTuple):
+    """The keys that each query sees, and the queries by which each key may be seen.
+
+    Attributes:
+      first, stop: query i sees the keys from first[i] to stop[i] - 1.
+      begin, end: key j may be seen by the queries from begin[j] to end[j] - 1.
+    """
+
+    first: Int[Array, "B T"]
+    stop: Int[Array, "B T"]
+    begin: Int[Array, "B S"]
+    end: Int[Array, "B S"]
+
+
+def seen_ranges(
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None,
+    key_segments: Int[Array, "B S"] | None,
+    keys: tuple[int, ...],
+    is_causal: bool,
+) -> SeenRanges:
+    """The keys that each query sees, and the queries by which each key may be seen: both are contiguous.
+
+    `keys` is (B, S). Segments are numbered in the order of the tokens, and padding (-1 in key_segments) comes last.
+    """
+    length = positions.shape[1]
+    at_key = jnp.broadcast_to(jnp.arange(keys[1], dtype=jnp.int32), keys)
+    existing = jnp.full((keys[0], 1), keys[1], jnp.int32)
+    if key_segments is not None:
+        existing = jnp.sum(key_segments >= 0, axis=1, keepdims=True, dtype=jnp.int32)
+    if segments is None:
+        first, stop = jnp.zeros_like(positions), jnp.broadcast_to(existing, positions.shape)
+        begin = jnp.maximum(at_key - positions[:, :1], 0) if is_causal else jnp.zeros_like(at_key)
+        end = jnp.full_like(at_key, length)
+    else:  # queries and keys are the same tokens
+        first, end = _runs(segments)
+        stop = jnp.minimum(end, existing)
+        begin = at_key if is_causal else first
+    if is_causal:
+        stop = jnp.minimum(stop, positions + 1)
+    return SeenRanges(first, jnp.maximum(stop, first), begin, end)
+
+
+def _runs(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Where the run of equal numbers begins and ends in which each token lies."""
+    length = segments.shape[1]
+    places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
+    changes = segments[:, 1:] != segments[:, :-1]
+    begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
+    first = lax.cummax(jnp.where(begins, places, 0), axis=1)
+    return first, lax.cummin(jnp.where(ends, places + 1, length), axis=1, reverse=True)
