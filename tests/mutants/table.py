@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "core/ALiBi is symmetric in the wrong sign",
         "brl_jax/attention/core/biases.py",
-        "return -self.slopes[:, None, None]",
-        "return self.slopes[:, None, None]",
+        "return -self.checked_slopes()[:, None, None]",
+        "return self.checked_slopes()[:, None, None]",
         (LAWS, "-k", "law_3 and brl-output-equations"),
     ),
     Mutant(
@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant(
         "full/in a ring gradients of keys end one device too early",
         "brl_jax/attention/dense/sharded.py",
-        "d_key, d_value = ring.pass_on(d_shard)",
+        "d_key, d_value = self.pass_on(d_shard)",
         "d_key, d_value = d_shard",
         ("tests/attention/dense/test_sharded.py", "-k", "oracles"),
     ),
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "local/the TPU's rests of a capped softmax are those of its products",
         "pallas_kernels/tpu/block/backward.py",
-        "pair.changes(unit, capped=False)[1]",
-        "pair.changes(unit)[1]",
+        "return (pair.changes(unit)[1],)",
+        "return (pair.changes(unit)[2],)",
         (f"{LOCAL}/test_sinks.py", "-k", "tpu"),
     ),
     Mutant(
@@ -544,35 +544,35 @@ MUTANTS = (
     ),
     Mutant(
         "recurrent/GAU divides by all keys instead of the visible ones",
-        "brl_jax/attention/recurrent/gau.py",
+        "brl_jax/attention/recurrent/squared_relu.py",
         "jnp.maximum(jnp.sum(seen, axis=-1, keepdims=True), 1)",
         "jnp.full_like(jnp.sum(seen, axis=-1, keepdims=True), key.shape[1])",
         (LAWS, "-k", "law_3 and gau"),
     ),
     Mutant(
         "recurrent/a GPU's GAU forgets how many keys a segment has",
-        "brl_jax/attention/recurrent/gpu.py",
+        "brl_jax/attention/recurrent/seen_ranges.py",
         "jnp.maximum(ranges.stop - ranges.first, 1)",
         "jnp.maximum(ranges.stop, 1)",
         (RECURRENT_GPU, "-k", "gau"),
     ),
     Mutant(
         "recurrent/a GPU's GAU sees padding",
-        "brl_jax/attention/recurrent/gpu.py",
+        "brl_jax/attention/recurrent/seen_ranges.py",
         "stop = jnp.minimum(end, existing)",
         "stop = end",
         (RECURRENT_GPU, "-k", "gau"),
     ),
     Mutant(
         "recurrent/a GPU's GAU turns its bias by the places of the piece",
-        "brl_jax/attention/recurrent/gpu.py",
+        "brl_jax/attention/recurrent/seen_ranges.py",
         "bias.factor(bias.left, positions)",
         "bias.factor(bias.left, positions - positions[:, :1])",
         (RECURRENT_GPU, "-k", "gau"),
     ),
     Mutant(
         "recurrent/a GPU's keys miss queries after a state",
-        "brl_jax/attention/recurrent/gpu.py",
+        "brl_jax/attention/recurrent/seen_ranges.py",
         "jnp.maximum(at_key - positions[:, :1], 0)",
         "at_key",
         (RECURRENT_GPU, "-k", "gau"),
@@ -1038,8 +1038,8 @@ MUTANTS = (
     Mutant(
         "kernels/window: gradients of the keys have no scale",
         "pallas_kernels/tpu/window/backward.py",
-        "arithmetic.dot(changes, queries, NN) * scale,",
-        "arithmetic.dot(changes, queries, NN),",
+        "(sums[0], sums[1] * scale)",
+        "(sums[0], sums[1])",
         (f"{TPU}/window/test_window_attention.py", "-k", "matches_reference_in_float32"),
     ),
     Mutant(
@@ -1164,8 +1164,8 @@ MUTANTS = (
     Mutant(
         "kernels/compress: the gradient of a bias lacks that of the first attention",
         "pallas_kernels/tpu/compress/backward.py",
-        "            grad_bias[0, 0, head] += changes",
-        "            grad_bias[0, 0, head] = changes",
+        "grad_bias[0, 0, head, rows] += changes",
+        "grad_bias[0, 0, head, rows] = changes",
         (f"{TPU}/compress/test_bias.py", "-k", "bias_of_each_pair"),
     ),
     Mutant(
@@ -2036,16 +2036,16 @@ MUTANTS = (
         ("tests/train/test_lra.py", "-k", "gone_on"),
     ),
     Mutant(
-        "recurrent/gau on a mesh counts the keys before a query's segment",
+        "recurrent/gau on a mesh takes every part for one that meets itself",
         "brl_jax/attention/recurrent/gau_sharded.py",
-        "ranges.stop - ranges.first",
-        "ranges.stop",
+        "is_causal=self.ring.is_causal and same",
+        "is_causal=self.ring.is_causal",
         ("tests/attention/recurrent/test_on_a_mesh.py", "-k", "gau"),
     ),
     Mutant(
         "recurrent/gradients of gau's keys stay where they are computed",
-        "brl_jax/attention/recurrent/gau_sharded.py",
-        "else ring.pass_on(d_shard)",
+        "brl_jax/attention/dense/sharded.py",
+        "else self.pass_on(d_shard)",
         "else d_shard",
         ("tests/attention/recurrent/test_on_a_mesh.py", "-k", "gau"),
     ),

@@ -247,6 +247,34 @@ class Ring(NamedTuple):
         (state, shard), _ = lax.scan(body, (state, shard), jnp.arange(1, size - 1, dtype=jnp.int32))
         return visit(state, shard, jnp.int32(size - 1))
 
+    def gradients(
+        self, query: Array, shard: Shard, pulled: Callable[..., tuple[Array, Array, Array]]
+    ) -> tuple[Array, Shard]:
+        """The gradients of this device's queries and keys, in their dtypes.
+
+        pulled(shard, part of queries, part of keys, round, whether they are the same) gives those of the queries, keys
+        and values of two parts that meet.
+        """
+
+        def visit(state: tuple[Array, Array, Array], shard: Shard, number: Any):
+            d_query, *d_shard = state
+            # The gradients of keys and values go around with them.
+            d_shard = d_shard if isinstance(number, int) else self.pass_on(d_shard)
+            for own, other, same in self.pairs(number):
+                gradients = pulled(shard, own, other, number, same)
+                d_query = d_query.at[own].add(gradients[0].astype(jnp.float32))
+                d_shard = [x.at[other].add(d.astype(jnp.float32)) for x, d in zip(d_shard, gradients[1:])]
+            return d_query, *d_shard
+
+        zeros = [
+            vary_like(jnp.zeros(x.shape, jnp.float32), (query, shard))
+            for x in (query, shard.key, shard.value)
+        ]
+        d_query, *d_shard = self.around(visit, tuple(zeros), shard)
+        d_key, d_value = self.pass_on(d_shard)
+        d_shard = Shard(d_key.astype(shard.key.dtype), d_value.astype(shard.value.dtype), None)
+        return d_query.astype(query.dtype), d_shard
+
     def pairs(self, number: Any) -> list[tuple[Any, Any, bool]]:
         """(part of queries, part of keys, whether they are the same) of the pairs that meet in a round."""
         if not self.is_causal:
@@ -300,30 +328,17 @@ def _attend_backward(ring: Ring, pair: Pair, residuals: Any, grads: tuple[Array,
     # What every key's weight is multiplied by, less the product of the output's gradient and its own value.
     mean = jnp.sum(d_out * out, -1) - d_log_sums
 
-    def visit(state: tuple[Array, Array, Array], shard: Shard, number: Any):
-        d_query, *d_shard = state
-        # The gradients of keys and values go around with them.
-        d_shard = d_shard if isinstance(number, int) else ring.pass_on(d_shard)
-        for own, other, same in ring.pairs(number):
-            operands, meet = _meeting(ring, pair, query, shard, query_ids, lengths, own, other, number, same)
-            (part, part_sums), pull = jax.vjp(meet, *operands)
-            share = jnp.exp(part_sums - log_sums[own])
-            d_part = share[..., None] * d_out[own]
-            d_part_sums = share * (jnp.sum(d_out[own] * part.astype(jnp.float32), -1) - mean[own])
-            # A part of which a query sees no key has -inf, which would multiply a gradient of 0.
-            d_part_sums = jnp.where(jnp.isfinite(part_sums), d_part_sums, 0.0)
-            gradients = pull((d_part.astype(part.dtype), d_part_sums))
-            d_query = d_query.at[own].add(gradients[0].astype(jnp.float32))
-            d_shard = [x.at[other].add(d.astype(jnp.float32)) for x, d in zip(d_shard, gradients[1:])]
-        return d_query, *d_shard
+    def pulled(shard: Shard, own: Any, other: Any, number: Any, same: bool) -> tuple[Array, Array, Array]:
+        operands, meet = _meeting(ring, pair, query, shard, query_ids, lengths, own, other, number, same)
+        (part, part_sums), pull = jax.vjp(meet, *operands)
+        share = jnp.exp(part_sums - log_sums[own])
+        d_part = share[..., None] * d_out[own]
+        d_part_sums = share * (jnp.sum(d_out[own] * part.astype(jnp.float32), -1) - mean[own])
+        # A part of which a query sees no key has -inf, which would multiply a gradient of 0.
+        d_part_sums = jnp.where(jnp.isfinite(part_sums), d_part_sums, 0.0)
+        return pull((d_part.astype(part.dtype), d_part_sums))
 
-    zeros = [
-        vary_like(jnp.zeros(x.shape, jnp.float32), (query, shard)) for x in (query, shard.key, shard.value)
-    ]
-    d_query, *d_shard = ring.around(visit, tuple(zeros), shard)
-    d_key, d_value = ring.pass_on(d_shard)
-    d_shard = Shard(d_key.astype(shard.key.dtype), d_value.astype(shard.value.dtype), None)
-    return d_query.astype(query.dtype), d_shard, None, None
+    return *ring.gradients(query, shard, pulled), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.dense.sharded import Ring, Shard
-from brl_jax.attention.recurrent.seen_ranges import seen_ranges
+from brl_jax.attention.recurrent.seen_ranges import score_factors, seen_ranges
 from brl_jax.attention.recurrent.squared_relu import attend_pairs
 from brl_jax.sharding import sequence_axis, shard_call
 
@@ -49,16 +49,13 @@ def gau_on_mesh(
 ) -> Float[Array, "B T N V"]:
     """`gau_attention` of rows that are cut over `axis`, which is that of `ring_axis`.
 
-    Each query is divided by the number of the keys that it sees in its whole row, and a bias becomes further features
-    of queries and keys, whose products it is: the pairs of the parts then need neither.
+    The number of the keys that a query sees is that of its whole row, so that the parts need to know neither it nor the
+    bias.
     """
+    assert bias is None or isinstance(bias, RotaryBias)
     ranges = seen_ranges(query_positions, query_segments, key_segments, key.shape[:2], is_causal)
-    count = jnp.maximum(ranges.stop - ranges.first, 1)[:, :, None, None].astype(jnp.float32)
-    rows, columns = query / count, key
-    if isinstance(bias, RotaryBias):
-        places = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32), key.shape[:2])
-        rows = jnp.concatenate([rows, bias.factor(bias.left, query_positions)], axis=-1)
-        columns = jnp.concatenate([key.astype(jnp.float32), bias.factor(bias.right, places)], axis=-1)
+    rows, columns = score_factors(query, key, bias, query_positions, ranges)
+    columns = key if bias is None else columns
     if key_segments is not None and query_segments is None:
         query_segments = jnp.zeros(query.shape[:2], jnp.int32)
     stretch = functools.partial(
@@ -121,27 +118,13 @@ def _add_forward(static: _Static, query: Array, shard: Shard, query_ids: Any):
 
 def _add_backward(static: _Static, residuals: Any, d_sums: Array):
     query, shard, query_ids = residuals
-    ring = static.ring
 
-    def visit(state: tuple[Array, Array, Array], shard: Shard, number: Any):
-        d_query, *d_shard = state
-        # The gradients of keys and values go around with them.
-        d_shard = d_shard if isinstance(number, int) else ring.pass_on(d_shard)
-        for own, other, same in ring.pairs(number):
-            meet = static.meet(query_ids, shard, own, other, same)
-            _, pull = jax.vjp(meet, query[own], shard.key[other], shard.value[other])
-            gradients = pull(d_sums[own])
-            d_query = d_query.at[own].add(gradients[0].astype(jnp.float32))
-            d_shard = [x.at[other].add(d.astype(jnp.float32)) for x, d in zip(d_shard, gradients[1:])]
-        return d_query, *d_shard
+    def pulled(shard: Shard, own: Any, other: Any, number: Any, same: bool) -> tuple[Array, Array, Array]:
+        meet = static.meet(query_ids, shard, own, other, same)
+        _, pull = jax.vjp(meet, query[own], shard.key[other], shard.value[other])
+        return pull(d_sums[own])
 
-    zeros = [
-        vary_like(jnp.zeros(x.shape, jnp.float32), (query, shard)) for x in (query, shard.key, shard.value)
-    ]
-    d_query, *d_shard = ring.around(visit, tuple(zeros), shard)
-    d_key, d_value = ring.pass_on(d_shard)
-    d_shard = Shard(d_key.astype(shard.key.dtype), d_value.astype(shard.value.dtype), None)
-    return d_query.astype(query.dtype), d_shard, None
+    return *static.ring.gradients(query, shard, pulled), None
 
 
 _add_around.defvjp(_add_forward, _add_backward)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.dispatch import Backend
-from brl_jax.attention.recurrent.seen_ranges import seen_ranges
+from brl_jax.attention.recurrent.seen_ranges import score_factors, seen_ranges
 
 # Triton is imported where it is needed: it costs import time.
 
@@ -34,18 +34,11 @@ def gau_backend(query, key, value, bias: PositionBias | None, *, is_causal: bool
         from pallas_kernels import gpu
 
         gpu.check_interpretation(interpret)
-        ranges = gpu.Ranges(*seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal))
-        count = jnp.maximum(ranges.stop - ranges.first, 1)[:, :, None, None].astype(jnp.float32)
+        ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
         # float16 has no room for small scores; the kernel computes it in TF32.
         dtype = jnp.float32 if query.dtype == jnp.float16 else query.dtype
-        rows, columns = query.astype(jnp.float32) / count, key.astype(jnp.float32)
-        if bias is not None:
-            places = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32), key.shape[:2])
-            rows = jnp.concatenate([rows, bias.factor(bias.left, positions)], axis=-1)
-            columns = jnp.concatenate([columns, bias.factor(bias.right, places)], axis=-1)
-        out = gpu.squared_relu_attention(
-            rows.astype(dtype), columns.astype(dtype), value.astype(dtype), ranges
-        )
+        rows, columns = (x.astype(dtype) for x in score_factors(query, key, bias, positions, ranges))
+        out = gpu.squared_relu_attention(rows, columns, value.astype(dtype), gpu.Ranges(*ranges))
         return out.astype(query.dtype)
 
     return Backend("triton", run, obstacle, unsuited)

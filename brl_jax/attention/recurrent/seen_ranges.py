@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.biases import RotaryBias
 
 
 class SeenRanges(NamedTuple):
@@ -50,6 +52,26 @@ def seen_ranges(
     if is_causal:
         stop = jnp.minimum(stop, positions + 1)
     return SeenRanges(first, jnp.maximum(stop, first), begin, end)
+
+
+def score_factors(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    bias: RotaryBias | None,
+    positions: Int[Array, "B T"],
+    ranges: SeenRanges,
+) -> tuple[Float[Array, "B T N F"], Float[Array, "B S K F"]]:
+    """Rows and columns, in float32, whose products are q_i . k_j / n_i + b_ij, where query i sees n_i keys.
+
+    A rotary bias is a product itself, of vectors that become further features; it needs K = N.
+    """
+    count = jnp.maximum(ranges.stop - ranges.first, 1)[:, :, None, None].astype(jnp.float32)
+    rows, columns = query.astype(jnp.float32) / count, key.astype(jnp.float32)
+    if bias is None:
+        return rows, columns
+    places = jnp.broadcast_to(jnp.arange(key.shape[1], dtype=jnp.int32), key.shape[:2])
+    factors = bias.factor(bias.left, positions), bias.factor(bias.right, places)
+    return tuple(jnp.concatenate(pair, axis=-1) for pair in zip((rows, columns), factors))  # type: ignore[return-value]
 
 
 def _runs(segments: Int[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
