@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import brl_jax
-from brl_jax.attention.recurrent import gau, reference
+from brl_jax.attention.recurrent import reference, squared_relu
 from tests.attention.recurrent.test_state_functions import close
 from tests.marks import slow_unless
 
@@ -306,7 +306,7 @@ def test_gau_takes_many_queries_at_once(all_at_once, monkeypatch):
     rng = np.random.default_rng(4)
     arrays = [rng.standard_normal((2, 70, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     query, key, value = (jnp.asarray(x, jnp.float32) for x in arrays)
-    monkeypatch.setattr(gau, "_GPU_SCORES", 2 * HEADS * 70 * 24)
+    monkeypatch.setattr(squared_relu, "_GPU_SCORES", 2 * HEADS * 70 * 24)
     attend = functools.partial(brl_jax.gau_attention, is_causal=True, chunk_size=8)
     text = str(jax.make_jaxpr(attend)(query, key, value))
     assert "length=3" in text
