@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +155,7 @@ class Place(NamedTuple):
     key: Int[Array, ""]
 
 
+@runtime_checkable  # where the tests check signatures at every call
 class Pair(Protocol):
     """The attention of one part of the queries to one part of the keys; it is static, so it has no arrays."""
 
