@@ -90,10 +90,8 @@ def full_attention(
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     query_ids, key_ids = check_segments(segment_ids, query.shape, key.shape)
     sinks, cap = check_sinks(sinks, query.shape[2]), check_soft_cap(logits_soft_cap)
-    ring, pair = (
-        Ring(axis_name, is_causal),
-        _FullPair(check_scale(scale, query.shape[3]), cap, implementation),
-    )
+    ring = Ring(axis_name, is_causal)
+    pair = _FullPair(check_scale(scale, query.shape[3]), cap, implementation)
     out, log_sums = attend_around(ring, pair, query, key, value, (query_ids, key_ids), lengths)
     if sinks is not None:
         factor, _ = add_sinks(log_sums, jnp.broadcast_to(sinks.astype(jnp.float32), log_sums.shape))
