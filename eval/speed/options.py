@@ -15,6 +15,8 @@ from eval.speed.gpu_references import NAMES as REFERENCES
 from eval.survey.networks import network_names
 
 Level = Literal["functions", "layers", "encoders", "classifiers", "encoder_decoders", "decoders"]
+# Levels of whole networks.
+NETWORKS = ("encoders", "classifiers", "encoder_decoders", "decoders")
 KNOWN = tuple(dict.fromkeys((*MECHANISMS, *CASES, *network_names(), *encoder_decoders.NAMES)))
 
 
@@ -58,7 +60,7 @@ class SpeedOptions:
     json: str | None = None
     """File to write the rows and exponents to, as one JSON object."""
     pictures: str | None = None
-    """Folder to draw five pictures of the layers in, and one of the encoder-decoders."""
+    """Folder to draw five pictures of the layers in, and one of each level of whole networks."""
 
     def __post_init__(self):
         check_at_least(self, "window", "heads", "head_dim", "batch", "repeats", "fit_from")
@@ -88,9 +90,9 @@ class SpeedOptions:
                     f"mechanisms of the level {level} must be out of {', '.join(known)}, "
                     f"got {', '.join(self.mechanisms)}"
                 )
-        if self.pictures is not None and not {"layers", "encoder_decoders"} & set(self.levels):
+        if self.pictures is not None and not {"layers", *NETWORKS} & set(self.levels):
             raise ValueError(
-                "pictures are of layers: levels must have layers or encoder_decoders among them, got "
+                f"pictures are of {', '.join(('layers', *NETWORKS))}: levels must have one of them, got "
                 + ", ".join(self.levels)
             )
 

@@ -1,5 +1,5 @@
 """The five pictures of the layers' measurements, after the BSBR article: scaling, heat map, radar, memory, bubbles; and
-that of the encoder-decoders, after BRL-Attention's figure 5."""
+one of each kind of network: encoders, classifiers, encoder-decoders, decoders."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from brl_jax.layers import MECHANISMS
 from eval.plotting import label_points, legend_outside, line_styles, plain_log_axis, save
+from eval.speed.options import NETWORKS
 from eval.speed.report import fitted_exponent
 
 # What a spoke of the radar shows, and the field it is read from: the less, the better.
@@ -26,20 +27,26 @@ _SPOKES = (
     ("parameters", "parameters"),
 )
 
+# What the picture of a level of whole networks shows: a panel for each field, its title, unit and the unit's name.
+_STEPS = {
+    "forward_s": ("inference", 1, "seconds"),
+    "train_s": ("a training step", 1, "seconds"),
+    "train_bytes": ("its memory", 2**20, "MiB"),
+}
+
 
 def draw(rows: Sequence[dict], fit_from: int, folder: Path) -> list[Path]:
-    """Draws what was measured of the levels "layers" and "encoder_decoders"; returns the files. Rows are those of
-    `report.complete`."""
+    """Draws what was measured of layers and whole networks; returns the files. Rows are those of `report.complete`."""
     rows = [row for row in rows if not row["note"]]
     figures: dict[str, Figure] = {}
     if layers := [row for row in rows if row["level"] == "layers"]:
         figures |= _of_layers(layers, fit_from)
-    if networks := [row for row in rows if row["level"] == "encoder_decoders"]:
-        figures["encoder_decoders.png"] = _curves(
-            networks,
-            fit_from,
-            {"train_s": ("a training step", 1, "seconds"), "train_bytes": ("its memory", 2**20, "MiB")},
-        )
+    for level in NETWORKS:
+        if networks := [row for row in rows if row["level"] == level]:
+            fields = {
+                field: panel for field, panel in _STEPS.items() if any(field in row for row in networks)
+            }
+            figures[f"{level}.png"] = _curves(networks, fit_from, fields)
     return [save(figure, folder / name) for name, figure in figures.items()]
 
 
@@ -72,8 +79,10 @@ def _of(rows: Sequence[dict], name: str) -> list[dict]:
 
 def _curves(rows: Sequence[dict], fit_from: int, fields: Mapping[str, tuple[str, float, str]]) -> Figure:
     """A panel for each field, which has a title, a unit and the unit's name."""
-    figure = Figure(figsize=(16, 6.5), layout="constrained")
-    for axes, (field, (title, unit, label)) in zip(figure.subplots(1, len(fields)), fields.items()):
+    figure = Figure(figsize=(8 * len(fields), 6.5), layout="constrained")
+    for axes, (field, (title, unit, label)) in zip(
+        figure.subplots(1, len(fields), squeeze=False).flat, fields.items()
+    ):
         _panel(axes, rows, fit_from, field, unit)
         axes.set(xlabel="sequence length n", ylabel=label, title=title)
     return figure

@@ -168,7 +168,8 @@ def test_decoders(tmp_path, capsys):
     """Inference and a training step of the networks of tables 6 and 7; the memory is the compiler's."""
     path = tmp_path / "speed.json"
     sizes = ["--lengths", "24", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8", "--batch", "2"]
-    main([*sizes, "--levels", "decoders", "--mechanisms", "full", "local", "--json", str(path)])
+    argv = [*sizes, "--levels", "decoders", "--mechanisms", "full", "local", "--json", str(path)]
+    main([*argv, "--pictures", str(tmp_path)])
     rows = {(row["length"], row["name"]): row for row in json.loads(path.read_text())["rows"]}
     assert set(rows) == {(n, name) for n in (24, 40) for name in ("full", "local")}
     config = decoders.decoder_config("local", SpeedOptions(heads=2, head_dim=8, batch=2), 40)
@@ -182,6 +183,7 @@ def test_decoders(tmp_path, capsys):
     assert row["train_bytes"] > row["train_temp_bytes"]
     assert row["train_ratio"] == pytest.approx(rows[40, "full"]["train_s"] / row["train_s"])
     assert row["forward_ratio"] == pytest.approx(rows[40, "full"]["forward_s"] / row["forward_s"])
+    assert (tmp_path / "decoders.png").stat().st_size > 10_000
     assert "decoders of width 16, inference and training" in " ".join(capsys.readouterr().out.split())
 
 
@@ -366,7 +368,10 @@ def test_reference_equals_oracle():
             "mechanisms of the level functions must be out of",
         ),
         (["--levels", "function"], "levels"),
-        (["--levels", "functions", "--pictures", "p"], "pictures are of layers: levels must have layers"),
+        (
+            ["--levels", "functions", "--pictures", "p"],
+            "pictures are of layers, encoders, .*: levels must have one of",
+        ),
         (["--dtype", "float8"], "dtype"),
         (["--lenghts", "3"], "did you mean --lengths"),
         (["--json", "/does/not/exist.json"], "--json: expected a file in a folder that can be written to"),

@@ -100,6 +100,22 @@ def test_pictures_of_many_mechanisms(tmp_path):
         assert len(np.unique(np.round(255 * image) @ [1.0, 256.0, 65536.0])) > 30
 
 
+def test_a_panel_for_what_was_measured(tmp_path):
+    """Networks that only infer have one panel, decoders three."""
+    measured = {"forward_s": 0.5, "train_s": 2.0, "train_bytes": 2**24}
+    sizes = {}
+    for level, fields in {"encoders": ("forward_s",), "decoders": tuple(measured)}.items():
+        rows = [
+            {"level": level, "name": "full", "length": n, "note": ""}
+            | {name: n * measured[name] for name in fields}
+            for n in (128, 256)
+        ]
+        (path,) = draw(rows, 1, tmp_path)
+        assert path.name == f"{level}.png"
+        sizes[level] = imread(path).shape[1]
+    assert sizes["decoders"] == pytest.approx(3 * sizes["encoders"], rel=0.01)
+
+
 def test_nothing_measured_draws_nothing(tmp_path):
     rows = [row for row in _rows() if row["note"]]
     assert draw(rows, 1024, tmp_path) == []
