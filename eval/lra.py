@@ -50,8 +50,9 @@ def label(model: StackConfig) -> str:
         case BRLConfig(num_compressed=0) as m, None:
             return f"BRL, m = 0 (local), {_window(m)}"
         case BRLConfig() as m, None:
+            memory = "" if m.memory == BRLConfig.memory else f", {m.memory} memory"
             without = ", without difference" if m.gamma == 0 else ""
-            return f"BRL, {_window(m)}, m = {m.num_compressed}{without}"
+            return f"BRL, {_window(m)}, m = {m.num_compressed}{memory}{without}"
         case LocalConfig() as m, None:
             return f"local, {_window(m)}"
         case DiagConfig(score="softmax"), NormConfig(feature_map="elu+1"):

@@ -266,6 +266,19 @@ def test_windows_of_two_dimensions_have_rows_of_their_own():
     assert eval.lra.label(config.model) == "local, w = 128, block"
 
 
+def test_each_memory_has_a_row_of_its_own():
+    """Runs with the memory of the paper's algorithm are not averaged with those of the default."""
+    names = []
+    for line in (
+        "--mechanism.memory layer",
+        "--mechanism.memory output",
+        "--mechanism.memory output --mechanism.gamma 0",
+    ):
+        names.append(eval.lra.label(parse(PRESETS, "listops", line.split(), prog="p", about="a").model))
+    row = "BRL, w = 16, m = 16"
+    assert names == [row, f"{row}, output memory", f"{row}, output memory, without difference"]
+
+
 def test_pairs_and_pixels_fit():
     """Traced, not compiled: two towers, ablations by flag."""
     for line in (
