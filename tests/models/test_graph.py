@@ -107,7 +107,9 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing():
     (_, again), other = run(params, np.concatenate([x, np.full((2, 8), 5, np.float32)]), padded, relations)
     np.testing.assert_allclose(again, y, rtol=1e-5, atol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other)):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        # Terms as large as the largest gradient cancel in the others, and leave the rounding of those terms.
+        rounding = 3e-6 * float(jnp.abs(a).max())
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=max(1e-5, rounding))
 
 
 def check_set(mechanism):
