@@ -55,7 +55,11 @@ class Devices:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.communicate()
+            try:
+                self._process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:  # its answers are in; the suite does not wait for how it ends
+                self._process.kill()
+                self._process.communicate()
         self._log.close()
 
 

@@ -99,7 +99,7 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing():
 
     def loss(params, x, edges, relations):
         y = network.apply(params, x, edges, relations, True)[:NODES]
-        return jnp.sum(jnp.sin(y)), y
+        return jnp.sum(jnp.sin(y / 30)), y  # whose slope rounding of a large output does not change
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, y), grads = run(params, x, edges[:-5], relations[:-5])
@@ -107,9 +107,7 @@ def test_edges_and_nodes_that_do_not_exist_change_nothing():
     (_, again), other = run(params, np.concatenate([x, np.full((2, 8), 5, np.float32)]), padded, relations)
     np.testing.assert_allclose(again, y, rtol=1e-5, atol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other)):
-        # Terms as large as the largest gradient cancel in the others, and leave the rounding of those terms.
-        rounding = 3e-6 * float(jnp.abs(a).max())
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=max(1e-5, rounding))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
 
 
 def check_set(mechanism):
