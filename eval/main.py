@@ -17,8 +17,9 @@ from train.checkpoint import Checkpoints
 from train.config import parse_options
 from train.errors import UserError
 from train.main import keep_programs
+from train.metrics import log
 from train.storage import write_whole
-from train.task import Task, find_runs
+from train.task import Task, find_runs, read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,11 +159,22 @@ class Evaluation(Generic[P]):
         on since: its best checkpoint is another one then."""
         measured = []
         for path in find_runs(self.tasks, Path(folder)):
+            self._mention_unfinished(path)
             kept = self._kept(path) if self.is_standard(options) else None
             measured.append(self.measure_and_keep(str(path), options) if kept is None else kept)
         if not measured:
             raise UserError(f"--table: no run of train.{self.tasks[0].name} under {folder}")
         return measured
+
+    def _mention_unfinished(self, workdir: Path) -> None:
+        """Logs that a run of a table has steps left to train."""
+        config = read_config(self.tasks, epath.Path(workdir) / "config.json")[1]
+        steps = Checkpoints(epath.Path(workdir) / "checkpoints").steps()
+        if steps and steps[-1] < config.loop.steps:
+            log(
+                f"{self.name}: {workdir} is at step {steps[-1]} of {config.loop.steps}; "
+                "the table has its best checkpoint so far"
+            )
 
     def _kept(self, workdir: Path) -> Measured | None:
         """The measures in a run's folder; None if there are none, or of another checkpoint than is the best one now."""

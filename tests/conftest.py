@@ -17,6 +17,7 @@ import jaxtyping
 import pytest
 
 from tests.devices import Devices
+from tests.sampling import commit, group_of, left_out
 
 # Shapes and dtypes in signatures are checked at every call where tests/attention/test_shapes.py asks for it; errors of
 # bad calls would otherwise come from the checker.
@@ -48,11 +49,29 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 _PROCESSES = ("devices", "train.lm")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases", type=int, metavar="N", help="at most N slow cases of each test, chosen by the commit"
+    )
+    parser.addoption("--cases-of", default=commit(), metavar="COMMIT", help="the commit that chooses --cases")
+
+
+def pytest_report_header(config):
+    cases, chosen = config.getoption("cases"), config.getoption("cases_of")
+    return f"slow cases: {cases} of each test, --cases-of {chosen}" if cases else None
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Leaves some cases of slow tests out where that is asked for, and puts tests of processes first."""
+    if config.getoption("cases"):
+        others = left_out(items, config.getoption("cases"), config.getoption("cases_of"))
+        config.hook.pytest_deselected(items=others)
+        others = set(others)
+        items[:] = [item for item in items if item not in others]
+
     def late(item):
-        marker = item.get_closest_marker("xdist_group")
-        name = marker.args[0] if marker and marker.args else marker and marker.kwargs.get("name")
+        name = group_of(item)
         return _PROCESSES.index(name) if name in _PROCESSES else len(_PROCESSES)
 
     items.sort(key=late)

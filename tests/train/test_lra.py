@@ -136,6 +136,14 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
         eval.lra.main(["--table", str(tmp_path)])
         assert again == measured
     again.clear()
+    assert "of 6" not in capsys.readouterr().err
+    config = json.loads((tmp_path / "local" / "config.json").read_text())
+    config["loop"]["steps"] = 9
+    (tmp_path / "local" / "config.json").write_text(json.dumps(config))
+    eval.lra.main(["--table", str(tmp_path)])
+    err = " ".join(capsys.readouterr().err.split())
+    assert "is at step 6 of 9; the table has its best checkpoint so far" in err
+    again.clear()
     shutil.rmtree(tmp_path / "local" / "checkpoints")  # what is kept is all that there is
     eval.lra.main(["--table", str(tmp_path)])
     assert again == []

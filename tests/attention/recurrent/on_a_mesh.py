@@ -194,7 +194,9 @@ def both_of(function):
 
     def both(operands):
         out, pull = jax.vjp(lambda operands: function(*operands), operands)
-        return out, pull(jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), out))
+        return out, pull(
+            jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), out)
+        )
 
     return jax.jit(both)
 
