@@ -392,9 +392,12 @@ REFUSING = [
 
 @pytest.mark.parametrize(("name", "is_causal"), REFUSING, ids=form_id)
 def test_law_4_packing_is_refused(name, is_causal):
-    net = network(name, is_causal)
-    with pytest.raises(ValueError, match=f"segment_ids: .*{type(net.mechanism).__name__}"):
-        net.stack.apply(net.variables, net.x[:, :5], segment_ids=jnp.ones((2, 5), jnp.int32))
+    mechanism = CASES[name]
+    stack = make_stack((mechanism,) * (LAYERS * mechanism.group), dimensions(is_causal))
+    x, ids = jax.ShapeDtypeStruct((2, 5, 16), jnp.float32), jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    init = lambda x, ids: stack.init(jax.random.key(0), x, segment_ids=ids)  # noqa: E731
+    with pytest.raises(ValueError, match=f"segment_ids: .*{type(mechanism).__name__}"):
+        jax.eval_shape(init, x, ids)
 
 
 @pytest.mark.parametrize("name", slow_unless(named(lambda m: m.bidirectional), NEW))

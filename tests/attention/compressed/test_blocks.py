@@ -13,6 +13,7 @@ from brl_jax import compress_blocks
 from brl_jax.attention.compressed import compress_blocks as blocks_module
 from tests.attention.compressed.oracle import SCORES, arrays, check, oracle_compress
 from tests.laws.networks import relative_error
+from tests.marks import slow_unless
 
 BLOCKS = 5
 SHAPE = (2, BLOCKS, 3, 2, 4)  # B, C, M, N, H
@@ -37,7 +38,7 @@ def oracle_blocks(q, k1, k2, v, gamma, bias, *, block, history, exists, scale, s
     return np.stack(outs, 1)
 
 
-@pytest.mark.parametrize("step", [1, 2, BLOCKS])
+@pytest.mark.parametrize("step", slow_unless([1, 2, BLOCKS], (2,)))
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(("block", "history"), [(4, 4), (4, 9), (4, 3), (5, 13), (7, 1)])
 def test_each_block_reads_what_precedes_it(monkeypatch, block, history, score, step):

@@ -159,7 +159,7 @@ def work():
         ]
         return jnp.stack(counts)[None]
 
-    return np.asarray(jax.shard_map(local, mesh=mesh(8), in_specs=(), out_specs=P("stretch"))())
+    return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh(8), in_specs=(), out_specs=P("stretch")))())
 
 
 PARTS = {name: functools.partial(compared, name) for name in CASES}
