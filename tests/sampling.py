@@ -1,8 +1,8 @@
 """Some of the cases of each slow test, others at every commit, for a check that is quick and sees all in time.
 
-    python -m pytest -m slow --cases 3
+    python -m pytest -m slow --cases 2
 
-runs every slow test function, with at most three of its slow parameters. The commit chooses them, so that a run can be
+runs every slow test function, with at most two of its slow parameters. The commit chooses them, so that a run can be
 repeated; `--cases-of NAME` chooses those of another commit. Tests that share a group (the laws of one mechanism share
 its compiled networks) choose the same ones where they can.
 """
