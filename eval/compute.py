@@ -18,13 +18,11 @@ tokens and over the operations of training.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from etils import epath
 from matplotlib.figure import Figure
 
 from eval.main import Evaluation, Measured, TableOptions
@@ -34,6 +32,7 @@ from eval.runs import Run, run_facts
 from train.config_file import flatten, to_json
 from train.decoder_flops import decoder_multiplications, training_flops
 from train.errors import UserError, command
+from train.metrics import read_metrics
 from train.tasks.lm import LM
 from train.throughput import step_flops
 
@@ -54,14 +53,9 @@ def losses(workdir: str) -> list[tuple[int, float]]:
     """The steps and the held-out losses of a run's evaluations while training.
 
     Raises:
-      UserError: the run's metrics are missing or damaged, or it was never evaluated.
+      UserError: the run's metrics are missing, or it was never evaluated.
     """
-    path = epath.Path(workdir) / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--workdir: {path} cannot be read: {error}") from error
-    found = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    found = [(line["step"], line["val_loss"]) for line in read_metrics(workdir) if "val_loss" in line]
     if not found:
         raise UserError(f"--workdir: {workdir} has no evaluation")
     return found
@@ -126,14 +120,38 @@ def markdown(results: Sequence[Result]) -> str:
     for label, runs in grouped(results).items():
         first = runs[0]
         last = [run["loss"] for run in runs]
+        steps = _each(str(run["curve"][-1]["step"]) for run in runs)
+        tflop = _each(f"{run['tflop']:.2f}" for run in runs)
         share = "-" if first["attention_share"] is None else f"{100 * first['attention_share']:.1f}%"
         spread = "" if len(runs) == 1 else f" ({min(last):.3f} to {max(last):.3f})"
         lines.append(
             f"| {label} | {first['parameters']} | {first['flops_per_token'] / 1e6:.3f} "
-            f"| {share} | {first['curve'][-1]['step']} | {first['tflop']:.2f} "
+            f"| {share} | {steps} | {tflop} "
             f"| {', '.join(str(run['seed']) for run in runs)} | {np.mean(last):.3f}{spread} |"
         )
     return "\n".join(lines)
+
+
+def _each(values: Iterable[str]) -> str:
+    """The values of a group's runs, once where all are alike."""
+    return ", ".join(dict.fromkeys(values))
+
+
+def _curve(runs: Sequence[Result]) -> tuple[list[Mapping[str, Any]], list[float]]:
+    """The evaluations that all runs of a group have, as the first run has them, and their losses averaged over the
+    runs.
+
+    The evaluation at the end of training is left out where it is of other text: it reads all held-out text, and the
+    others the beginning. Where there is no other it stays.
+    """
+    known = []
+    for run in runs:
+        points = run["curve"]
+        whole = run["whole"] and len(points) > 1
+        known.append({point["step"]: point for point in (points[:-1] if whole else points)})
+    steps = sorted(set.intersection(*(set(points) for points in known)))
+    means = [float(np.mean([points[step]["loss"] for points in known])) for step in steps]
+    return [known[0][step] for step in steps], means
 
 
 def draw(results: Sequence[Result]) -> Figure:
@@ -144,14 +162,12 @@ def draw(results: Sequence[Result]) -> Figure:
     by_tokens, by_operations, ends = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     styles = line_styles(list(groups))
     for label, runs in groups.items():
-        # The evaluation at the end reads all held-out text, the others its beginning.
-        points = len(runs[0]["curve"]) - runs[0]["whole"]
-        y = np.mean([[point["loss"] for point in run["curve"][:points]] for run in runs], axis=0)
+        points, y = _curve(runs)
         style = {**styles[label], "markersize": 5}
         for axes, name, unit in ((by_tokens, "tokens", 1e6), (by_operations, "tflop", 1.0)):
-            axes.plot([point[name] / unit for point in runs[0]["curve"][:points]], y, label=label, **style)
+            axes.plot([point[name] / unit for point in points], y, label=label, **style)
         last = [run["loss"] for run in runs]
-        ends.plot([runs[0]["tflop"]] * len(last), last, label=label, **{**style, "linestyle": "none"})
+        ends.plot([run["tflop"] for run in runs], last, label=label, **{**style, "linestyle": "none"})
     # The first losses would hide the differences between the last ones.
     drawn = [point["loss"] for run in results for point in run["curve"]]
     limits = 0.99 * min(drawn), min(1.02 * max(drawn), 1.35 * min(drawn))
@@ -160,7 +176,7 @@ def draw(results: Sequence[Result]) -> Figure:
             xlabel=xlabel, ylabel="held-out loss, nats a token", title="while training, mean over the seeds",
             ylim=limits,
         )  # fmt: skip
-    ends.set(xlabel="TFLOP of training", title="the end, each seed")
+    ends.set(xlabel="TFLOP of training", ylabel="held-out loss, nats a token", title="the end, each seed")
     for axes in (by_tokens, by_operations, ends):
         axes.grid(True, alpha=0.3)
     legend_outside(ends)

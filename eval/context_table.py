@@ -67,7 +67,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 def _by_distance(result: dict[str, Any], memory: str) -> np.ndarray:
     """Rows (distance, loss) of the bins that have targets, at the middle of each on a logarithmic axis."""
     bins = [each for each in result["by_distance"] if each["targets"]]
-    return np.array([(np.sqrt((each["first"] + 1) * each["end"]), each[memory]) for each in bins])
+    rows = [(np.sqrt((each["first"] + 1) * each["end"]), each[memory]) for each in bins]
+    return np.array(rows).reshape(-1, 2)  # also where there are none
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:

@@ -10,7 +10,6 @@ gradients are several times as large as all later ones, decide that number: with
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from brl_jax.attention.core.checks import check_at_least
 from eval.plotting import legend_outside, line_styles, report
 from train.config import parse_options
 from train.errors import UserError, command
+from train.metrics import read_metrics
 from train.summary import mechanism_names
 from train.task import read_config
 from train.tasks.lm import LM
@@ -57,14 +57,7 @@ def read_curves(workdir: str) -> dict[str, list[float]]:
     Raises:
       UserError: there is no run, or it did not log them.
     """
-    path = epath.Path(workdir) / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except FileNotFoundError as error:
-        raise UserError(f"--workdir: no run there: {path} is missing") from error
-    except ValueError as error:
-        raise UserError(f"--workdir: {path} is damaged: {error}") from error
-    lines = [line for line in lines if "grad_rsd" in line]
+    lines = [line for line in read_metrics(workdir) if "grad_rsd" in line]
     if not lines:
         raise UserError(f"--workdir: {workdir} was trained without --log_gradient_std True")
     return {name: [line[name] for line in lines] for name in ("step", "grad_norm", *_TITLES)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eval.plotting import line_styles
+from train.metrics import read_metrics
 
 # BRL-Attention (OpenReview Vpyg3fqXbl), table 4: micro and macro F1.
 PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -152,9 +152,9 @@ def _draw_losses(axes: Any, results: Sequence[Mapping[str, Any]], styles: Mappin
     """The losses of the transformers of one data set, up to the step that all seeds reached."""
     curves: dict[str, list[dict[int, float]]] = {}
     for result in results:
-        path = Path(result["workdir"]) / "metrics.jsonl"
-        if result["network"] in ("brl", "local", "full") and path.is_file():
-            lines = map(json.loads, path.read_text().splitlines())
+        written = (Path(result["workdir"]) / "metrics.jsonl").is_file()
+        if result["network"] in ("brl", "local", "full") and written:
+            lines = read_metrics(result["workdir"])
             losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
             curves.setdefault(result["network"], []).append(losses)
     for network, seeds in curves.items():

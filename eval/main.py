@@ -149,21 +149,36 @@ class Evaluation(Generic[P]):
         Raises:
           UserError: there is no such run or checkpoint, or its data cannot be read.
         """
-        measured = self.measure(open_run(self.tasks, workdir, options.checkpoint), options)
+        return self._measure_and_keep(open_run(self.tasks, workdir, options.checkpoint), options)
+
+    def _measure_and_keep(self, run: Run, options: P) -> Measured:
+        measured = self.measure(run, options)
         if self.kept is not None and self.is_standard(options):
-            write_whole(epath.Path(workdir) / self.kept, json.dumps(measured.result, indent=1) + "\n")
+            path = epath.Path(run.config.loop.workdir) / self.kept
+            write_whole(path, json.dumps(measured.result, indent=1) + "\n")
         return measured
 
     def _measure_all(self, folder: str, options: P) -> list[Measured]:
         """The measures of all runs under a folder. Those that are kept are not measured again, unless the run has gone
         on since: its best checkpoint is another one then."""
-        measured = []
-        for path in find_runs(self.tasks, Path(folder)):
-            self._mention_unfinished(path)
-            kept = self._kept(path) if self.is_standard(options) else None
-            measured.append(self.measure_and_keep(str(path), options) if kept is None else kept)
-        if not measured:
+        paths = find_runs(self.tasks, Path(folder))
+        if not paths:
             raise UserError(f"--table: no run of train.{self.tasks[0].name} under {folder}")
+        measured = []
+        for i, path in enumerate(paths):
+            kept = self._kept(path) if self.is_standard(options) else None
+            if kept is None:
+                log(f"{self.name}: measuring {path}, run {i + 1} of {len(paths)}")
+                try:
+                    run = open_run(self.tasks, str(path), options.checkpoint)
+                except UserError as error:  # one that has just begun, or that is damaged
+                    log(f"{self.name}: {path} is left out: {error}")
+                    continue
+                kept = self._measure_and_keep(run, options)
+            self._mention_unfinished(path)
+            measured.append(kept)
+        if not measured:
+            raise UserError(f"--table: none of the {len(paths)} runs under {folder} can be measured")
         return measured
 
     def _mention_unfinished(self, workdir: Path) -> None:
@@ -177,12 +192,17 @@ class Evaluation(Generic[P]):
             )
 
     def _kept(self, workdir: Path) -> Measured | None:
-        """The measures in a run's folder; None if there are none, or of another checkpoint than is the best one now."""
+        """The measures in a run's folder; None if there are none, if they cannot be read, or if they are of another
+        checkpoint than is the best one now."""
         if self.kept is None or not (workdir / self.kept).exists():
             return None
-        result = json.loads((workdir / self.kept).read_text())
+        try:
+            result = json.loads((workdir / self.kept).read_text())
+            step = result["step"]
+        except (ValueError, KeyError, TypeError):
+            return None
         checkpoints = Checkpoints(workdir / "checkpoints")
-        if checkpoints.steps() and checkpoints.choose("best")[0] != result["step"]:
+        if checkpoints.steps() and checkpoints.choose("best")[0] != step:
             return None
         return Measured(result)
 

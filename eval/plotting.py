@@ -58,9 +58,11 @@ def shared_legend(figure: Figure, axes: Axes) -> None:
 
 
 def plain_log_axis(axis: Axis) -> None:
-    """Puts ticks at 1, 2 and 5 times powers of ten, written without exponents."""
+    """Puts ticks at 1, 2 and 5 times powers of ten, written without exponents: 500, 1k, 2k."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=30))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
+    )
     axis.set_minor_locator(NullLocator())
 
 
@@ -121,7 +123,8 @@ def picture_path(picture: str | None) -> Path | None:
     if picture is None:
         return None
     path = Path(picture)
-    if path.suffix != ".png" or path.is_dir() or not os.access(path.parent, os.W_OK):
+    folder = path.parent
+    if path.suffix != ".png" or path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise UserError(f"--picture: expected a .png file in a folder that can be written to, got {path}")
     return path
 

@@ -13,12 +13,10 @@ against the length.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 
 import jax
-from etils import epath
 
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
@@ -28,6 +26,7 @@ from eval.runs import Run, run_facts
 from train.config_file import flatten, to_json
 from train.data.recall import Case, RecallDataConfig, obstacle
 from train.errors import UserError, command
+from train.metrics import read_metrics
 from train.tasks.recall import RECALL
 
 # A run has learned its task where the held-out accuracy reaches this.
@@ -50,7 +49,7 @@ def chosen_cases(data: RecallDataConfig, lengths: Sequence[int], pairs: Sequence
     """The cases that the options ask for.
 
     Raises:
-      UserError: there are no such rows; where several are asked for, none of them.
+      UserError: there are no rows of one of these lengths, or with one of these numbers of records.
     """
     longest = max(data.length)
     wanted = data.cases if not lengths and not pairs else ()
@@ -60,10 +59,12 @@ def chosen_cases(data: RecallDataConfig, lengths: Sequence[int], pairs: Sequence
         for count in (pairs or [case.pairs for case in data.cases])
     )
     complaints = {case: obstacle(data, case) for case in dict.fromkeys(wanted)}
-    cases = tuple(sorted(case for case, complaint in complaints.items() if complaint is None))
-    if not cases:
-        raise UserError(f"--{next(iter(complaints.values()))}")
-    return cases
+    for part, values in (("length", lengths), ("pairs", pairs)):
+        for value in values:
+            refused = [complaints[case] for case in complaints if getattr(case, part) == value]
+            if None not in refused:
+                raise UserError(f"--{refused[0]}")
+    return tuple(sorted(case for case, complaint in complaints.items() if complaint is None))
 
 
 def state_bytes(model: DecoderLM, length: int) -> int:
@@ -76,14 +77,10 @@ def learned_at(workdir: str) -> int | None:
     """The step of the first evaluation while training with an accuracy of 90%; None if there is none.
 
     Raises:
-      UserError: the run's metrics are missing or damaged.
+      UserError: the run's metrics are missing.
     """
-    path = epath.Path(workdir) / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--workdir: {path} cannot be read: {error}") from error
-    return next((line["step"] for line in lines if line.get("val_accuracy", 0.0) >= _LEARNED), None)
+    learned = (line["step"] for line in read_metrics(workdir) if line.get("val_accuracy", 0.0) >= _LEARNED)
+    return next(learned, None)
 
 
 class _RecallEvaluation(Evaluation[RecallEvalOptions]):

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eval.plotting import line_styles, plain_log_axis, shared_legend
+from train.errors import UserError
 
 Result = Mapping[str, Any]
 
@@ -109,7 +110,16 @@ def draw(results: Sequence[Result]) -> Figure:
     and against lengths.
 
     Hybrids have hollow markers. A grey line leads through the best accuracy with so many bytes of state, or fewer.
+
+    Raises:
+      UserError: the runs are of different kinds, whose accuracies mean different things.
     """
+    kinds = sorted({result["settings"]["data.kind"] for result in results})
+    if len(kinds) > 1:
+        raise UserError(
+            f"--picture: expected runs of one kind of rows, got {', '.join(kinds)}; --table of one of their folders "
+            "draws those alone"
+        )
     groups = grouped(results)
     shares = {pairs / m for r in results if (m := r["num_compressed"]) for _, pairs in r["trained"]}
     wanted = (len(shares) > 1, len({length for length, _ in _all_cases(results)}) > 1)

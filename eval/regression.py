@@ -13,7 +13,6 @@ seconds of training.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,14 +20,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from etils import epath
 
 from brl_jax.models import Regressor
 from eval.main import Evaluation, Measured, TableOptions
 from eval.regression_table import draw, markdown
 from eval.runs import Run, run_facts
-from train.errors import UserError, command
+from train.errors import command
 from train.flops import matrix_flops
+from train.metrics import read_metrics
 from train.summary import mechanism_names
 from train.tasks.regression import REGRESSION, RegressionConfig
 
@@ -66,13 +65,9 @@ def read_curve(workdir: str, pairs: int) -> dict[str, list[float]]:
       pairs: the pairs of a batch; with the rate in metrics.jsonl they give the seconds.
 
     Raises:
-      UserError: the run's metrics are missing or damaged.
+      UserError: the run's metrics are missing.
     """
-    path = epath.Path(workdir) / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--workdir: {path} cannot be read: {error}") from error
+    lines = read_metrics(workdir)
     seconds = np.cumsum([pairs / line["tokens_per_second"] for line in lines])
     measured = [i for i, line in enumerate(lines) if "val_loss" in line]
     return {

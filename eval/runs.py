@@ -68,19 +68,23 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
 
 
 def first_rows(run: Run, split: str, sequences: int) -> dict[str, np.ndarray]:
-    """The first `sequences` rows of a split that have a weight and are of one length, as a batch of the objective."""
+    """The first `sequences` rows of a split that have a weight and the largest shape that the task's rows have (the
+    longest of them; of recall, those with the most records), as a batch of the objective. Where no row of the split is
+    as large, those of its largest shape."""
     data = run.task.load(run.config, (split,))
-    found: list[dict[str, np.ndarray]] = []
-    shape: Any = None
+    shapes = {name: array.shape[1:] for name, array in run.task.batch_shapes(run.config, 1).items()}
+    largest = tuple(shapes.values())
+    found: dict[tuple[tuple[int, ...], ...], list[dict[str, np.ndarray]]] = {}
     for batch in run.task.held_out(run.config, data, split):
-        arrays = {name: np.asarray(batch[name]) for name in run.task.batch_shapes(run.config, 1)}
-        shapes = {name: array.shape[1:] for name, array in arrays.items()}
-        shape = shapes if shape is None else shape
+        arrays = {name: np.asarray(batch[name]) for name in shapes}
         weights = np.asarray(batch["weights"])
         weights = weights.reshape(len(weights), -1).max(axis=1)
-        if shapes == shape:
-            found.extend({n: a[i] for n, a in arrays.items()} for i in np.flatnonzero(weights > 0))
-        if len(found) >= sequences:
+        rows = found.setdefault(tuple(array.shape[1:] for array in arrays.values()), [])
+        if len(rows) < sequences:
+            rows.extend(
+                {name: array[i] for name, array in arrays.items()} for i in np.flatnonzero(weights > 0)
+            )
+        if len(found.get(largest, ())) >= sequences:
             break
-    chosen = found[:sequences]
-    return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+    chosen = found.get(largest) or found[max(found, key=lambda shape: (len(found[shape]) > 0, shape))]
+    return {name: np.stack([row[name] for row in chosen[:sequences]]) for name in shapes}

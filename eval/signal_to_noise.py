@@ -38,7 +38,7 @@ from eval.plotting import report
 from eval.regularizer import require_brl, sown_maps
 from eval.runs import open_run
 from train.config import parse_options
-from train.data.recall import HeldOutRecall
+from train.data.recall import HeldOutRecall, Kind
 from train.errors import UserError, command
 from train.tasks.recall import RECALL
 
@@ -66,15 +66,21 @@ class SignalToNoiseOptions:
 
 
 def relevant_tokens(
-    tokens: Int[np.ndarray, "B T"], places: Int[np.ndarray, "B P"], targets: Int[np.ndarray, "B P"]
+    kind: Kind,
+    tokens: Int[np.ndarray, "B T"],
+    places: Int[np.ndarray, "B P"],
+    targets: Int[np.ndarray, "B P"],
 ) -> Bool[np.ndarray, "B T"]:
-    """Which tokens belong to a record that is asked for: a question's token before it, and the answer that follows it.
+    """Which tokens belong to a record that is asked for: a question's token before it, and the answer that follows it;
+    in rows of "copy", which have no questions, the symbols.
 
     Args:
-      tokens, places, targets: of `train.data.recall.draw_rows`.
+      kind: of the rows. tokens, places, targets: of `train.data.recall.draw_rows`.
     """
     asked = np.take_along_axis(tokens, places, axis=1)
     first = places.min(axis=1)[:, None]
+    if kind == "copy":
+        return (tokens[..., None] == targets[:, None]).any(-1) & (np.arange(tokens.shape[1]) < first)
     here, following = tokens[:, :-1, None], tokens[:, 1:, None]
     starts = ((here == asked[:, None]) & (following == targets[:, None])).any(-1)
     starts &= np.arange(tokens.shape[1] - 1) < first
@@ -161,7 +167,10 @@ def measure_run(options: SignalToNoiseOptions, workdir: str, kept: list[Any]) ->
     case = max(run.config.data.cases, key=lambda case: case.pairs)
     held_out = HeldOutRecall(run.config.data, split=options.split, cases=[case], batch=options.sequences)
     rows = {name: np.asarray(array) for name, array in next(iter(held_out)).items()}
-    relevant = relevant_tokens(rows["tokens"], rows["places"], rows["targets"])
+    # A batch that is larger than the split is filled with rows without weight.
+    real = rows["weights"].any(axis=1)
+    rows = {name: array[real] for name, array in rows.items() if name != "reset"}
+    relevant = relevant_tokens(run.config.data.kind, rows["tokens"], rows["places"], rows["targets"])
     maps = jax.jit(functools.partial(sown_maps, run.model))(run.params, jnp.asarray(rows["tokens"]))
     signed, first = (
         {layer: np.asarray(x) for layer, (x, *_) in layer_weights(run.config.model, maps, name).items()}
@@ -173,7 +182,11 @@ def measure_run(options: SignalToNoiseOptions, workdir: str, kept: list[Any]) ->
         if m.gamma == 0.0:
             continue
         sizes = {"blocks": weights.shape[1], "block": m.block, "history": weights.shape[-1]}
-        marks = (history_mask(x, **sizes) for x in (relevant, ~relevant))
+        marks = [history_mask(x, **sizes) for x in (relevant, ~relevant)]
+        if not (marks[0].any(-1) & marks[1].any(-1)).any():
+            raise UserError(
+                f"--workdir: {workdir}: no history of a block in layer {layer + 1} has both a record and other tokens"
+            )
         measures, change = compare(first[layer], weights, *marks)
         layers.append({"layer": layer, **measures})
         kept.append((f"{Path(workdir).name}, layer {layer + 1}", change, measures))
@@ -200,7 +213,9 @@ def draw(kept: Sequence[tuple[str, np.ndarray, dict[str, Any]]]) -> Figure:
             fontsize=10,
         )
         axes.set_ylabel("weights")
-    panels[-1].set_xlabel("log2 of the ratio with difference (18) over the ratio without (17)")
+    panels[-1].set_xlabel(
+        "log2 of the ratio with difference (18) over the ratio without (17); the first bar is -8 and everything below"
+    )
     return figure
 
 

@@ -14,6 +14,7 @@ from flax import traverse_util
 from brl_jax.configuration import configuration
 from brl_jax.layers import Mechanism, mechanism_name
 from train.errors import UserError
+from train.fields import Mark, marked
 from train.storage import as_os_errors, write_whole
 
 T = TypeVar("T")
@@ -70,6 +71,31 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], free: Collection
     ]
 
 
+def changed_options(preset: Any, config: Any, omitted: Collection[str] = ()) -> list[str]:
+    """The options of a command line that give a preset the data and the model of another configuration.
+
+    Args:
+      preset, config: of the same task, or of two whose data and models have fields in common; only these are compared.
+      omitted: dotted names of fields to leave out, beside those that a task decides.
+    """
+    decided = {name for each in (preset, config) for name in marked(type(each), Mark.DECIDED)}
+    old, new = (
+        flatten({part: to_json(getattr(x, part)) for part in ("data", "model")}) for x in (preset, config)
+    )
+    words = []
+    for path in [name for name in new if name.endswith("mechanism.name")]:
+        if new[path] != old.get(path):
+            part = path.removesuffix(".name")
+            words += [f"--{option_name(part)}", new[path]]
+            # Other mechanisms have other fields; the option sets them to their defaults.
+            default = to_json(type(getattr(config.model, part.removeprefix("model.")))())
+            old |= {f"{part}.{name}": value for name, value in flatten(default).items()}
+    for name, value in new.items():
+        if name in old and value != old[name] and name not in decided and name not in omitted:
+            words += [f"--{option_name(name)}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
 def option_name(path: str) -> str:
     """The command line's name of the field with this dotted name."""
     part, dot, name = path.partition(".")
@@ -93,5 +119,7 @@ def read_values(path: str | os.PathLike[str]) -> Any:
             return json.loads(epath.Path(path).read_text())
     except FileNotFoundError as error:
         raise UserError(f"--workdir: no run there: {os.fspath(path)} is missing") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{os.fspath(path)}: cannot be read: {error}") from error
+    except OSError as error:
+        raise UserError(f"--workdir: {os.fspath(path)} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"--workdir: {os.fspath(path)} is no whole JSON file: {error}") from error

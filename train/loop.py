@@ -232,8 +232,6 @@ def _train(
 
     programs = training_programs(mesh, objective, optimizer_config, loop)
     state, meta = _begin(loop, differences, programs.fresh, objective.start, checkpoints)
-    for text in introduction:
-        log(text)
     step = int(state.step)
     # The line of a step is written when its evaluation is done; a run that was stopped before that left the line in
     # the checkpoint.
@@ -244,7 +242,6 @@ def _train(
         stream.set_state(meta["position"])
         line = meta["unfinished"]
         best = _Best(**meta.get("best", {}))
-        log(resuming(step, loop.steps))
     try:
         if is_lead():
             with as_os_errors():
@@ -260,6 +257,10 @@ def _train(
             f"--workdir: cannot write under {loop.workdir}: {error.strerror or one_line(error)}"
         ) from error
 
+    for text in introduction:
+        log(text)
+    if meta is not None:
+        log(resuming(step, loop.steps))
     meter = Meter(objective, mesh.devices.flat[0].device_kind, mesh.devices.size)
     profiler = Profiler(loop.profile, loop.workdir)
     with (

@@ -21,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from train.errors import UserError, one_line
 from train.hosts import is_lead
 from train.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
 from train.wandb_log import WandbLog
@@ -164,6 +165,22 @@ class MetricsLog:
             self._wandb.close()
         if self._mirror is not None:
             self._mirror.close()
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without one that a crash cut off.
+
+    Raises:
+      UserError: there is no such file, or it cannot be read.
+    """
+    path = epath.Path(workdir) / "metrics.jsonl"
+    try:
+        with as_os_errors():
+            if not path.exists():
+                raise UserError(f"--workdir: no run there: {path} is missing")
+            return [json.loads(line) for line, _ in _whole_lines(path)]
+    except OSError as error:
+        raise UserError(f"--workdir: {path} cannot be read: {error.strerror or one_line(error)}") from error
 
 
 def _whole_lines(path: epath.Path) -> Iterator[tuple[str, int]]:

@@ -23,6 +23,7 @@ from train.config_file import differences, from_json, read_values, to_json
 from train.errors import UserError
 from train.fields import Mark, marked
 from train.loop import HeldOut, Stream, evaluate
+from train.metrics import log
 from train.step import Objective, make_eval_step, means
 
 C = TypeVar("C", bound=RunConfig)
@@ -159,17 +160,20 @@ class Task(abc.ABC, Generic[C, D]):
     def differences(
         self, old: Mapping[str, Any], config: C, free: Collection[str] | None = None
     ) -> list[str]:
-        """Fields, as "name old -> new", that keep a run of `old` from being resumed with a configuration.
+        """Fields, as "name old -> new", that keep a run of `old` from being resumed with a configuration; of a run of
+        another task the task alone.
 
         Args:
           old: from config.json or a checkpoint. Fields that its version did not have yet have their defaults.
           free: dotted names of the fields that may differ, by default `free_fields`.
         """
+        task = old.get("task", self.name)
+        if task != self.name:
+            return [f"task {task} -> {self.name}"]
         try:
             values = {name: value for name, value in old.items() if name != "task"}
-            known = from_json(self.config_class, values, "config.json")
-            old = {"task": old.get("task", self.name), **to_json(known)}
-        except UserError:  # it is of another version or task, which has fields that this one lacks
+            old = {"task": task, **to_json(from_json(self.config_class, values, "config.json"))}
+        except UserError:  # it is of another version, which has fields that this one lacks
             pass
         return differences(old, self.to_json(config), self.free_fields() if free is None else free)
 
@@ -198,13 +202,15 @@ def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -
 
 
 def find_runs(tasks: Sequence[Task[Any, Any]], folder: Path) -> list[Path]:
-    """The folders of the runs of these tasks under `folder`, at any depth."""
+    """The folders of the runs of these tasks under `folder`, at any depth. A config.json that cannot be read is left
+    out, with a line that says so."""
     known = {task.name for task in tasks}
     found = []
     for path in sorted(folder.rglob("config.json")):
         try:
             values = read_values(path)
-        except UserError:
+        except UserError as error:
+            log(f"{path.parent} is left out: {error}")
             continue
         if isinstance(values, dict) and values.get("task") in known:
             found.append(path.parent)

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         "see --generation --help.",
     )
     path = None if options.json is None else Path(options.json)
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path is not None and (path.is_dir() or not (path.parent.is_dir() and os.access(path.parent, os.W_OK))):
         raise UserError(f"--json: expected a file in a folder that can be written to, got {path}")
     pictures = None if options.pictures is None else Path(options.pictures)
     if pictures is not None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import train.lm
-from eval.compute import main
+from eval.compute import _curve, draw, main, markdown
 from tests.train.logs import metrics_lines
 from train.errors import UserError
 
@@ -13,6 +13,33 @@ TINY = (
     "--steps 4 --batch 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --ffn relu --eval_every 2 "
     "--eval_tokens 40 --warmup_steps 1 --sample_tokens 0 --tensorboard False"
 )
+
+
+def _result(seed, steps, *, whole=True):
+    curve = [{"step": s, "tokens": 9 * s, "tflop": 2.0 * s, "loss": 1 / s + seed} for s in steps]
+    return {
+        "settings": {"model.mechanism.name": "full"},
+        "parameters": 7,
+        "flops_per_token": 1.0,
+        "attention_share": None,
+        "tflop": curve[-1]["tflop"],
+        "loss": curve[-1]["loss"],
+        "whole": whole,
+        "curve": curve,
+        "seed": seed,
+    }
+
+
+def test_seeds_of_different_lengths():
+    """The curve is of the evaluations that all have, and the table has the end of each."""
+    runs = [_result(0, (2, 4, 6, 8)), _result(1, (2, 6))]
+    points, means = _curve(runs)
+    assert [point["step"] for point in points] == [2]  # 8 and 6 are of other text
+    assert means == pytest.approx([1.0])
+    assert "| 8, 6 | 16.00, 12.00 | 0, 1 |" in markdown(runs)
+    assert len(draw(runs).axes) == 3
+    points, _ = _curve([_result(0, (5,))])  # the only evaluation
+    assert [point["step"] for point in points] == [5]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import eval.context
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.context import Boundaries, boundaries, last_distances, summarise
+from eval.context_table import _by_distance
 from train.errors import UserError
 
 
@@ -90,6 +91,14 @@ def test_losses_are_averaged_by_distance_and_position():
     assert sum(each["targets"] for each in result["by_distance"]) == 41 - len(wanted["new"])
 
 
+def test_bins_without_targets():
+    """A text in which nothing comes twice has no loss by distance."""
+    empty = {"by_distance": [{"targets": 0, "first": 0, "end": 2, "carried": None}]}
+    assert _by_distance(empty, "carried").shape == (0, 2)
+    some = {"by_distance": [*empty["by_distance"], {"targets": 1, "first": 3, "end": 9, "carried": 0.5}]}
+    assert _by_distance(some, "carried").tolist() == [[6.0, 0.5]]
+
+
 @pytest.mark.slow
 def test_runs_side_by_side(tmp_path, capsys):
     """A local run has nothing to carry; that of BRL has, and its loss with the memory is what eval.lm prints."""
@@ -130,3 +139,8 @@ def test_bad_options(tmp_path):
         eval.context.main(["--tokens", "1"])
     with pytest.raises(UserError, match="--ngram must be at least 1"):
         eval.context.main(["--ngram", "0"])
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UserError, match=r"--picture: expected a \.png file in a folder that can be written to"
+    ):
+        eval.context.main(["--picture", f"{tmp_path}/file/picture.png"])

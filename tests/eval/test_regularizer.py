@@ -1,5 +1,6 @@
 """eval.regularizer and eval.signal_to_noise: equations 15 to 18 of BRL-Attention against direct calculations."""
 
+import dataclasses
 import json
 import math
 
@@ -14,6 +15,7 @@ from etils import epath
 import eval.regularizer
 import eval.signal_to_noise
 from eval.regularizer import layer_maps, reconstructed_score, summary
+from eval.runs import Run, first_rows
 from eval.signal_to_noise import compare, relevant_tokens
 from tests.laws.oracles import norm, project, softmax
 from train.checkpoint import Checkpoints
@@ -133,7 +135,7 @@ def test_relevant_tokens_are_the_records(preset):
     config = PRESETS[preset].data
     case = config.cases[-1]
     rows = draw_rows(config, case, (0,), 5)
-    found = relevant_tokens(rows["tokens"], rows["places"], rows["targets"])
+    found = relevant_tokens(config.kind, rows["tokens"], rows["places"], rows["targets"])
     assert (found.sum(1) <= 2 * case.pairs).all()
     assert (found.sum(1) > 1).all()
     if preset == "brl":
@@ -143,8 +145,23 @@ def test_relevant_tokens_are_the_records(preset):
 def test_relevant_tokens_are_the_records_before_the_first_question():
     # A question (5 at place 4) whose answer follows it, and another (6) whose record's key alone occurs again.
     row = np.array([[5, 9, 6, 8, 5, 9, 6, 7]])
-    found = relevant_tokens(row, np.array([[4, 6]]), np.array([[9, 8]]))
+    found = relevant_tokens("mqar", row, np.array([[4, 6]]), np.array([[9, 8]]))
     np.testing.assert_array_equal(found[0], [True, True, True, True, False, False, False, False])
+
+
+def test_relevant_tokens_of_a_copy_are_its_symbols():
+    row = np.array([[0, 5, 0, 4, 5, 0, 1, 5, 4]])
+    found = relevant_tokens("copy", row, np.array([[6, 7, 8]]), np.array([[5, 4, 5]]))
+    np.testing.assert_array_equal(found[0], [False, True, False, True, True, False, False, False, False])
+
+
+def test_rows_with_the_most_records_are_read(run):
+    """Of rows of 1, 2 and 4 records in turn, those of 4; and no more than there are."""
+    _, config, params = run
+    data = dataclasses.replace(config.data, length=(config.data.length[0],), pairs=(1, 4, 2), valid_rows=3)
+    some = Run(RECALL, dataclasses.replace(config, data=data), None, params, 1)
+    assert first_rows(some, "valid", 2)["places"].shape == (2, 4)
+    assert first_rows(some, "valid", 50)["places"].shape == (3, 4)
 
 
 @pytest.mark.slow
@@ -163,6 +180,8 @@ def test_commands(run, tmp_path, capsys):
     # For each row, head and compressed token.
     assert layer["weights"] == 3 * 2 * 3 * _mixed_blocks(config)
     assert picture.stat().st_size > 5_000
+    eval.signal_to_noise.main(["--workdir", str(folder), "--sequences", "1000"])
+    assert json.loads(capsys.readouterr().out)["sequences"] == config.data.valid_rows  # and no row twice
     with pytest.raises(UserError, match="--workdir: no run there"):
         eval.signal_to_noise.main(["--workdir", str(tmp_path)])
     with pytest.raises(UserError, match="length must be at least 2, or 0 for all, got 1"):

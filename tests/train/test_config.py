@@ -215,7 +215,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"--workdir: no run there: .*config.json is missing"):
         read_config([LM], tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json: cannot be read: Expecting"):
+    with pytest.raises(UserError, match=r"config.json is no whole JSON file: Expecting"):
         read_config([LM], tmp_path / "config.json")
     (tmp_path / "config.json").write_text('{"task": "lra"}')
     with pytest.raises(UserError, match=r"--workdir: .*config.json is of the task 'lra'; expected lm"):

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+import shlex
 import shutil
 import signal
 
@@ -123,12 +125,12 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     """What is kept of a run is of its best checkpoint at that time, and holds until there is a better one."""
     again = []
 
-    def measure(self, workdir, options):
-        again.append(workdir)
+    def measure(self, run, options):
+        again.append(run.config.loop.workdir)
         return Measured(result)
 
     result = eval.lra.measure_run(str(runs / "local"))
-    monkeypatch.setattr(eval.lra.Evaluation, "measure_and_keep", measure)
+    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", measure)
     shutil.copytree(runs / "local", tmp_path / "local")
     kept = tmp_path / "local" / "lra_test.json"
     for step, measured in ((result["step"], []), (result["step"] - 1, [str(tmp_path / "local")])):
@@ -148,6 +150,27 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     eval.lra.main(["--table", str(tmp_path)])
     assert again == []
     assert "| local, w = 4 |" in capsys.readouterr().out
+
+
+def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
+    """A run that has just begun and those that are damaged cost a line each; measures cut off are taken again."""
+    for name in ("good", "begun", "damaged", "cut"):
+        shutil.copytree(runs / "local", tmp_path / name)
+        (tmp_path / name / "lra_test.json").unlink(missing_ok=True)
+    (tmp_path / "good" / "lra_test.json").write_text('{"step": 6, "accu')
+    shutil.rmtree(tmp_path / "begun" / "checkpoints")
+    for params in (tmp_path / "damaged" / "checkpoints").glob("*/params"):
+        shutil.rmtree(params)
+    cut = tmp_path / "cut" / "config.json"
+    cut.write_text(cut.read_text()[:-30])
+    eval.lra.main(["--table", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert "| local, w = 4 |" in out
+    for name in ("begun", "damaged", "cut"):
+        assert f"{tmp_path / name} is left out: " in err
+    shutil.rmtree(tmp_path / "good")
+    with pytest.raises(UserError, match=r"--table: none of the 2 runs under .* can be measured"):
+        eval.lra.main(["--table", str(tmp_path)])
 
 
 def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
@@ -203,17 +226,19 @@ def test_marks_of_lit_pixels_are_classified():
 
 
 @pytest.mark.slow
-def test_a_classifier_starts_from_a_tracer(tmp_path):
+def test_a_classifier_starts_from_a_tracer(tmp_path, capsys):
     """As a user runs it, on images of the easiest level; the network is that of the preset, but for its depth."""
     small = (
         "--dashes 6 --train_examples 12 --valid_examples 4 --test_examples 4 --processes 1 --num_layers 1 --batch 4 "
         "--buckets 1024 --steps 2 --eval_every 2 --checkpoint_every 2 --tensorboard False"
     )
     train.lra.main(f"trace-pathfinder --workdir {tmp_path / 'trace'} {small}".split())
+    *_, following = re.findall("next: python -m train.lra (.*)$", capsys.readouterr().err, re.MULTILINE)
     line = metrics_lines(tmp_path / "trace", ("step", "val_accuracy"))[-1]
     assert 0 <= line["val_accuracy"] <= 1
-    start = f"--pretrained {tmp_path / 'trace'} --learning_rate 1e-12"
-    train.lra.main(f"pathfinder-2d --workdir {tmp_path / 'run'} {small} {start}".split())
+    # The same network and images, without being told again.
+    few = f"--workdir {tmp_path / 'run'} --valid_examples 4 --batch 4 --steps 2 --eval_every 2 --tensorboard False"
+    train.lra.main([*shlex.split(following), *few.split(), "--learning_rate", "1e-12"])
     traced, run = (
         open_run([LRA, LRA_TRACE], str(tmp_path / name), "last").params["encoder"]
         for name in ("trace", "run")
@@ -236,11 +261,14 @@ def test_seeds_are_averaged():
         "chance": 0.1,
         "data": "d",
         "examples": 5,
+        "split": "test",
     }
     result |= {"parameters": 7, "workdir": "runs/x"}
     runs = [result | {"accuracy": accuracy, "seed": seed} for seed, accuracy in enumerate((0.2, 0.3, 0.4))]
     # Their spread, 10 points / sqrt(3), is larger than the error of 15 answers.
     assert "| m | 30.00 ± 5.77 (3 seeds) |" in markdown(runs)
+    assert markdown(runs).startswith("Accuracy on the test split")
+    assert "- image: d, 5 valid examples" in markdown([each | {"split": "valid"} for each in runs])
     other = runs[0] | {"parameters": 8, "workdir": "runs/wide"}
     assert "| m (runs/wide) | 20.00 ± 1.00 |" in markdown([*runs, other])
 
@@ -357,6 +385,8 @@ def test_presets_are_the_papers_settings():
         ("text --buckets 100 200", "--buckets must be 1 or more each, the longest at least length=512"),
         ("image --data_dir /nowhere", "--data_dir: /nowhere does not exist"),
         ("retrieval", "--data_dir: expected a folder with new_aan_pairs"),
+        ("pathfinder-2d --resolution 64 --length 4096", "--mechanism.grid_width: expected 64, .* got 32"),
+        ("trace-pathfinder --mechanism.grid_width 16", "--mechanism.grid_width: expected 32, .* got 16"),
     ],
 )
 def test_bad_input(tmp_path, line, message):

@@ -10,7 +10,7 @@ import pytest
 
 import eval.recall
 import train.recall
-from eval.recall_table import frontier, grouped
+from eval.recall_table import draw, frontier, grouped
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.config import parse
@@ -282,6 +282,25 @@ def test_state_and_cases():
         Case(32, 2), Case(64, 8), Case(128, 2), Case(128, 8), Case(256, 2), Case(256, 8)
     )  # fmt: skip
     assert eval.recall.chosen_cases(data, (), (4,)) == (Case(32, 4), Case(64, 4))
+    # A combination without rows is left out; a value that has none at all is refused.
+    assert eval.recall.chosen_cases(data, (16, 64), (2, 12)) == (Case(16, 2), Case(64, 2), Case(64, 12))
+    with pytest.raises(UserError, match="--pairs must be at least 1, got 0"):
+        eval.recall.chosen_cases(data, (), (0, 4))
+    with pytest.raises(UserError, match="--length must be at least 7 with 2 pairs and gap 0, got -5"):
+        eval.recall.chosen_cases(data, (64, -5), ())
+
+
+def test_a_run_of_another_task_differs_in_its_task_alone():
+    assert RECALL.differences({"task": "lm", "data": {"data": "stdlib"}}, PRESETS["full"]) == [
+        "task lm -> recall"
+    ]
+
+
+def test_runs_of_two_kinds_have_no_picture():
+    """What guessing gives differs between them."""
+    runs = [{"settings": {"model.mechanism.name": "full", "data.kind": kind}} for kind in ("mqar", "copy")]
+    with pytest.raises(UserError, match="--picture: expected runs of one kind of rows, got copy, mqar"):
+        draw(runs)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +323,7 @@ def test_presets_fit(preset):
     [
         ("--length 8", "--length must be at least 15 with 3 pairs and gap 4, got 8"),
         ("--length 24 32 40 --pairs 3 4", "--pairs must be one number or one for each of the 3 lengths"),
+        ("--pairs", "--pairs must be one or more numbers of records, got none"),
         ("--gap -1", "--gap must be at least 0, got -1"),
         ("--kind recall", "--kind"),
         ("--vocabulary 5", "--vocabulary must be at least 6 with 3 pairs, got 5"),

@@ -71,6 +71,8 @@ class RecallDataConfig:
         check_at_least(self, "gap", least=0)
         if not self.length:
             raise ValueError("length must be one or more numbers of tokens, got none")
+        if not self.pairs:
+            raise ValueError("pairs must be one or more numbers of records, got none")
         if len(self.length) != 1 and len(self.pairs) not in (1, len(self.length)):
             raise ValueError(
                 f"pairs must be one number or one for each of the {len(self.length)} lengths, got {self.pairs}"

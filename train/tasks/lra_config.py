@@ -44,6 +44,7 @@ from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.config import LoopConfig, RunConfig
 from train.data.lra import LRA_TASKS, LraDataConfig
 from train.data.lra.listops import ListOpsSpec
+from train.errors import UserError
 from train.fields import Decided, Flat
 from train.optimizer import OptimizerConfig
 
@@ -94,6 +95,18 @@ _Part = TypeVar("_Part")
 def recast(kind: type[_Part], part: Any, **changes: Any) -> _Part:
     """A part of a configuration as `kind`, a class derived from its own, with some of its fields changed."""
     return kind(**{field.name: getattr(part, field.name) for field in dataclasses.fields(part)} | changes)
+
+
+def check_grid(data: LraDataConfig, model: EncoderConfig) -> None:
+    """Raises UserError where a mechanism's grid is not that of the task's images."""
+    for name in ("mechanism", "late_mechanism"):
+        mechanism = getattr(model, name)
+        in_a_grid = getattr(mechanism, "pattern", None) in ("axial", "neighbourhood")
+        if in_a_grid and data.side is not None and mechanism.grid_width != data.side:
+            raise UserError(
+                f"--{name}.grid_width: expected {data.side}, the pixels in a row of an image, "
+                f"got {mechanism.grid_width}"
+            )
 
 
 class _Setting(NamedTuple):

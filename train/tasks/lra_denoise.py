@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from brl_jax.models import MaskedLM
 from train.config import RunConfig
+from train.config_file import changed_options
 from train.data.lra import LRA_TASKS, load
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.fields import Decided, Flat
@@ -25,7 +26,7 @@ from train.loop import HeldOut
 from train.mesh import host_rows
 from train.step import Objective, means
 from train.task import Task
-from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, recast
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, check_grid, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.mlm import mlm_objective
 
@@ -80,6 +81,7 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
 
     def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
         """The arena's task decides the tokens, of which the mask is one more."""
+        check_grid(config.data, config.model)
         sizes = LRA_TASKS[config.data.task]
         model = dataclasses.replace(
             config.model,
@@ -140,7 +142,9 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
         return {**metrics, "perplexity": math.exp(metrics["loss"]), "tokens": round(sums["weight"])}
 
     def next_commands(self, config: DenoiseConfig, data: LraData) -> Sequence[Sequence[str]]:
-        return (("train.lra", config.data.task, "--pretrained", config.loop.workdir, "--inputs", "embed"),)
+        network = changed_options(PRESETS[config.data.task], config)
+        inputs = ("--inputs", config.model.inputs)
+        return (("train.lra", config.data.task, "--pretrained", config.loop.workdir, *inputs, *network),)
 
 
 LRA_DENOISE = LraDenoiseTask()

@@ -19,13 +19,14 @@ from jaxtyping import Array
 
 from brl_jax.models import TokenClassifier
 from train.config import RunConfig
+from train.config_file import changed_options
 from train.data.lra import LRA_TASKS, EvalBatches, TrainBatches, load
 from train.fields import Decided, Flat
 from train.loop import HeldOut
 from train.mup import make_rates
 from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Task
-from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, recast
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, check_grid, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 
 
@@ -100,6 +101,7 @@ class LraTraceTask(Task[TraceConfig, LraData]):
 
     def sized(self, config: TraceConfig, data: LraData | None = None) -> TraceConfig:
         """The arena's task decides the tokens; a lit pixel is of one of two classes."""
+        check_grid(config.data, config.model)
         model = dataclasses.replace(
             config.model,
             vocab_size=LRA_TASKS[config.data.task].vocab_size,
@@ -146,9 +148,15 @@ class LraTraceTask(Task[TraceConfig, LraData]):
         return {**means(sums), "pixels": round(sums["weight"])}
 
     def next_commands(self, config: TraceConfig, data: LraData) -> Sequence[Sequence[str]]:
+        workdir = config.loop.workdir
+        preset = PRESETS["pathfinder-2d"]
+        network = changed_options(preset, config, ("data.valid_examples", "data.test_examples"))
+        examples = config.data.train_examples or preset.data.train_examples
+        # Linear probing, then fine-tuning in small steps (docs/lra.md).
+        head = ("--fit_head", str(min(examples, 2_000)), "--learning_rate", "1e-4")
         return (
-            ("eval.lra_probe", "--workdir", config.loop.workdir),
-            ("train.lra", "pathfinder-2d", "--pretrained", config.loop.workdir),
+            ("eval.lra_probe", "--workdir", workdir),
+            ("train.lra", "pathfinder-2d", "--pretrained", workdir, *head, *network),
         )
 
 

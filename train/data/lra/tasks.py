@@ -89,9 +89,7 @@ class LraDataConfig:
             raise ValueError(
                 f"dashes must be one of {', '.join(map(str, pathfinder.LEVELS))}, got {self.dashes}"
             )
-        side = {"image": image.RESOLUTION, "pathfinder": self.resolution, "pathx": self.resolution}.get(
-            self.task
-        )
+        side = self.side
         if side is not None and self.length < side**2:
             raise ValueError(
                 f"length must be at least {side**2} for images of {side} x {side}, got {self.length}"
@@ -100,6 +98,12 @@ class LraDataConfig:
             raise ValueError(
                 f"buckets must be 1 or more each, the longest at least length={self.length}, got {self.buckets}"
             )
+
+    @property
+    def side(self) -> int | None:
+        """Pixels of a side of the task's images; None for a task of others."""
+        sides = {"image": image.RESOLUTION, "pathfinder": self.resolution, "pathx": self.resolution}
+        return sides.get(self.task)
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
