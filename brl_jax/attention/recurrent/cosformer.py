@@ -100,20 +100,22 @@ def cosformer_attention(
     given = None if state is None else check_state(state, fresh, "init_cosformer_state")
     index = fresh.length if given is None else given.length
 
-    def positions(length: int) -> Array:
-        return index[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    # An array max_length acts here alone: the features, which kernels may compute, must not close over arrays.
+    def angles(length: int) -> Array:
+        positions = index[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        return positions.astype(jnp.float32) * (math.pi / (2 * max_length))
 
-    def features(x: Array, positions: Array) -> Array:
+    def features(x: Array, angles: Array) -> Array:
         x = jax.nn.relu(x)
-        angle = (positions.astype(x.dtype) * (math.pi / (2 * max_length)))[:, :, None, None]
-        return jnp.concatenate([x * jnp.cos(angle), x * jnp.sin(angle)], axis=-1)
+        angles = angles[:, :, None, None]
+        return jnp.concatenate([x * jnp.cos(angles), x * jnp.sin(angles)], axis=-1)
 
     (total, weight), sums = feature_sums(
         query, key, value, features, features, num_features=2 * head_dim, normalize=True, is_causal=is_causal,
         key_value_seq_lengths=key_value_seq_lengths, segment_ids=segment_ids,
         state=None if given is None else LinearState(given.key_value, given.key), return_state=return_state,
         chunk_size=chunk_size, implementation=implementation,
-        positions=(positions(query.shape[1]), positions(key.shape[1])), name="cosformer_attention",
+        positions=(angles(query.shape[1]), angles(key.shape[1])), name="cosformer_attention",
     )  # fmt: skip
     assert weight is not None
     assert sums.key is not None

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
@@ -226,7 +226,7 @@ def feature_sums(
     is_causal: bool,
     state: LinearState | None,
     chunk_size: int,
-    positions: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    positions: tuple[Num[Array, "B T"], Num[Array, "B S"]] | None = None,
     rotation: Features | None = None,
     log_decay: Any = None,
     name: str | None = None,
@@ -240,7 +240,7 @@ def feature_sums(
         return_state: as for `linear_attention`; implementation as well.
       query_features, key_features: the feature maps.
       num_features: the number of features F.
-      positions: of the queries and keys, for features that depend on them.
+      positions: of the queries and keys, or numbers that follow from them, for features that depend on them.
       rotation: applied to the features of the numerator, whose number it must not change.
       log_decay: (K,), (B, T, K) or (B, T, K, F), as for `linear_attention`.
       name: of the public function, where kernels may serve it.
