@@ -54,8 +54,11 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
         for model, row in ours.items()
     ]
     rows.append({"model": "chance (the most frequent class)", **{t: f"{chance[t]:.2f}" for t in tasks}})
-    splits = " and the ".join(sorted({r["split"] for r in results}))
-    parts = [f"Accuracy on the {splits} split, percent ± standard error.", "", *_table(tasks, rows)]
+    parts = [
+        f"Accuracy on the {results[0]['split']} split, percent ± standard error.",
+        "",
+        *_table(tasks, rows),
+    ]
     data = sorted({f"{r['task']}: {r['data']}, {r['examples']} {r['split']} examples" for r in results})
     parts += ["", *(f"- {line}" for line in data)]
     for paper, figures in PAPERS.items():
