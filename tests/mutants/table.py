@@ -2024,14 +2024,14 @@ MUTANTS = (
     Mutant(
         "train/an option that an older run lacks counts as changed",
         "train/task.py",
-        'old = {"task": old.get("task", self.name), **to_json(known)}',
-        "del known",
+        'old = {"task": task, **to_json(from_json(self.config_class, values, "config.json"))}',
+        'from_json(self.config_class, values, "config.json")',
         ("tests/train/test_config.py", "-k", "before_an_option"),
     ),
     Mutant(
         "eval/a table keeps what a run measured before it went on",
         "eval/main.py",
-        'if checkpoints.steps() and checkpoints.choose("best")[0] != result["step"]:',
+        'if checkpoints.steps() and checkpoints.choose("best")[0] != step:',
         "if False:",
         ("tests/train/test_lra.py", "-k", "gone_on"),
     ),
@@ -2062,5 +2062,78 @@ MUTANTS = (
         "jnp.asarray(start + count, jnp.int32)",
         "jnp.asarray(start, jnp.int32)",
         ("tests/attention/test_states.py", "-k", "pieces and long_short"),
+    ),
+    Mutant(
+        "recurrent/cosformer's features close over an array of the longest length",
+        "brl_jax/attention/recurrent/cosformer.py",
+        """ * (math.pi / (2 * max_length))
+
+    def features(x: Array, angles: Array) -> Array:
+        x = jax.nn.relu(x)
+        angles = angles[:, :, None, None]
+""",
+        """
+
+    def features(x: Array, angles: Array) -> Array:
+        x = jax.nn.relu(x)
+        angles = angles[:, :, None, None] * (math.pi / (2 * max_length))
+""",
+        ("tests/attention/recurrent/test_cosformer.py",),
+    ),
+    Mutant(
+        "eval/a curve has the steps that any of its seeds evaluated",
+        "eval/compute.py",
+        "set.intersection(*",
+        "set.union(*",
+        ("tests/eval/test_compute.py", "-k", "seeds"),
+    ),
+    Mutant(
+        "eval/a row's distances without targets have no axis",
+        "eval/context_table.py",
+        ".reshape(-1, 2)",
+        "",
+        ("tests/eval/test_context.py", "-k", "without_targets"),
+    ),
+    Mutant(
+        "eval/a table stops at measures that cannot be read",
+        "eval/main.py",
+        "except (ValueError, KeyError, TypeError):",
+        "except FileNotFoundError:",
+        ("tests/train/test_lra.py", "-k", "cannot_be_measured"),
+    ),
+    Mutant(
+        "eval/recall's lengths that no case has are passed over",
+        "eval/recall.py",
+        "if None not in refused:",
+        "if False:",
+        ("tests/train/test_recall.py", "-k", "state_and_cases"),
+    ),
+    Mutant(
+        "eval/the rows read first are of any number of records",
+        "eval/runs.py",
+        "chosen = found.get(largest) or found[max(found, key=lambda shape: (len(found[shape]) > 0, shape))]",
+        "chosen = next(iter(found.values()))",
+        ("tests/eval/test_regularizer.py", "-k", "most_records"),
+    ),
+    Mutant(
+        "eval/relevant tokens of a copy are sought as records",
+        "eval/signal_to_noise.py",
+        'if kind == "copy":',
+        'if kind == "none":',
+        ("tests/eval/test_regularizer.py", "-k", "copy"),
+    ),
+    Mutant(
+        "train/a run of another task differs field by field",
+        "train/task.py",
+        "if task != self.name:",
+        "if False:",
+        ("tests/train/test_recall.py", "-k", "another_task"),
+    ),
+    Mutant(
+        "train/a grid need not be as wide as the images",
+        "train/tasks/lra_config.py",
+        "mechanism.grid_width != data.side:",
+        "False:",
+        ("tests/train/test_lra.py", "-k", "bad_input and grid_width and trace"),
     ),
 )

@@ -386,7 +386,11 @@ def test_presets_are_the_papers_settings():
         ("image --data_dir /nowhere", "--data_dir: /nowhere does not exist"),
         ("retrieval", "--data_dir: expected a folder with new_aan_pairs"),
         ("pathfinder-2d --resolution 64 --length 4096", "--mechanism.grid_width: expected 64, .* got 32"),
-        ("trace-pathfinder --mechanism.grid_width 16", "--mechanism.grid_width: expected 32, .* got 16"),
+        (
+            "trace-pathfinder --mechanism.grid_width 16 --steps 1 --batch 2 --train_examples 4 "
+            "--valid_examples 2 --test_examples 2",
+            "--mechanism.grid_width: expected 32, .* got 16",
+        ),
     ],
 )
 def test_bad_input(tmp_path, line, message):
