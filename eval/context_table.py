@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from eval.plotting import line_styles, plain_log_axis, shared_legend
-
-
-def label(result: dict[str, Any]) -> str:
-    """A run's mechanism and folder."""
-    return f"{result['mechanism']} ({Path(result['workdir']).name})"
+from eval.runs import run_labels
 
 
 def _number(value: float | None) -> str:
@@ -36,15 +31,16 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         f"| run | memory | all | {' | '.join(where.get(name, name) for name in regions)} |",
         "|---" * (3 + len(regions)) + "|",
     ]
-    for result in results:
+    labels = run_labels(results)
+    for label, result in zip(labels, results, strict=True):
         shares = [result["regions"][name]["targets"] / max(result["targets"], 1) for name in regions]
         lines.append(
-            f"| {label(result)} | targets | {result['targets']} | "
+            f"| {label} | targets | {result['targets']} | "
             + " | ".join(f"{100 * share:.1f}%" for share in shares)
             + " |"
         )
         lines += [
-            f"| {label(result)} | {memory} | {_number(result[memory])} | "
+            f"| {label} | {memory} | {_number(result[memory])} | "
             + " | ".join(_number(result["regions"][name][memory]) for name in regions)
             + " |"
             for memory in ("carried", "cleared")
@@ -58,8 +54,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         "|---" * (1 + len(parts)) + "|",
     ]
     lines += [
-        f"| {label(result)} | {' | '.join(_number(part['carried']) for part in result['by_position'])} |"
-        for result in results
+        f"| {label} | {' | '.join(_number(part['carried']) for part in result['by_position'])} |"
+        for label, result in zip(labels, results, strict=True)
     ]
     return "\n".join(lines)
 
@@ -76,7 +72,7 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     of the first run (of a single run: carried less cleared)."""
     figure = Figure(figsize=(15, 9), layout="constrained")
     (totals, by_position), (by_distance, by_gain) = figure.subplots(2, 2)
-    names = [label(result) for result in results]
+    names = run_labels(results)
     styles = line_styles(names)
     alone = len(results) == 1
     for i, (name, result) in enumerate(zip(names, results)):

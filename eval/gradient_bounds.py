@@ -34,7 +34,6 @@ import inspect
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -61,7 +60,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
 from eval.locality import layer_weights
 from eval.plotting import legend_outside, line_styles, report
-from eval.runs import first_rows, open_run
+from eval.runs import first_rows, open_run, run_names
 from train.config import parse_options
 from train.errors import UserError, command
 from train.summary import mechanism_names
@@ -291,7 +290,7 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[Any]) -> dict[st
             measures, size = summary(kind, part)
             layers.append({"layer": layer, **measures})
             sizes.append(size)
-    kept.append((f"{name} ({Path(workdir).name})", np.concatenate(sizes), layers))
+    kept.append((f"{name} ({run_names(options.workdir)[workdir]})", np.concatenate(sizes), layers))
     return {
         "workdir": workdir,
         "mechanism": name,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.attention.core.checks import check_at_least
 from eval.plotting import legend_outside, line_styles, report
+from eval.runs import run_labels
 from train.config import parse_options
 from train.errors import UserError, command
 from train.metrics import read_metrics
@@ -85,13 +85,14 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     curves = [read_curves(result["workdir"]) for result in results]
     figure = Figure(figsize=(13, 5), layout="constrained")
     styles = line_styles([result["workdir"] for result in results])
+    labels = run_labels(results)
     panels = figure.subplots(1, len(_TITLES))
     for axes, (name, title) in zip(panels, _TITLES.items()):
-        for result, curve in zip(results, curves):
+        for label, result, curve in zip(labels, results, curves, strict=True):
             axes.plot(
                 curve["step"],
                 curve[name],
-                label=f"{result['mechanism']} ({Path(result['workdir']).name})",
+                label=label,
                 markevery=max(1, len(curve["step"]) // 10),
                 markersize=5,
                 **styles[result["workdir"]],

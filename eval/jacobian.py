@@ -21,7 +21,6 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -34,7 +33,7 @@ from matplotlib.figure import Figure
 from brl_jax.models.stack import Stack
 from eval.plotting import legend_outside, line_styles, plain_log_axis, report
 from eval.reach import window_reach
-from eval.runs import first_rows, open_run
+from eval.runs import first_rows, open_run, run_labels
 from train.config import parse_options
 from train.errors import UserError, command
 from train.step import Objective
@@ -224,11 +223,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axes = figure.subplots()
     styles = line_styles([result["workdir"] for result in results])
-    for result in results:
+    for label, result in zip(run_labels(results), results, strict=True):
         style = styles[result["workdir"]]
         ranges = [each for each in result["sensitivity"] if each["first"] > 0 and each["sensitivity"] > 0]
         middles = [math.sqrt(each["first"] * max(each["end"] - 1, 1)) for each in ranges]
-        label = f"{result['mechanism']} ({Path(result['workdir']).name})"
         axes.plot(
             middles, [each["sensitivity"] for each in ranges], label=label, **{**style, "markersize": 5}
         )

@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -36,6 +35,7 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
 from eval.lm import read_run
 from eval.plotting import legend_outside, line_styles, report
+from eval.runs import run_labels
 from train.config import parse_options
 from train.data import load
 from train.errors import UserError, command
@@ -197,10 +197,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     curves, areas = figure.subplots(1, 2, width_ratios=(3, 2))
     styles = line_styles([result["workdir"] for result in results])
-    for result in results:
+    for name, result in zip(run_labels(results), results, strict=True):
         order = np.argsort(result["ratios"])
         x, y = (np.asarray(result[name])[order] for name in ("ratios", "score"))
-        label = f"{result['mechanism']} ({Path(result['workdir']).name}), area {result['area']:.2f}"
+        label = f"{name}, area {result['area']:.2f}"
         style = {**styles[result["workdir"]], "markersize": 5}
         curves.plot(x, y, label=label, **style)
         numbers = [layer["layer"] + 1 for layer in result["layers"]]

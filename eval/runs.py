@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,22 @@ def open_run(tasks: Sequence[Task[Any, Any]], workdir: str, checkpoint: str) -> 
 
     step, params = checkpoints.read_params(task.objective(model, config).init, checkpoint, explain=explain)
     return Run(task, config, model, params, step)
+
+
+def run_names(workdirs: Sequence[str]) -> dict[str, str]:
+    """The names of runs in tables and pictures, by their folders: as many of the last parts of each path as it takes
+    for all to differ."""
+    parts = {workdir: Path(workdir).resolve().parts for workdir in workdirs}
+    depth = 1
+    while len({path[-depth:] for path in parts.values()}) < len(set(parts.values())):
+        depth += 1
+    return {workdir: "/".join(path[-depth:]) for workdir, path in parts.items()}
+
+
+def run_labels(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The mechanism and the name of the run of each result, which has "mechanism" and "workdir"."""
+    names = run_names([result["workdir"] for result in results])
+    return [f"{result['mechanism']} ({names[result['workdir']]})" for result in results]
 
 
 def first_rows(run: Run, split: str, sequences: int) -> dict[str, np.ndarray]:

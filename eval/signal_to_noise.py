@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -36,7 +35,7 @@ from matplotlib.figure import Figure
 from eval.locality import layer_weights
 from eval.plotting import report
 from eval.regularizer import require_brl, sown_maps
-from eval.runs import open_run
+from eval.runs import open_run, run_names
 from train.config import parse_options
 from train.data.recall import HeldOutRecall, Kind
 from train.errors import UserError, command
@@ -189,7 +188,7 @@ def measure_run(options: SignalToNoiseOptions, workdir: str, kept: list[Any]) ->
             )
         measures, change = compare(first[layer], weights, *marks)
         layers.append({"layer": layer, **measures})
-        kept.append((f"{Path(workdir).name}, layer {layer + 1}", change, measures))
+        kept.append((f"{run_names(options.workdir)[workdir]}, layer {layer + 1}", change, measures))
     if not layers:
         raise UserError(f"--workdir: {workdir} has no differential compression of more than one block")
     return {
