@@ -166,15 +166,17 @@ def measure(
             progress.advance(task)
         progress.reset(task, total=repeats * len(candidates))
         spent = {name: sum(sum(p.seconds) for p in c.programs.values()) for name, c in candidates.items()}
-        for _ in range(repeats):
+        for i in range(repeats):
+            if not progress.console.is_terminal:  # where nobody sees a bar
+                progress.console.print(
+                    f"{label}, n = {length}: {len(candidates)} of {len(cases)} ready, round {i + 1} of {repeats}"
+                )
             for name, candidate in candidates.items():
                 progress.update(task, description=f"{label}, n = {length}: timing {name}")
                 done = min(len(program.seconds) for program in candidate.programs.values())
                 if done < repeats and (spent[name] < patience or done < 2):
                     spent[name] += sum(program.measure() for program in candidate.programs.values())
                 progress.advance(task)
-        if not progress.console.is_terminal:  # where nobody sees a bar
-            progress.console.print(f"{label}, n = {length}: {len(candidates)} of {len(cases)} timed")
     finally:
         rows.extend(as_row(length, name, candidate) for name, candidate in candidates.items())
         rows.extend({"length": length, "name": name, "note": note} for name, note in notes.items())
