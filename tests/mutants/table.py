@@ -2001,6 +2001,13 @@ MUTANTS = (
         ("tests/train/test_throughput.py", "-k", "first_step"),
     ),
     Mutant(
+        "eval/a short program is timed from its first run on",
+        "eval/speed/measure.py",
+        "if self.short:",
+        "if False:",
+        ("tests/eval/test_speed.py", "-k", "does_not_pay"),
+    ),
+    Mutant(
         "throughput/the backward pass multiplies once",
         "train/throughput.py",
         "return 3 * matrix_flops(",
