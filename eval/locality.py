@@ -197,10 +197,10 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     curves, areas = figure.subplots(1, 2, width_ratios=(3, 2))
     styles = line_styles([result["workdir"] for result in results])
-    for name, result in zip(run_labels(results), results, strict=True):
+    for run, result in zip(run_labels(results), results, strict=True):
         order = np.argsort(result["ratios"])
         x, y = (np.asarray(result[name])[order] for name in ("ratios", "score"))
-        label = f"{name}, area {result['area']:.2f}"
+        label = f"{run}, area {result['area']:.2f}"
         style = {**styles[result["workdir"]], "markersize": 5}
         curves.plot(x, y, label=label, **style)
         numbers = [layer["layer"] + 1 for layer in result["layers"]]

@@ -51,7 +51,7 @@ class Program:
         """Notes the time of one step in one round; returns that of the round.
 
         A short program runs once before that: a large one before it gives memory back to the system in the background,
-        and decoding was measured at 50 times its time meanwhile.
+        and decoding was measured at a hundred times its time meanwhile.
         """
         if self.short:
             self.run()

@@ -2001,6 +2001,13 @@ MUTANTS = (
         ("tests/train/test_throughput.py", "-k", "first_step"),
     ),
     Mutant(
+        "eval/runs are named by their last folders alone",
+        "eval/runs.py",
+        "depth += 1",
+        "break",
+        ("tests/eval/test_runs.py",),
+    ),
+    Mutant(
         "eval/a short program is timed from its first run on",
         "eval/speed/measure.py",
         "if self.short:",
