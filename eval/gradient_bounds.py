@@ -60,7 +60,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
 from eval.locality import layer_weights
 from eval.plotting import legend_outside, line_styles, report
-from eval.runs import first_rows, open_run, run_names
+from eval.runs import first_rows, open_run, run_labels
 from train.config import parse_options
 from train.errors import UserError, command
 from train.summary import mechanism_names
@@ -264,8 +264,8 @@ def summary(kind: Kind, g: LayerGradients) -> tuple[dict[str, Any], Float[np.nda
     return measures, size[seen]
 
 
-def measure_run(options: BoundOptions, workdir: str, kept: list[Any]) -> dict[str, Any]:
-    """The JSON object of one run; `kept` gets what the picture shows.
+def measure_run(options: BoundOptions, workdir: str, kept: list[np.ndarray]) -> dict[str, Any]:
+    """The JSON object of one run; `kept` gets the sizes of the gradients of all pairs, which the picture shows.
 
     Raises:
       UserError: there is no run, or none of its layers has bounds.
@@ -290,7 +290,7 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[Any]) -> dict[st
             measures, size = summary(kind, part)
             layers.append({"layer": layer, **measures})
             sizes.append(size)
-    kept.append((f"{name} ({run_names(options.workdir)[workdir]})", np.concatenate(sizes), layers))
+    kept.append(np.concatenate(sizes))
     return {
         "workdir": workdir,
         "mechanism": name,
@@ -301,13 +301,15 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[Any]) -> dict[st
     }
 
 
-def draw(kept: Sequence[tuple[str, np.ndarray, list[dict[str, Any]]]]) -> Figure:
+def draw(results: Sequence[dict[str, Any]], kept: Sequence[np.ndarray]) -> Figure:
     """How the gradients are distributed over the pairs, with their bounds, and both in each layer."""
     figure = Figure(figsize=(13, 5), layout="constrained")
     shares, by_layer = figure.subplots(1, 2)
-    styles = line_styles([name for name, *_ in kept])
+    labels = run_labels(results)
+    styles = line_styles(labels)
     places = np.concatenate([np.linspace(0, 0.99, 100), 1 - np.geomspace(0.01, 1e-6, 60)])
-    for name, sizes, layers in kept:
+    for name, result, sizes in zip(labels, results, kept, strict=True):
+        layers = result["layers"]
         style = styles[name]
         line = {"color": style["color"], "linestyle": style["linestyle"]}
         shares.plot(np.quantile(sizes, places), 1 - places, label=name, **line)
@@ -331,7 +333,7 @@ def draw(kept: Sequence[tuple[str, np.ndarray, list[dict[str, Any]]]]) -> Figure
     by_layer.set(
         yscale="log", xlabel="layer", ylabel="|dL / ds| / (c1 c2)", title="the largest, and its bound"
     )
-    by_layer.set_xticks(sorted({layer["layer"] + 1 for *_, layers in kept for layer in layers}))
+    by_layer.set_xticks(sorted({layer["layer"] + 1 for result in results for layer in result["layers"]}))
     for axes in (shares, by_layer):
         axes.grid(True, alpha=0.3)
     legend_outside(by_layer)
@@ -346,10 +348,10 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m eval.gradient_bounds",
         about="Gradients by attention scores beside their bounds.",
     )
-    kept: list[Any] = []
+    kept: list[np.ndarray] = []
     report(
         (measure_run(options, folder, kept) for folder in options.workdir),
-        lambda _: draw(kept),
+        lambda results: draw(results, kept),
         options.picture,
     )
 
