@@ -54,6 +54,8 @@ def pooled(run: Run, examples: Examples, limit: int) -> tuple[np.ndarray, np.nda
 
     @jax.jit
     def mean(tokens: Any, lengths: Any) -> Any:
+        if tokens.ndim == 3:  # the marks of trace-pathfinder are a second sequence
+            tokens, lengths = tokens[:, 0], lengths[:, 0]
         outputs: Any = encoder.apply({"params": run.params["encoder"]}, tokens, lengths=lengths)
         inside = (jax.numpy.arange(tokens.shape[1]) < lengths[:, None])[..., None]
         return jax.numpy.where(inside, outputs, 0.0).sum(1) / lengths[:, None]

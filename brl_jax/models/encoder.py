@@ -201,8 +201,17 @@ class Classifier(nn.Module):
         lengths: Int[Array, "B"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B C"]:
-        pooled = self.encoder(inputs, lengths=lengths, deterministic=deterministic)
-        return self.head(pooled, deterministic)
+        return self.head(self.features(inputs, lengths=lengths, deterministic=deterministic), deterministic)
+
+    def features(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B T F"],
+        *,
+        lengths: Int[Array, "B"] | None = None,
+        deterministic: bool = True,
+    ) -> Float[Array, "B D"]:
+        """What the head reads, float32: the pooled outputs of the encoder. Arguments as for the call."""
+        return self.encoder(inputs, lengths=lengths, deterministic=deterministic)
 
 
 class TokenClassifier(nn.Module):
@@ -251,6 +260,16 @@ class PairClassifier(nn.Module):
         lengths: Int[Array, "B 2"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B C"]:
+        return self.head(self.features(inputs, lengths=lengths, deterministic=deterministic), deterministic)
+
+    def features(
+        self,
+        inputs: Int[Array, "B 2 T"] | Float[Array, "B 2 T F"],
+        *,
+        lengths: Int[Array, "B 2"] | None = None,
+        deterministic: bool = True,
+    ) -> Float[Array, "B 4*D"]:
+        """What the head reads, [a, b, a * b, a - b], float32. Arguments and errors as for the call."""
         name, last = ("inputs", ", features") if self.config.inputs == "features" else ("tokens", "")
         if inputs.ndim != (4 if last else 3) or inputs.shape[1] != 2:
             raise ValueError(f"{name} must have shape (batch, 2, length{last}), got {inputs.shape}")
@@ -259,4 +278,4 @@ class PairClassifier(nn.Module):
         lengths = None if lengths is None else lengths.reshape(-1)
         pooled = self.encoder(pairs, lengths=lengths, deterministic=deterministic)
         a, b = pooled[0::2], pooled[1::2]
-        return self.head(jnp.concatenate([a, b, a * b, a - b], axis=-1), deterministic)
+        return jnp.concatenate([a, b, a * b, a - b], axis=-1)

@@ -2071,6 +2071,13 @@ MUTANTS = (
         ("tests/train/test_lra_head.py", "-k", "scores_of_the_map"),
     ),
     Mutant(
+        "train/a head is fitted for pretrained encoders alone",
+        "train/tasks/lra.py",
+        "            if config.fit_head:",
+        "            if config.fit_head and config.pretrained:",
+        ("tests/train/test_lra_head.py", "-k", "random_encoder"),
+    ),
+    Mutant(
         "attention/a long-short state does not count its tokens",
         "brl_jax/attention/low_rank/long_short_generation.py",
         "jnp.asarray(start + count, jnp.int32)",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import train.lra
-from brl_jax.models import Classifier, EncoderConfig
+from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from eval.runs import open_run
 from tests.train.logs import metrics_lines
 from train.errors import UserError
@@ -26,27 +26,34 @@ def test_a_linear_map_reads_what_is_linear_whatever_its_scale():
     assert (found == parity[400:]).mean() < 0.65
 
 
-@pytest.mark.parametrize("pooling", ["mean", "max", "cls"])
-def test_the_classifier_gives_the_scores_of_the_map(pooling):
-    """For examples that it was not fitted to as well, in ragged rows; the number of one token decides the label, which
-    the pooled outputs hardly show."""
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [(Classifier, "mean"), (Classifier, "max"), (Classifier, "cls"), (PairClassifier, "mean")],
+)
+def test_the_classifier_gives_the_scores_of_the_map(kind, pooling):
+    """For examples that it was not fitted to as well, in ragged rows; the number of one token, in the second sequence
+    of a pair, decides the label, which the pooled outputs hardly show."""
     rng = np.random.default_rng(1)
     config = EncoderConfig(
         num_layers=1, d_model=12, num_heads=2, d_ff=10, vocab_size=8, num_classes=3, pooling=pooling
     )
-    model = Classifier(config)
-    tokens = rng.integers(1, 8, (200, 10)).astype(np.int32)
-    lengths = rng.integers(4, 11, 200).astype(np.int32)
-    labels = np.minimum((tokens == 3).sum(1), 2)
+    model = kind(config)
+    tokens = rng.integers(1, 8, (200, 2, 10)).astype(np.int32)
+    lengths = rng.integers(4, 11, (200, 2)).astype(np.int32)
+    labels = np.minimum((tokens[:, 1] == 3).sum(1), 2)
+    if kind is Classifier:
+        tokens, lengths = tokens[:, 1], lengths[:, 1]
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens[:2], lengths=lengths[:2]))["params"]
     batch = {"tokens": tokens, "lengths": lengths, "targets": labels, "weights": np.ones(200, np.float32)}
     batch["weights"][150:] = 0.0
     head = fitted_head(model, params, [batch])
 
-    encode = jax.jit(
-        lambda p: model.apply(p, tokens, lengths=lengths, method=lambda m, *a, **k: m.encoder(*a, **k))
-    )
+    sequences = tokens.reshape(-1, 10), lengths.reshape(-1)
+    encode = jax.jit(lambda p: model.apply(p, *sequences, method=lambda m, x, n: m.encoder(x, lengths=n)))
     features = np.asarray(encode({"params": params}), np.float64)
+    if kind is PairClassifier:
+        a, b = features[0::2], features[1::2]
+        features = np.concatenate([a, b, a * b, a - b], axis=-1)
     linear = fitted(features[:150], labels[:150], 3)
     logits = np.asarray(
         jax.jit(model.apply)({"params": {**params, "head": head}}, tokens, lengths=lengths), np.float64
@@ -83,11 +90,21 @@ def test_a_run_starts_from_the_fitted_head(tmp_path):
     head = open_run([LRA], str(second), "last").params["head"]
     assert set(np.unique(np.round(head["out"]["kernel"], 5))) == {-1.0, 0.0, 1.0}
     assert len(metrics_lines(second, ("step", "val_accuracy"))) == 1
-    for options, message in (
-        ("--fit_head 8", "fit_head must be 0 without pretrained, got 8"),
-        (f"--fit_head -1 --pretrained {first}", "fit_head must be at least 0, got -1"),
-    ):
-        with pytest.raises(UserError, match=message):
-            train.lra.main(f"listops --workdir {tmp_path / 'other'} {small} {options}".split())
-    with pytest.raises(UserError, match=r"fit_head must be 0 for retrieval, a task of pairs, got 8"):
-        train.lra.main(f"retrieval --workdir {tmp_path / 'other'} --fit_head 8 --pretrained {first}".split())
+    with pytest.raises(UserError, match="fit_head must be at least 0, got -1"):
+        train.lra.main(f"listops --workdir {tmp_path / 'other'} {small} --fit_head -1".split())
+
+
+def test_the_head_of_pairs_is_fitted_to_a_random_encoder(tmp_path):
+    pairs = [(0, b"aaab", b"abaa"), (1, b"caab", b"abcc")] * 20
+    for split in ("train", "eval", "test"):
+        lines = [b"%d.0\t1\t2\t%s\t%s\n" % pair for pair in pairs]
+        (tmp_path / f"new_aan_pairs.{split}.tsv").write_bytes(b"".join(lines))
+    train.lra.main(
+        f"retrieval --data_dir {tmp_path} --workdir {tmp_path / 'run'} --num_layers 1 --d_model 8 --num_heads 2 "
+        "--d_ff 24 --mechanism local --mechanism.window 4 --length 32 --buckets 32 --batch 8 --steps 1 --eval_every 1 "
+        "--checkpoint_every 1 --tensorboard False --fit_head 40 --learning_rate 1e-12".split()
+    )
+    head = open_run([LRA], str(tmp_path / "run"), "last").params["head"]
+    assert set(np.unique(np.round(head["out"]["kernel"], 5))) == {-1.0, 0.0, 1.0}
+    accuracies = [line.get("val_accuracy") for line in metrics_lines(tmp_path / "run")]
+    assert accuracies[-1] == 1.0

@@ -117,23 +117,25 @@ class LraTask(Task[LraConfig, LraData]):
 
     def objective(self, model: Classifier | PairClassifier, config: LraConfig) -> Objective:
         def start(params: Any) -> Any:
-            if not config.pretrained:
-                return params
-            task, found = self._pretrained(config)
-            read = pretrained_weights(task, found, config.pretrained, config.checkpoint)
-            # A token in front, of "cls" pooling, only a classifier has; a head only means the same for the same task.
-            own = params["encoder"]
-            shared = {
-                name: replaced(own[name], read["encoder"][name]) for name in own if name in read["encoder"]
-            }
-            params = {**params, "encoder": {**own, **shared}}
-            if task is self and found.data.task == config.data.task:
-                params["head"] = replaced(params["head"], read["head"])
+            if config.pretrained:
+                params = self._from_pretrained(params, config)
             if config.fit_head:
-                params["head"] = replaced(params["head"], self._head(model, params, config))
+                params = {**params, "head": replaced(params["head"], self._head(model, params, config))}
             return params
 
         return lra_objective(model, start)
+
+    def _from_pretrained(self, params: Any, config: LraConfig) -> Any:
+        """The parameters with the encoder of the run that this one starts from, and its head for the same task."""
+        task, found = self._pretrained(config)
+        read = pretrained_weights(task, found, config.pretrained, config.checkpoint)
+        # A token in front, of "cls" pooling, only a classifier has; a head only means the same for the same task.
+        own = params["encoder"]
+        shared = {name: replaced(own[name], read["encoder"][name]) for name in own if name in read["encoder"]}
+        params = {**params, "encoder": {**own, **shared}}
+        if task is self and found.data.task == config.data.task:
+            params["head"] = replaced(params["head"], read["head"])
+        return params
 
     def _head(self, model: Any, params: Any, config: LraConfig) -> Mapping[str, Any]:
         """The head that starts as the linear map fitted to the first training examples.

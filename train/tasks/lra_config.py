@@ -42,7 +42,7 @@ from brl_jax.layers import (
 from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from train.config import LoopConfig, RunConfig
-from train.data.lra import LRA_TASKS, LraDataConfig
+from train.data.lra import LraDataConfig
 from train.data.lra.listops import ListOpsSpec
 from train.errors import UserError
 from train.fields import Decided, Flat
@@ -78,15 +78,11 @@ class LraConfig(RunConfig):
     checkpoint: str = "best"
     """Of that run: best (on held-out data), last, or a step."""
     fit_head: int = 0
-    """Training examples that the head of a pretrained encoder starts from, as the linear map fitted to its outputs for
-    them (arXiv:2202.10054); 0: it starts at random."""
+    """Training examples that the head starts from, as the linear map fitted to what it reads for them: the pooled
+    outputs of the encoder, a pretrained one (arXiv:2202.10054) or a random one; 0: the head starts at random."""
 
     def __post_init__(self):
         check_at_least(self, "fit_head", least=0)
-        if self.fit_head and not self.pretrained:
-            raise ValueError(f"fit_head must be 0 without pretrained, got {self.fit_head}")
-        if self.fit_head and LRA_TASKS[self.data.task].is_pair:
-            raise ValueError(f"fit_head must be 0 for {self.data.task}, a task of pairs, got {self.fit_head}")
 
 
 _Part = TypeVar("_Part")

@@ -1,4 +1,4 @@
-"""A classifier's head that starts as a linear map, fitted to the outputs of an encoder that was trained before."""
+"""A classifier's head that starts as a linear map, fitted to what it reads from its encoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from brl_jax.models import Classifier
+from brl_jax.models import Classifier, PairClassifier
 from train.step import Batch
 
 _RIDGE = 1e-3
@@ -50,24 +50,23 @@ def read_features(
     """The features of all examples, and their labels.
 
     Args:
-      encode: tokens (B, T) and lengths (B,), int32 -> features (B, D).
-      batches: {"tokens": (B, T), "lengths": (B,), "targets": (B,), "weights": (B,)}, or with a second sequence, as
-        (B, 2, T) and (B, 2), which is not read. Examples of weight 0 do not count.
+      encode: the tokens and the lengths of a batch, int32 -> features (B, D).
+      batches: {"tokens": (B, [2,] T), "lengths": (B, [2]), "targets": (B,), "weights": (B,)}. Examples of weight 0 do
+        not count.
     """
     features, labels = [], []
     for batch in batches:
-        tokens, lengths = batch["tokens"], batch["lengths"]
-        if tokens.ndim == 3:
-            tokens, lengths = tokens[:, 0], lengths[:, 0]
         exists = batch["weights"] > 0
-        features.append(np.asarray(encode(tokens, lengths), np.float64)[exists])
+        features.append(np.asarray(encode(batch["tokens"], batch["lengths"]), np.float64)[exists])
         labels.append(batch["targets"][exists])
     return np.concatenate(features), np.concatenate(labels)
 
 
-def fitted_head(model: Classifier, params: Any, batches: Iterable[Batch]) -> Mapping[str, Any]:
-    """The parameters of a classifier's head (NumPy arrays) that give the scores of the linear map fitted to the outputs
-    of its encoder, times the power of two with the lowest loss on the same examples.
+def fitted_head(
+    model: Classifier | PairClassifier, params: Any, batches: Iterable[Batch]
+) -> Mapping[str, Any]:
+    """The parameters of a classifier's head (NumPy arrays) that give the scores of the linear map fitted to what it
+    reads, times the power of two with the lowest loss on the same examples.
 
     The hidden layer has a unit for each score and one for its negative; its other units stay as they are, and the
     output does not read them yet.
@@ -82,9 +81,7 @@ def fitted_head(model: Classifier, params: Any, batches: Iterable[Batch]) -> Map
 
     @jax.jit
     def encode(tokens: Any, lengths: Any) -> Any:
-        return model.apply(
-            {"params": params}, tokens, lengths=lengths, method=lambda m, x, **k: m.encoder(x, **k)
-        )
+        return model.apply({"params": params}, tokens, lengths=lengths, method="features")
 
     features, labels = read_features(encode, batches)
     linear = fitted(features, labels, num_classes)
