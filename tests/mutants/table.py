@@ -169,6 +169,20 @@ MUTANTS = (
         ("tests/attention/test_as_jax_nn.py", "-k", "sinks"),
     ),
     Mutant(
+        "full/a group of causal queries lacks the last key of its last query",
+        "brl_jax/attention/dense/full_xla.py",
+        "known_offset + stop, 1",
+        "known_offset + stop - 1, 1",
+        ("tests/attention/dense/test_full.py", "-k", "equals_oracle"),
+    ),
+    Mutant(
+        "full/weights summed by the product leave out the sink",
+        "brl_jax/attention/dense/full_xla.py",
+        "(products[..., -1:] + jnp.moveaxis(at_sink, 3, 1))",
+        "products[..., -1:]",
+        ("tests/attention/dense/test_full.py", "-k", "sinks"),
+    ),
+    Mutant(
         "full/the TPU kernel shows a causal query the next key",
         "pallas_kernels/tpu/block/block_pair.py",
         "seen.append(keys <= queries)",

@@ -189,21 +189,24 @@ def attend(
             arguments, offset=offset, implementation=implementation, missing=bool(missing), **static
         )
     if implementation == "xla":
-        return (_many_with_xla if many else attend_at_once)(*arguments, **static)
+        if many:
+            return _many_with_xla(*arguments, known_offset=offset, **static)
+        return attend_at_once(*arguments, **static)
     if missing or _obstacle_of_cudnn(arguments, scale, is_causal) is not None:
         return attend_at_once(*arguments, **static)
     return through_cudnn(everywhere=False)
 
 
-def _many_with_xla(*arguments, **static):
+def _many_with_xla(*arguments, known_offset, **static):
     """By XLA, where the scores of all pairs are many: on a CPU or TPU they never exist all at once.
 
     A CPU is faster so, in its caches. A GPU computes all at once, but keeps no scores for the backward pass: under
     `jax.grad`, what one platform keeps for the backward pass is an array of the program of every platform.
     """
     at_once = jax.checkpoint(functools.partial(attend_at_once, **static))
-    in_blocks = functools.partial(attend_in_blocks, **static)
-    return lax.platform_dependent(*arguments, cpu=in_blocks, tpu=in_blocks, default=at_once)
+    in_blocks = functools.partial(attend_in_blocks, known_offset=known_offset, **static)
+    on_cpu = functools.partial(in_blocks, sums_by_product=True)
+    return lax.platform_dependent(*arguments, cpu=on_cpu, tpu=in_blocks, default=at_once)
 
 
 # Compiled on its own, so that a call outside jit traces the kernel once and not every time.
@@ -235,7 +238,7 @@ def _by_platform(arguments, *, offset, implementation, missing, **static):
         "full_attention",
         implementation,
         backends,
-        functools.partial(_many_with_xla, **static),
+        functools.partial(_many_with_xla, known_offset=offset, **static),
         *arguments,
         plain=functools.partial(attend_at_once, **static),
         cost="quadratic",

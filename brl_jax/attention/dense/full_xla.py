@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.core.scores import soft_cap
 from brl_jax.attention.core.softmax import MASKED
+
+# Groups of causal queries, each with a program of its own.
+_GROUPS = 4
 
 
 def attend_at_once(
@@ -33,11 +37,17 @@ def attend_at_once(
     is_causal,
     cap,
     return_residual,
+    sums_by_product=False,
 ):
     """`full_attention` of checked arguments, with the residual in float32.
 
     Plain products: jax 0.10 cannot lower the bfloat16 gradient of `jax.nn.dot_product_attention` under strict dtype
-    promotion."""
+    promotion.
+
+    Args:
+      sums_by_product: whether the product of weights and values also sums the weights, by a column of ones: a CPU takes
+        as long for a sum over a row, number by number, as for the product.
+    """
     query, key, value = without_padding(query, key, value, query_lengths, key_lengths)
     (batch, num_queries, heads, head_dim), (num_keys, kv_heads) = query.shape, key.shape[1:3]
     single = num_queries == 1
@@ -69,11 +79,22 @@ def attend_at_once(
         split = scores.shape[1:3] if mask.shape[1] > 1 else (1, 1)
         scores = jnp.where(mask.reshape(mask.shape[0], *split, *mask.shape[2:]), scores, MASKED)
         seen = jnp.swapaxes(mask.any(-1), 1, 2)[..., None]
-    weights = jax.nn.softmax(scores, axis=-1) if sinks is None else _softmax_with_sinks(scores, sinks)
-    weights = weights.astype(value.dtype)
     if single:
+        weights = _softmax(scores, sinks).astype(value.dtype)
         out = jnp.einsum("bkgs,bksh->bkgh", weights[:, :, :, 0], value, preferred_element_type=jnp.float32)
+    elif sums_by_product:
+        top, at_sink = _top(scores, sinks)
+        weights = jnp.exp(scores - top).astype(value.dtype)
+        ones = jnp.ones((*value.shape[:3], 1), value.dtype)
+        products = jnp.einsum(
+            "bkgts,bskh->btkgh",
+            weights,
+            jnp.concatenate([value, ones], axis=-1),
+            preferred_element_type=jnp.float32,
+        )
+        out = products[..., :-1] / (products[..., -1:] + jnp.moveaxis(at_sink, 3, 1))
     else:
+        weights = _softmax(scores, sinks).astype(value.dtype)
         out = jnp.einsum("bkgts,bskh->btkgh", weights, value, preferred_element_type=jnp.float32)
     out = out.reshape(batch, num_queries, heads, value.shape[3]).astype(query.dtype)
     out = zero_unseen(out, seen, query_lengths)
@@ -89,14 +110,27 @@ def attend_at_once(
     return out, log_sums
 
 
-def _softmax_with_sinks(
-    scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"]
+def _softmax(
+    scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None
 ) -> Float[Array, "B K G T S"]:
-    """The weights of the keys in a softmax over them and their head's sink."""
-    sinks = sinks.reshape(1, *scores.shape[1:3], 1, 1)
-    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, -1, keepdims=True), sinks))
+    """The weights of the keys in a softmax over them and, if there is one, their head's sink."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    top, at_sink = _top(scores, sinks)
     exponentials = jnp.exp(scores - top)
-    return exponentials / (jnp.sum(exponentials, -1, keepdims=True) + jnp.exp(sinks - top))
+    return exponentials / (jnp.sum(exponentials, -1, keepdims=True) + at_sink)
+
+
+def _top(
+    scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None
+) -> tuple[Float[Array, "B K G T 1"], Float[Array, "B K G T 1"]]:
+    """The largest score of each row, a constant for derivatives, and the sink's exponential relative to it, or 0."""
+    top = jnp.max(scores, -1, keepdims=True)
+    if sinks is None:
+        return lax.stop_gradient(top), jnp.zeros_like(top)
+    sinks = sinks.reshape(1, *scores.shape[1:3], 1, 1)
+    top = lax.stop_gradient(jnp.maximum(top, sinks))
+    return top, jnp.exp(sinks - top)
 
 
 def without_padding(query, key, value, query_lengths, key_lengths):
@@ -144,11 +178,15 @@ def attend_in_blocks(
     segments,
     query_offset,
     sinks,
+    *,
+    known_offset: int | None = None,
     **options,
 ):
     """`attend_at_once` on 256 queries at a time, in the backward pass too, so that memory is O(T + S).
 
-    An array with a row for each query, as bias or mask, is as large as the scores: then all queries go at once.
+    An array with a row for each query, as bias or mask, is as large as the scores: then all queries go at once. Causal
+    queries at a `known_offset`, the value of `query_offset`, go in up to four groups, each with the keys up to its
+    last query: that leaves out 3/8 of the pairs of a square.
     """
     if any(isinstance(x, jax.Array) and x.shape[2] > 1 for x in (bias, mask)):
         return attend_at_once(
@@ -165,11 +203,48 @@ def attend_in_blocks(
             **options,
         )
 
-    def attend(query: Array, query_segments: Array | None, offset: Any) -> Any:
+    def attend_to(end: int, query: Array, query_segments: Array | None, offset: Any) -> Any:
         lengths = None if query_lengths is None else query_lengths - (offset - query_offset)
-        pair = (query_segments, segments[1])
+        key_segments = None if segments[1] is None else segments[1][:, :end]
         return attend_at_once(
-            query, key, value, bias, mask, lengths, key_lengths, pair, offset, sinks, **options
+            query,
+            key[:, :end],
+            value[:, :end],
+            _first_keys(bias, end),
+            _first_keys(mask, end),
+            lengths,
+            key_lengths,
+            (query_segments, key_segments),
+            offset,
+            sinks,
+            **options,
         )
 
-    return by_query_blocks(attend, QUERY_BLOCK, query, segments[0], query_offset)
+    num_queries, num_keys = query.shape[1], key.shape[1]
+    bounds = [0, num_queries]
+    if options["is_causal"] and known_offset is not None:
+        # At least two blocks in a group: the loop over them keeps no scores for the backward pass.
+        blocks = -(-num_queries // QUERY_BLOCK)
+        groups = max(min(_GROUPS, blocks // 2), 1)
+        bounds = [*(blocks * i // groups * QUERY_BLOCK for i in range(groups)), num_queries]
+    outputs = []
+    for start, stop in itertools.pairwise(bounds):
+        end = num_keys
+        if options["is_causal"] and known_offset is not None:
+            end = min(max(known_offset + stop, 1), num_keys)
+        some = None if segments[0] is None else segments[0][:, start:stop]
+        outputs.append(
+            by_query_blocks(
+                functools.partial(attend_to, end),
+                QUERY_BLOCK,
+                query[:, start:stop],
+                some,
+                query_offset + start,
+            )
+        )
+    return jax.tree.map(lambda *pieces: jnp.concatenate(pieces, axis=1), *outputs)
+
+
+def _first_keys(array: Any, end: int) -> Any:
+    """A bias or mask for the first keys; one that is the same for all keys, and a function of positions, as it is."""
+    return array[..., :end] if isinstance(array, jax.Array) and array.shape[-1] > 1 else array

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
+from brl_jax.attention.dense import full, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
 from tests.attention import oracles
@@ -29,6 +30,15 @@ def run(query, key, value, d_out, **kwargs):
     return both(query, key, value, d_out, traced)
 
 
+@pytest.fixture(params=["at once", "in blocks"])
+def blocks(request, monkeypatch):
+    """What serves few tokens, and what serves many: blocks of queries, in groups where they are causal."""
+    if request.param == "in blocks":
+        monkeypatch.setattr(full, "MANY_TOKENS", 1)
+        monkeypatch.setattr(full_xla, "QUERY_BLOCK", 3)
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (33, 33), (5, 40), (40, 5)])
 def test_equals_oracle(num_queries, num_keys, is_causal):
@@ -37,6 +47,7 @@ def test_equals_oracle(num_queries, num_keys, is_causal):
     assert_close(run(*arrays, is_causal=is_causal), expect(arrays, visible))
 
 
+@pytest.mark.usefixtures("blocks")
 def test_bfloat16():
     arrays = random_qkv(60, head_dim=16, dtype=jnp.bfloat16)
     got = run(*arrays, is_causal=True, scale=0.3)
@@ -44,6 +55,7 @@ def test_bfloat16():
     assert_close(got, expect(arrays, oracles.pairs(60, 60, EVERYTHING, is_causal=True), scale=0.3), 2e-2)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("offset", [-3, 0, 17])
 def test_query_offset_traced_or_not(offset):
     """Rows before the first key see nothing and give 0."""
@@ -61,6 +73,7 @@ def test_offset_matters():
     assert oracles.relative_error(*results) > 1e-2
 
 
+@pytest.mark.usefixtures("blocks")
 def test_lengths_and_poisoned_padding():
     query, key, value, d_out = random_qkv(30, batch=3)
     query_lengths, key_lengths = np.array([30, 12, 1]), np.array([20, 30, 0])
@@ -78,6 +91,7 @@ def test_lengths_and_poisoned_padding():
     assert_close(got, expect((query, key, value, d_out), visible))
 
 
+@pytest.mark.usefixtures("blocks")
 def test_segments():
     rng = np.random.default_rng(2)
     arrays = random_qkv(20, 30)
@@ -87,6 +101,7 @@ def test_segments():
     assert_close(run(*arrays, segment_ids=tuple(jnp.asarray(x) for x in ids)), expect(arrays, visible))
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("kind", ["alibi", "t5", "array"])
 def test_bias_and_its_gradient(kind):
     rng = np.random.default_rng(3)
@@ -109,6 +124,7 @@ def test_bias_and_its_gradient(kind):
         assert oracles.relative_error(x, y) < 1e-4
 
 
+@pytest.mark.usefixtures("blocks")
 def test_causal_bitwise():
     query, key, value, _ = random_qkv(50, batch=1)
     attend = jax.jit(functools.partial(full_attention, is_causal=True))
@@ -178,6 +194,7 @@ def test_rows_whose_bias_is_minus_infinity_give_zero():
     assert not np.asarray(gradients[3])[~visible].any()
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_sinks_and_soft_cap(implementation):
     """With a bias after the cap, and rows that see nothing but the sink."""
@@ -209,6 +226,7 @@ def test_sinks_and_soft_cap(implementation):
         full_attention(query, key, value, sinks=sinks, logits_soft_cap=0.8, implementation="cudnn")
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("shape", [(12, 15), (4, 1, 15), (2, 1, 12, 15), (2, 4, 12, 15)])
 def test_mask(shape):
     """As in `jax.nn.dot_product_attention`, by position after the bias; rows without a key give 0."""
