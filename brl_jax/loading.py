@@ -21,6 +21,8 @@ from brl_jax.models import (
     DecoderConfig,
     DecoderLM,
     EncoderConfig,
+    EncoderDecoder,
+    EncoderDecoderConfig,
     PairClassifier,
     Regressor,
     RegressorConfig,
@@ -152,7 +154,9 @@ def save_export(
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
+      ValueError: `load_export` does not read networks of the run's task.
     """
+    _network(config)
     flat = traverse_util.flatten_dict(nn.unbox(params), sep=".")
     tensors = {name: np.ascontiguousarray(np.asarray(leaf).astype(dtype)) for name, leaf in flat.items()}
     metadata = {"format": "brl_jax", "step": str(step)}
@@ -177,4 +181,7 @@ def _network(config: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
         case "copy":
             pair = configuration(EncoderDecoderConfig, values, "model")
             return EncoderDecoder(pair), (_TOKENS, _TOKENS)
-    raise ValueError(f"config.json is of the task {config.get('task')!r}, which load_run does not know")
+    raise ValueError(
+        f"config.json is of the task {config.get('task')!r}, which can be trained and evaluated, but not loaded or "
+        "exported"
+    )

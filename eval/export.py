@@ -1,8 +1,9 @@
 """Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR.
 
 A language model that an architecture of Hugging Face's transformers computes (docs/huggingface.md) is written in its
-layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Every other network is written under the names of its own
-parameters, with the run's config.json. Either folder has the run's tokenizer, and is read in one line:
+layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Other networks are written under the names of their own
+parameters, with the run's config.json; those of train.mlm, train.glue, train.graph, denoise-TASK and trace-pathfinder
+are refused. Either folder has the run's tokenizer, and is read in one line:
 `brl_jax.loading.load_export(DIR)`.
 
 The last line of stdout is one JSON object: layout, step, parameters.
@@ -70,6 +71,8 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--out: {error}") from error
         except ImportError as error:
             raise UserError(str(error)) from error
+        except ValueError as error:
+            raise UserError(f"--workdir: {error}") from error
     number = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     log(f"read it by: brl_jax.loading.load_export({options.out!r})")
     print(json.dumps({"layout": layout, "step": run.step, "parameters": number}))

@@ -154,6 +154,11 @@ class _ForecastEvaluation(Evaluation[ForecastEvalOptions]):
     kept = "forecast_test.json"
     drawn = "workdir"
 
+    def is_standard(self, options: ForecastEvalOptions) -> bool:
+        own = ForecastEvalOptions()
+        same = all(getattr(options, name) == getattr(own, name) for name in ("stride", "samples", "seed"))
+        return super().is_standard(options) and same
+
     def measure(self, run: Run, options: ForecastEvalOptions) -> Measured:
         """The errors of a run and what was measured, and windows to draw."""
         config = run.config

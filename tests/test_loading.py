@@ -13,8 +13,9 @@ import pytest
 import brl_jax
 import train.lm
 from brl_jax import commands
-from brl_jax.loading import load_run
+from brl_jax.loading import _network, load_run
 from eval.lm import read_run
+from train.tasks.every import TASKS
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +42,20 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
     (tmp_path / "run" / "config.json").write_text('{"task": "parity", "model": {}}')
     with pytest.raises(ValueError, match="is of the task 'parity'"):
         load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_networks_of_every_task_are_built_or_refused(name):
+    task = TASKS[name]
+    config = task.to_json(task.presets[task.default_preset])
+    if name in ("mlm", "glue", "graph", "lra_denoise", "lra_trace"):
+        with pytest.raises(
+            ValueError, match=f"is of the task '{name}', which can be trained and evaluated, but not"
+        ):
+            _network(config)
+    else:
+        model, inputs = _network(config)
+        assert jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), *inputs))
 
 
 def test_the_version_stands_once():

@@ -136,6 +136,8 @@ class Checkpoints:
             if step in manager.all_steps():
                 manager.delete(step)
                 self._scores.pop(step, None)
+                if self._good == step:
+                    self._good = max(manager.all_steps(), default=None)
             if score is not None:
                 self._scores[step] = score
             manager.save(

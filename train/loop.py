@@ -311,6 +311,7 @@ def _train(
                     whole = sums is not None
                     if sums is not None:
                         measured = held_out_metrics(sums, data.num_bytes)
+                        reader.check(step, measured)
                         line |= measured
                 score = _score(objective, line)
                 if score is not None:
@@ -402,15 +403,19 @@ class _MetricsReader:
         self._waiting = step, metrics, tokens, flops
         return line
 
+    def check(self, step: int, measured: Mapping[str, float]) -> None:
+        """Raises RunError where a number isn't finite."""
+        for name, value in measured.items():
+            if not math.isfinite(value):
+                self._checkpoints.wait()
+                raise RunError(f"step {step}: {name} is {value}; {self._checkpoints.last_good}")
+
     def read(self) -> dict[str, Any]:
         """Waits for the metrics that were taken last. Raises RunError where the loss or the gradient isn't finite."""
         assert self._waiting is not None
         (step, metrics, tokens, flops), self._waiting = self._waiting, None
         line = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(line[name]):
-                self._checkpoints.wait()
-                raise RunError(f"step {step}: {name} is {line[name]}; {self._checkpoints.last_good}")
+        self.check(step, {name: line[name] for name in ("loss", "grad_norm")})
         now = time.perf_counter()
         line |= self._meter.step(tokens, flops, now - self._clock)
         self._clock = now

@@ -7,6 +7,7 @@ interprets. The caller jits the step, with the shardings it wants.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -160,6 +161,14 @@ def classification(
 def means(sums: Mapping[str, Any]) -> dict[str, Any]:
     """Sums over targets (see `Objective.sums`) divided by the targets' weight."""
     return {name: total / sums["weight"] for name, total in sums.items() if name != "weight"}
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats; inf where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def make_train_step(

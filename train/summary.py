@@ -13,6 +13,7 @@ from brl_jax.layers import mechanism_name
 from brl_jax.models import EncoderDecoderConfig, StackConfig
 from train.config import LoopConfig
 from train.metrics import clock
+from train.step import perplexity
 
 
 def num_parameters(params: Any) -> int:
@@ -65,7 +66,7 @@ def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str
     """
     values = {name.removeprefix("val_").replace("_", " "): value for name, value in measured.items()}
     if "bits per byte" in values:
-        values = {"perplexity": math.exp(measured["val_loss"]), **values}
+        values = {"perplexity": perplexity(measured["val_loss"]), **values}
     if "loss" in values:
         values = {"loss": values.pop("loss"), **values}
     shown = "".join(f", {name} {value:.4f}" for name, value in values.items())

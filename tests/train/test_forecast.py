@@ -191,6 +191,7 @@ def test_commands(runs, capsys):
         assert np.isfinite([result["mae"], result["mse"]]).all()
         assert 0 <= result["coverage"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not (runs / "encoder" / "forecast_test.json").exists()  # not the standard measurement
     eval.forecast.main(["--table", str(runs)])
     text = capsys.readouterr().out
     assert "| waves, multivariate | 6 | the last row |" in text

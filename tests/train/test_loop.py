@@ -207,6 +207,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, bad, where):
     assert all(math.isfinite(value) for line in _lines(tmp_path) for value in line.values())
 
 
+def test_a_held_out_loss_that_is_not_finite_stops_the_run(tmp_path):
+    def loss(params, memory, batch, key):
+        total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
+        return total + (jnp.inf if key is None else 0.0), weight, memory
+
+    with pytest.raises(RunError, match=r"step \d+: val_loss is inf; last good checkpoint: "):
+        _train(tmp_path, objective=Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory))
+
+
 def test_a_workdir_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--workdir: cannot write under .*/file/run: Not a directory"):

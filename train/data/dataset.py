@@ -203,6 +203,8 @@ def _load_mixture(
             corpora[split] = Mixture(tuple(parts), tuple(weights.values()))
         elif len(parts) == len(loaded):
             corpora[split] = joined(parts, list(weights.values()))
+        elif len(splits) == 1:
+            raise UserError(f"--data: not every text of the mixture has {split} text")
     return tokenizer, corpora
 
 

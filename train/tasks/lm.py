@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from train.hosts import is_lead
 from train.loop import HeldOut, Stream, held_out_metrics
 from train.mesh import host_rows
 from train.mup import make_rates
-from train.step import Batch, Objective, random_streams
+from train.step import Batch, Objective, perplexity, random_streams
 from train.task import Streams, Task
 from train.tasks.lm_config import PRESETS, LmConfig
 
@@ -160,7 +159,7 @@ class LmTask(Task[LmConfig, LmData]):
         """Perplexity (per token), bits per byte (of the original text, so that tokenizers compare), loss in nats."""
         metrics = held_out_metrics(sums, held_out.num_bytes)
         return {
-            "perplexity": math.exp(metrics["val_loss"]),
+            "perplexity": perplexity(metrics["val_loss"]),
             "bits_per_byte": metrics["val_bits_per_byte"],
             "loss": metrics["val_loss"],
             "tokens": round(sums["weight"]),

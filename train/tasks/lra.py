@@ -141,8 +141,12 @@ class LraTask(Task[LraConfig, LraData]):
         """The head that starts as the linear map fitted to the first training examples.
 
         Raises:
-          UserError: the network's hidden layer is too narrow for it.
+          UserError: the network's hidden layer is too narrow for it, or several processes train.
         """
+        if jax.process_count() > 1:
+            raise UserError(
+                f"--fit_head: expected 0 with {jax.process_count()} processes, got {config.fit_head}"
+            )
         examples = self.load(config, ("train",)).examples["train"]
         batches = EvalBatches(
             examples, batch=config.loop.batch, buckets=config.data.padded_lengths, limit=config.fit_head

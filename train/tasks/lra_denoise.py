@@ -8,7 +8,6 @@ arXiv:1810.04805.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.fields import Decided, Flat
 from train.loop import HeldOut
 from train.mesh import host_rows
-from train.step import Objective, means
+from train.step import Objective, means, perplexity
 from train.task import Task
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, check_grid, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
@@ -139,7 +138,7 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
     ) -> dict[str, Any]:
         """Of the masked tokens: accuracy, perplexity, loss in nats, and how many they are."""
         metrics = means(sums)
-        return {**metrics, "perplexity": math.exp(metrics["loss"]), "tokens": round(sums["weight"])}
+        return {**metrics, "perplexity": perplexity(metrics["loss"]), "tokens": round(sums["weight"])}
 
     def next_commands(self, config: DenoiseConfig, data: LraData) -> Sequence[Sequence[str]]:
         network = changed_options(PRESETS[config.data.task], config)

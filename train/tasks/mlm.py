@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
@@ -36,7 +35,7 @@ from train.loop import HeldOut
 from train.mesh import host_rows
 from train.mup import make_rates
 from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, classification, means, random_streams
+from train.step import Batch, Objective, classification, means, perplexity, random_streams
 from train.task import Streams, Task
 from train.tasks.lm import LmData, vocabulary
 from train.tasks.lm_config import LmLoopConfig
@@ -308,7 +307,7 @@ class MlmTask(Task[MlmConfig, LmData]):
         metrics = means(sums)
         return {
             "accuracy": metrics["accuracy"],
-            "perplexity": math.exp(metrics["loss"]),
+            "perplexity": perplexity(metrics["loss"]),
             "loss": metrics["loss"],
             "tokens": round(sums["weight"]),
         }

@@ -17,6 +17,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "sentencepiece.model.base64",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

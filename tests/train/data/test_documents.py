@@ -197,6 +197,8 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
         np.testing.assert_array_equal(a["segment_ids"], b["segment_ids"])
         if b["reset"] and a["segment_ids"].any():
             break
+    with pytest.raises(UserError, match=r"no test tokens, only train, valid"):
+        load(DataConfig(data=f"tokens:{folder}"), tmp_path / "third", ("test",))
     summary = json.loads((folder / "train-00000.json").read_text())
     del summary["starts"]
     (folder / "train-00000.json").write_text(json.dumps(summary))
