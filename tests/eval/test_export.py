@@ -74,6 +74,12 @@ def test_a_folder_of_parameters(tmp_path):
         load_export(tmp_path / "out")
 
 
+def test_a_network_that_nobody_reads_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="is of the task 'mlm', which can be trained and evaluated, but not loaded"):
+        save_export(tmp_path / "out", {}, {"task": "mlm", "model": {}}, step=7)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_network_without_a_counterpart(tmp_path, capsys):
     pytest.importorskip("safetensors")

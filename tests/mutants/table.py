@@ -1793,9 +1793,16 @@ MUTANTS = (
     Mutant(
         "eval/perplexity is of bits",
         "train/tasks/lm.py",
-        'math.exp(metrics["val_loss"])',
+        'perplexity(metrics["val_loss"])',
         '2 ** metrics["val_loss"]',
         ("tests/train/test_lm.py", "-k", "eval_"),
+    ),
+    Mutant(
+        "loading/every task may be exported",
+        "brl_jax/loading.py",
+        "    _network(config)\n    flat =",
+        "    flat =",
+        ("tests/eval/test_export.py", "-k", "nobody_reads"),
     ),
     Mutant(
         "eval/neighbourhoods are shifted by a token",
