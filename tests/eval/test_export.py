@@ -75,7 +75,9 @@ def test_a_folder_of_parameters(tmp_path):
 
 
 def test_a_network_that_nobody_reads_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="is of the task 'mlm', which can be trained and evaluated, but not loaded"):
+    with pytest.raises(
+        ValueError, match="is of the task 'mlm', which can be trained and evaluated, but not loaded"
+    ):
         save_export(tmp_path / "out", {}, {"task": "mlm", "model": {}}, step=7)
     assert not (tmp_path / "out").exists()
 
