@@ -302,18 +302,24 @@ def _train(
                     continue
 
                 line = line or reader.read()
-                whole = True
+                whole, score = True, None
                 if evaluating:
                     reporter.busy("evaluating")
+
+                    def sums_of(data: HeldOut, params: Any = state.params) -> dict[str, float] | None:
+                        place = functools.partial(place_batch, mesh, rows=data.batch)
+                        return evaluate(eval_step, objective, params, data, interrupted, place)
+
                     data = full_held_out if step == loop.steps else held_out
-                    place = functools.partial(place_batch, mesh, rows=data.batch)
-                    sums = evaluate(eval_step, objective, state.params, data, interrupted, place)
-                    whole = sums is not None
-                    if sums is not None:
+                    sums = sums_of(data)
+                    # Checkpoints are compared on the same data, the last one too.
+                    compared = sums if data is held_out or sums is None else sums_of(held_out)
+                    whole = sums is not None and compared is not None
+                    if sums is not None and compared is not None:
                         measured = held_out_metrics(sums, data.num_bytes)
                         reader.check(step, measured)
                         line |= measured
-                score = _score(objective, line)
+                        score = _score(objective, held_out_metrics(compared, held_out.num_bytes))
                 if score is not None:
                     best.add(score)
                 if whole:

@@ -1798,6 +1798,13 @@ MUTANTS = (
         ("tests/train/test_lm.py", "-k", "eval_"),
     ),
     Mutant(
+        "loop/the last checkpoint is judged by other data",
+        "train/loop.py",
+        "sums if data is held_out or sums is None else sums_of(held_out)",
+        "sums",
+        ("tests/train/test_loop.py", "-k", "same_data"),
+    ),
+    Mutant(
         "loading/every task may be exported",
         "brl_jax/loading.py",
         "    _network(config)\n    flat =",

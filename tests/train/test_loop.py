@@ -11,6 +11,7 @@ import pytest
 from tests.marks import slow_unless
 from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
+from train.checkpoint import Checkpoints
 from train.config_file import differences
 from train.errors import RunError, Stopped, UserError
 from train.loop import Signals, evaluate, held_out_metrics, train
@@ -19,7 +20,7 @@ from train.step import Objective, make_eval_step
 MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
 
 
-def _train(workdir, *, stream=None, held_out=None, objective=OBJECTIVE, config=None, **changes):
+def _train(workdir, *, stream=None, held_out=None, full=None, objective=OBJECTIVE, config=None, **changes):
     config = {"loop": {"seed": 0}} if config is None else config
     return train(
         objective,
@@ -29,7 +30,7 @@ def _train(workdir, *, stream=None, held_out=None, objective=OBJECTIVE, config=N
         differences=lambda old: differences(old, config, ("loop.steps",)),
         stream=stream or ToyStream(),
         held_out=held_out or ToyHeldOut(),
-        full_held_out=held_out or ToyHeldOut(),
+        full_held_out=full or held_out or ToyHeldOut(),
     ).state
 
 
@@ -214,6 +215,20 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(tmp_path):
 
     with pytest.raises(RunError, match=r"step \d+: val_loss is inf; last good checkpoint: "):
         _train(tmp_path, objective=Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory))
+
+
+def test_checkpoints_are_compared_on_the_same_data(tmp_path):
+    """The last evaluation reports more data, here other data, on which the loss is higher."""
+
+    class Harder(ToyHeldOut):
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield batch | {"targets": batch["tokens"]}
+
+    _train(tmp_path, full=Harder())
+    losses = [line["val_loss"] for line in _lines(tmp_path) if "val_loss" in line]
+    assert losses[2] > losses[0] > losses[1]
+    assert Checkpoints(tmp_path / "checkpoints").choose("best")[0] == 12
 
 
 def test_a_workdir_that_cannot_be_written(tmp_path):
