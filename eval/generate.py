@@ -130,6 +130,10 @@ def main(argv: Sequence[str]) -> None:
     batch = np.zeros((len(encoded), lengths.max()), np.int32)
     for row, tokens in zip(batch, encoded):
         row[: len(tokens)] = tokens
+    try:
+        jax.eval_shape(lambda: model.init_cache(len(encoded), int(lengths.max()) + options.tokens))
+    except ValueError as error:  # a mechanism has a largest length
+        raise UserError(f"--tokens: {error}") from error
     texts = generate(
         model,
         {"params": params},

@@ -27,7 +27,7 @@ from brl_jax.models import DecoderLM
 from eval.lm import read_run
 from tests.train.logs import metrics_lines
 from train.data import load
-from train.errors import command
+from train.errors import UserError, command
 from train.tasks.lm import LM, held_out_stream, lm_objective
 from train.tasks.lm_config import PRESETS
 
@@ -241,6 +241,15 @@ def test_the_loop_does_not_know_the_mechanism(text, tmp_path, capsys):
         assert _json(capsys, "--workdir", str(tmp_path))["perplexity"] < 256 * math.exp(0.6)
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.slow
+def test_a_sample_that_a_mechanism_is_too_short_for(text, tmp_path, capsys):
+    mechanism = "--mechanism cosformer --mechanism.max_length 64"
+    train.lm.main(_argv(text, tmp_path, "--steps", "2", "--sample_tokens", "80", mechanism=mechanism))
+    assert "no sample of 80 tokens: max_length=64 of the cosformer mechanism" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"--tokens: max_length=64 of the cosformer mechanism"):
+        eval.generate.main(["--workdir", str(tmp_path), "--prompt", "ab", "--tokens", "80"])
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from train.errors import UserError
 from train.hosts import is_lead
 from train.loop import HeldOut, Stream, held_out_metrics
 from train.mesh import host_rows
+from train.metrics import log
 from train.mup import make_rates
 from train.step import Batch, Objective, perplexity, random_streams
 from train.task import Streams, Task
@@ -186,6 +187,13 @@ class LmTask(Task[LmConfig, LmData]):
     def finish(self, config: LmConfig, data: LmData, model: DecoderLM, params: Any, mesh: Mesh) -> None:
         """Prints a sample of what the model learnt."""
         if not config.sample_tokens:
+            return
+        assert data.prompt is not None
+        length = len(data.prompt) + config.sample_tokens
+        try:
+            jax.eval_shape(lambda: model.init_cache(1, length))
+        except ValueError as error:  # a mechanism has a largest length
+            log(f"no sample of {config.sample_tokens} tokens: {error}")
             return
         with jax.set_mesh(mesh):
             tokens = generate(
