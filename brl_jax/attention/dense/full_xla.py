@@ -221,17 +221,17 @@ def attend_in_blocks(
         )
 
     num_queries, num_keys = query.shape[1], key.shape[1]
-    bounds = [0, num_queries]
-    if options["is_causal"] and known_offset is not None:
-        # At least two blocks in a group: the loop over them keeps no scores for the backward pass.
-        blocks = -(-num_queries // QUERY_BLOCK)
-        groups = max(min(_GROUPS, blocks // 2), 1)
-        bounds = [*(blocks * i // groups * QUERY_BLOCK for i in range(groups)), num_queries]
+    if not options["is_causal"] or known_offset is None:
+        return by_query_blocks(
+            functools.partial(attend_to, num_keys), QUERY_BLOCK, query, segments[0], query_offset
+        )
+    # At least two blocks in a group: the loop over them keeps no scores for the backward pass.
+    blocks = -(-num_queries // QUERY_BLOCK)
+    groups = max(min(_GROUPS, blocks // 2), 1)
+    bounds = [*(blocks * i // groups * QUERY_BLOCK for i in range(groups)), num_queries]
     outputs = []
     for start, stop in itertools.pairwise(bounds):
-        end = num_keys
-        if options["is_causal"] and known_offset is not None:
-            end = min(max(known_offset + stop, 1), num_keys)
+        end = min(max(known_offset + stop, 1), num_keys)
         some = None if segments[0] is None else segments[0][:, start:stop]
         outputs.append(
             by_query_blocks(
