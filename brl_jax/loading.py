@@ -3,6 +3,7 @@ one that `python -m eval.export` or transformers wrote (extra `hf`)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -53,12 +54,13 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
 
     Args:
       workdir: the run's folder, with config.json and checkpoints.
-      checkpoint: "best" (that of the best evaluation while training, else the last), "last", or a step.
+      checkpoint: "best" (that of the best evaluation while training, else the last), "last", or a step. Damaged
+        checkpoints have no evaluation.
 
     Raises:
       ImportError: the extra `train` is not installed.
       FileNotFoundError: there is no such run or checkpoint.
-      ValueError: config.json is damaged, or of a task that this function does not know.
+      ValueError: config.json or the checkpoint is damaged, or of a task that this function does not know.
     """
     try:
         import orbax.checkpoint as ocp
@@ -67,8 +69,11 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
         raise ImportError("brl_jax.loading needs Orbax: pip install 'brl-jax[train]'") from error
 
     def read(step: int, **items: Any) -> Any:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(folder / str(step), args=ocp.args.Composite(**items))
+        try:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+                return checkpointer.restore(folder / str(step), args=ocp.args.Composite(**items))
+        except Exception as error:  # whatever the storage raises
+            raise ValueError(f"checkpoint {folder / str(step)} cannot be read: {error}") from error
 
     config = json.loads((epath.Path(workdir) / "config.json").read_text())
     model, inputs = _network(config)
@@ -76,10 +81,12 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
     if "://" not in os.fspath(folder):  # epath would take gs://... for a name in the working directory
         folder = folder.resolve()
     steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    scores = {}
+    scores: dict[int, float] = {}
     if checkpoint == "best":
-        metas = {step: read(step, meta=ocp.args.JsonRestore())["meta"] for step in steps}
-        scores = {step: meta["score"] for step, meta in metas.items() if meta["score"] is not None}
+        for step in steps:
+            with contextlib.suppress(ValueError, KeyError):
+                score = read(step, meta=ocp.args.JsonRestore())["meta"]["score"]
+                scores |= {} if score is None else {step: score}
     chosen = (
         steps[-1:]
         if checkpoint in ("best", "last")

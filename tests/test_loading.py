@@ -39,6 +39,12 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
     )
     with pytest.raises(FileNotFoundError, match=r"checkpoint must be best, last or one of \[2\], got 7"):
         load_run(tmp_path / "run", 7)
+    # A checkpoint that a crash has cut is passed over, as training and evaluation do.
+    cut = tmp_path / "run" / "checkpoints" / "1"
+    cut.mkdir()
+    assert load_run(tmp_path / "run").step == 2
+    with pytest.raises(ValueError, match="checkpoints/1 cannot be read"):
+        load_run(tmp_path / "run", 1)
     (tmp_path / "run" / "config.json").write_text('{"task": "parity", "model": {}}')
     with pytest.raises(ValueError, match="is of the task 'parity'"):
         load_run(tmp_path / "run")

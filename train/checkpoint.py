@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import json
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from etils import epath
 from train.errors import RunError, UserError, is_memory_shortage, one_line
 from train.hosts import is_lead
 from train.step import TrainState
-from train.storage import absolute, as_os_errors, move
+from train.storage import absolute, as_os_errors, move, write_whole
 
 _DAMAGED = "damaged_checkpoints"
 
@@ -118,14 +119,16 @@ class Checkpoints:
     ) -> None:
         """Starts to write a checkpoint; returns once the state may be changed or donated.
 
-        A checkpoint of the same step is replaced.
+        Where there is a checkpoint of the same step, which must have the same arrays, its `meta` alone is replaced: an
+        evaluation that was interrupted has been finished. The arrays are on the disk at every moment.
 
         Args:
           meta: what to keep beside the arrays, as JSON.
           score: the score on held-out data at this step, the lower the better; None where it was not measured.
 
         Raises:
-          RunError: this checkpoint or the one before cannot be written; names the last good one.
+          RunError: this checkpoint or the one before cannot be written, or the folder has another one of this step;
+            names the last good one.
         """
         items = _split(state)
         meta = {**meta, "score": score, "digests": {name: digest(tree) for name, tree in items.items()}}
@@ -133,13 +136,11 @@ class Checkpoints:
             manager = self._open_for_writing()
             manager.wait_until_finished()
             self._good, self._writing = self._writing or self._good, step
-            if step in manager.all_steps():
-                manager.delete(step)
-                self._scores.pop(step, None)
-                if self._good == step:
-                    self._good = max(manager.all_steps(), default=None)
             if score is not None:
                 self._scores[step] = score
+            if step in manager.all_steps():
+                self._replace_meta(step, meta)
+                return
             manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -149,6 +150,14 @@ class Checkpoints:
             )
         except Exception as error:  # whatever the storage raises, the run cannot continue
             raise self._failure(error) from error
+
+    def _replace_meta(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Writes the `meta` of a checkpoint anew, as Orbax's handler of JSON does, but under another name first."""
+        if self._read(step, meta=ocp.args.JsonRestore())["meta"]["digests"] != meta["digests"]:
+            raise OSError(f"{self.folder / str(step)} exists, with other arrays")
+        if is_lead():
+            with as_os_errors():
+                write_whole(self.folder / str(step) / "meta" / "metadata", json.dumps(meta))
 
     def wait(self) -> None:
         """Returns once everything is written. Raises RunError as `save` does."""

@@ -66,14 +66,45 @@ def test_the_last_few_and_the_best_are_kept(tmp_path):
     assert checkpoints.best_step() == 2
 
 
-def test_a_step_saved_again_is_replaced(tmp_path):
+def test_a_step_saved_again_keeps_its_arrays_on_the_disk(tmp_path):
+    """An evaluation that was interrupted, and finished by the next process."""
+    _write(tmp_path, [4])
+    written = {path: path.stat().st_ino for path in (tmp_path / "4").rglob("*") if path.is_file()}
     checkpoints = Checkpoints(tmp_path, keep=3)
-    checkpoints.save(4, _state(1), {"config": {}})
-    checkpoints.save(4, _state(2), {"config": {}}, score=1.0)
+    checkpoints.save(4, _state(4), {"config": {}, "at": "the end"}, score=1.0)
     checkpoints.wait()
     checkpoints.close()
-    _equal(_restore(tmp_path).state, _state(2))
+    changed = [path for path, inode in written.items() if path.stat().st_ino != inode]
+    assert changed == [tmp_path / "4" / "meta" / "metadata"]
+    restored = _restore(tmp_path)
+    _equal(restored.state, _state(4))
+    assert restored.meta["at"] == "the end"
     assert checkpoints.best_step() == 4
+
+
+def test_a_full_disk_spares_a_step_saved_again(tmp_path, monkeypatch):
+    _write(tmp_path, [4])
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("train.checkpoint.write_whole", full)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.restore(_state(0), lambda meta: None)
+    with pytest.raises(RunError, match=f"No space left.*last good checkpoint: {tmp_path / '4'}"):
+        checkpoints.save(4, _state(4), {"config": {}}, score=1.0)
+    checkpoints.close()
+    assert _restore(tmp_path).meta["at"] == 4
+
+
+def test_a_step_of_other_arrays_is_not_replaced(tmp_path):
+    """Another run writes to the same folder."""
+    _write(tmp_path, [4])
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(RunError, match="4 exists, with other arrays"):
+        checkpoints.save(4, _state(1), {"config": {}})
+    checkpoints.close()
+    _equal(_restore(tmp_path).state, _state(4))
 
 
 def test_saving_does_not_disturb_and_is_not_disturbed(tmp_path):

@@ -28,11 +28,24 @@ class CosformerConfig(Mechanism):
     """The distance at which a weight reaches 0, at least the length of the longest sequence. None for the length of
     the rows, as in the authors' code; in generation it is the cache's. Rows of different lengths then weigh the same
     distance differently, so a sequence is not the same alone as padded or packed in a longer row."""
+    min_length: int = 1
+    """Where `max_length` is None: the distance at which a weight reaches 0 in shorter rows and caches. Training a
+    language model sets it to the length of its rows (`Mechanism.for_training`), so that generating a shorter text
+    weighs distances as training did."""
     chunk_size: int = 64
     """Tokens of a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
-        check_at_least(self, *(() if self.max_length is None else ("max_length",)), "chunk_size")
+        check_at_least(
+            self, *(() if self.max_length is None else ("max_length",)), "min_length", "chunk_size"
+        )
+
+    def furthest(self, length: int) -> int:
+        """The distance at which a weight reaches 0, in rows or a cache of `length` tokens."""
+        return max(self.min_length, length) if self.max_length is None else self.max_length
+
+    def for_training(self, length: int) -> CosformerConfig:
+        return dataclasses.replace(self, min_length=max(self.min_length, length))
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return CosformerAttention(self, dimensions, **kwargs)
@@ -56,24 +69,22 @@ class CosformerAttention(StateLayer):
     """`cosformer_attention`. Its weights depend on the tokens' distance, so there are no rotary positions."""
 
     def init_cache(self, batch: int, length: int) -> CosformerCache:
-        d, furthest = self.dimensions, self.mechanism.max_length
-        if furthest is not None and length > furthest:
+        d, furthest = self.dimensions, self.mechanism.furthest(length)
+        if length > furthest:
             raise ValueError(
                 f"max_length={furthest} of the cosformer mechanism must be at least the cache's length {length}"
             )
         state = init_cosformer_state(batch, d.num_kv_heads, d.head_dim, d.head_dim)
-        furthest = length if furthest is None else furthest
         return CosformerCache(state, jnp.zeros((), jnp.int32), jnp.asarray(furthest, jnp.int32))
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         cache, m = call.cache, self.mechanism
         query, key, value = project_unrotated(self.dimensions, x)
-        furthest = x.shape[1] if m.max_length is None else m.max_length
         function = functools.partial(
             cosformer_attention,
             query,
             key,
-            max_length=furthest if cache is None else cache.max_length,
+            max_length=m.furthest(x.shape[1]) if cache is None else cache.max_length,
             chunk_size=m.chunk_size,
         )
         attention = StateAttention(function, value)

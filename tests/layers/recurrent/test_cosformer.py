@@ -31,3 +31,20 @@ def test_max_length_follows_the_rows_and_the_cache():
         CosformerConfig(max_length=12).layer(d).init_cache(2, 13)
     with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
         CosformerConfig(max_length=0)
+
+
+def test_a_text_shorter_than_the_rows_of_training_is_read_as_in_training():
+    d = dimensions(True)
+    trained = CosformerConfig(chunk_size=4).for_training(13)
+    layer = trained.layer(d)
+    x = jax.random.normal(jax.random.key(0), (2, 13, d.d_model))
+    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    expected = layer.apply(variables, x)[0][:, :8]
+    found, _, cache = layer.apply(variables, x[:, :8], cache=layer.init_cache(2, 8))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert int(cache.max_length) == 13
+    # Beyond the rows of training distances are weighed as in a row of that length, and `max_length` is for all.
+    assert (trained.furthest(20), trained.for_training(9).furthest(9)) == (20, 13)
+    assert CosformerConfig(max_length=26).for_training(13).furthest(8) == 26
+    with pytest.raises(ValueError, match="min_length must be at least 1, got 0"):
+        CosformerConfig(min_length=0)
