@@ -15,10 +15,10 @@ from eval.plotting import picture_path, save
 from eval.runs import Run, open_run
 from train.checkpoint import Checkpoints
 from train.config import parse_options
-from train.errors import UserError
+from train.errors import UserError, one_line
 from train.main import keep_programs
 from train.metrics import log
-from train.storage import write_whole
+from train.storage import as_os_errors, write_whole
 from train.task import Task, find_runs, read_config
 
 
@@ -144,7 +144,8 @@ class Evaluation(Generic[P]):
             save(self.draw(measured), picture)
 
     def measure_and_keep(self, workdir: str, options: P) -> Measured:
-        """Measures a run, and keeps the result in its folder where the options ask for the standard measures.
+        """Measures a run, and keeps the result in its folder where the options ask for the standard measures and the
+        folder can be written.
 
         Raises:
           UserError: there is no such run or checkpoint, or its data cannot be read.
@@ -155,7 +156,11 @@ class Evaluation(Generic[P]):
         measured = self.measure(run, options)
         if self.kept is not None and self.is_standard(options):
             path = epath.Path(run.config.loop.workdir) / self.kept
-            write_whole(path, json.dumps(measured.result, indent=1) + "\n")
+            try:
+                with as_os_errors():
+                    write_whole(path, json.dumps(measured.result, indent=1) + "\n")
+            except OSError as error:  # a full disk, or a run of somebody else's
+                log(f"{self.name}: the measures are not kept in {path}: {error.strerror or one_line(error)}")
         return measured
 
     def _measure_all(self, folder: str, options: P) -> list[Measured]:
@@ -184,8 +189,13 @@ class Evaluation(Generic[P]):
     def _mention_unfinished(self, workdir: Path) -> None:
         """Logs that a run of a table has steps left to train."""
         config = read_config(self.tasks, epath.Path(workdir) / "config.json")[1]
-        steps = Checkpoints(epath.Path(workdir) / "checkpoints").steps()
-        if steps and steps[-1] < config.loop.steps:
+        checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints")
+        steps = checkpoints.steps()
+        if not steps or steps[-1] >= config.loop.steps:
+            return
+        best = (checkpoints.meta(steps[-1]) or {}).get("best", {})
+        has_ended = 0 < config.loop.patience <= best.get("misses", 0)
+        if not has_ended:
             log(
                 f"{self.name}: {workdir} is at step {steps[-1]} of {config.loop.steps}; "
                 "the table has its best checkpoint so far"

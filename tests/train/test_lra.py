@@ -105,6 +105,18 @@ def test_measuring(runs, capsys):
     assert valid["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
 
 
+def test_measures_are_printed_where_they_cannot_be_kept(runs, monkeypatch, capsys):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eval.main.write_whole", full)
+    eval.lra.main(["--workdir", str(runs / "local")])
+    out, err = capsys.readouterr()
+    assert "accuracy" in json.loads(out.splitlines()[-1])
+    assert "eval.lra: the measures are not kept in" in err
+    assert "No space left on device" in err
+
+
 def test_the_table_measures_what_has_not_been(runs, capsys):
     (runs / "other").mkdir()
     (runs / "other" / "config.json").write_text('{"task": "lm", "data": {"data": "stdlib"}}')
@@ -145,6 +157,14 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     eval.lra.main(["--table", str(tmp_path)])
     err = " ".join(capsys.readouterr().err.split())
     assert "is at step 6 of 9; the table has its best checkpoint so far" in err
+    # A run that its --patience has ended has no steps left.
+    config["loop"]["patience"] = 2
+    (tmp_path / "local" / "config.json").write_text(json.dumps(config))
+    meta = tmp_path / "local" / "checkpoints" / "6" / "meta" / "metadata"
+    for misses, mentioned in ((1, True), (2, False)):
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"best": {"score": 0.0, "misses": misses}}))
+        eval.lra.main(["--table", str(tmp_path)])
+        assert ("is at step 6" in capsys.readouterr().err) == mentioned
     again.clear()
     shutil.rmtree(tmp_path / "local" / "checkpoints")  # what is kept is all that there is
     eval.lra.main(["--table", str(tmp_path)])

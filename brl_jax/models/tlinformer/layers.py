@@ -55,27 +55,41 @@ class _Layer(nn.Module):
         return x + self.dropout(mixed, deterministic=deterministic)
 
 
-def _attend_history(query: Array, key: Array, value: Array, length: Any, implementation: Any) -> Array:
-    """Attention of queries (B, T, N, H) to the first `length` of many keys (B, S, K, H); zeros where length is 0."""
+def _attend_history(
+    query: Array, key: Array, value: Array, length: Any, implementation: Any, *, in_cache: bool
+) -> Array:
+    """Attention of queries (B, T, N, H) to the first `length` of many keys (B, S, K, H), or (B, K, S, H) in a cache;
+    zeros where length is 0."""
     batch, count, heads, width = query.shape
-    kv_heads = key.shape[2]
+    kv_heads = key.shape[1 if in_cache else 2]
     # The query heads that share a key head become rows of that head.
     rows = query.reshape(batch, count, kv_heads, heads // kv_heads, width)
     rows = jnp.moveaxis(rows, 3, 2).reshape(batch, -1, kv_heads, width)
     lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch,))
     attend = functools.partial(
-        _compress,
+        _compress_by_heads if in_cache else _compress,
         scale=width**-0.5,
         implementation=None if implementation == "cudnn" else implementation,
     )
     names = ("batch", None, "kv_heads", None)
-    out = shard_call(attend, (rows, key, value, lengths), (names, names, names, ("batch",)), names)
+    kept = ("batch", "kv_heads", None, None) if in_cache else names
+    out = shard_call(attend, (rows, key, value, lengths), (names, kept, kept, ("batch",)), names)
     out = jnp.moveaxis(out.reshape(batch, count, heads // kv_heads, kv_heads, width), 2, 3)
     return out.reshape(query.shape)
 
 
 def _compress(rows: Array, key: Array, value: Array, lengths: Array, **options: Any) -> Array:
     return compress(rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, **options)
+
+
+def _compress_by_heads(rows: Array, key: Array, value: Array, lengths: Array, **options: Any) -> Array:
+    """`_compress` for keys and values (B, K, S, H), which are not transposed: each head is a sequence of its own."""
+    batch, kv_heads, _, width = key.shape
+    flat = (batch * kv_heads, -1, 1, width)
+    rows, count = jnp.swapaxes(rows, 1, 2).reshape(flat), rows.shape[1]
+    lengths = jnp.repeat(lengths, kv_heads, total_repeat_length=batch * kv_heads)
+    out = _compress(rows, key.reshape(flat), value.reshape(flat), lengths, **options)
+    return jnp.swapaxes(out.reshape(batch, kv_heads, count, width), 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +130,14 @@ class Layers:
         return dense_on_mesh(query, key, value, implementation=self._full_implementation, **kwargs)
 
     def attend_history(self, query: Array, key: Array, value: Array, length: Any) -> Array:
-        return _attend_history(query, key, value, length, self.dimensions.implementation)
+        return _attend_history(query, key, value, length, self.dimensions.implementation, in_cache=False)
+
+    def attend_kept(self, query: Array, key: Array, value: Array, length: Any) -> Array:
+        """Attention to the first `length` keys (B, K, S, H) of a cache, which is not copied; zeros for no keys."""
+        if query.shape[1] > 1:
+            return _attend_history(query, key, value, length, self.dimensions.implementation, in_cache=True)
+        key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        return self.attend(query, key, value, is_causal=True, query_offset=length - 1)
 
     @property
     def _full_implementation(self) -> Any:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.in_place import write_places
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.models.cross_attention import CrossSizes
 from brl_jax.models.stack import Stack
@@ -39,7 +40,7 @@ _PIECE = 1024
 
 
 class KeyValue(NamedTuple):
-    """Keys and values (..., S, K, H)."""
+    """Keys and values."""
 
     key: Array
     value: Array
@@ -52,7 +53,7 @@ class TLinFormerCache(NamedTuple):
       num_tokens: () int32, the tokens so far.
       window_index: () int32, the window whose history the context and the later blocks hold; window 0 has none.
       past: the tokens (B, L) int32, or their embeddings (B, L, D).
-      history: for each block, keys and values (B, L, K, H) of the history in its first layer.
+      history: for each block, keys and values (B, K, L, H) of the history in its first layer.
       context: for each block, keys and values (H + 1, B, C, K, H) of the context in its other layers.
       window: keys and values (layers, B, W, K, H) of the present window.
     """
@@ -101,17 +102,16 @@ class TLinFormerStack(Stack):
         context = int(m.context_sizes(windows).max())
 
         def pair(*shape):
-            shape = (*shape, d.num_kv_heads, d.head_dim)
             return KeyValue(jnp.zeros(shape, d.dtype), jnp.zeros(shape, d.dtype))
 
-        past = jnp.zeros((batch, length), jnp.int32)
+        past, heads = jnp.zeros((batch, length), jnp.int32), (d.num_kv_heads, d.head_dim)
         return TLinFormerCache(
             num_tokens=jnp.zeros((), jnp.int32),
             window_index=jnp.zeros((), jnp.int32),
             past=past if recalls else jnp.zeros((batch, length, d.d_model), d.dtype),
-            history=tuple(pair(batch, length) for _ in range(blocks)),
-            context=tuple(pair(m.group - 1, batch, context) for _ in range(blocks)),
-            window=pair(len(self.mechanisms), batch, min(m.window, length)),
+            history=tuple(pair(batch, d.num_kv_heads, length, d.head_dim) for _ in range(blocks)),
+            context=tuple(pair(m.group - 1, batch, context, *heads) for _ in range(blocks)),
+            window=pair(len(self.mechanisms), batch, min(m.window, length), *heads),
         )
 
     def init_memory(self, batch: int) -> None:
@@ -186,7 +186,7 @@ class TLinFormerStack(Stack):
             )
             if has_history and inner == 0:
                 past = cache.history[block]
-                attended += layers.attend_history(query, past.key, past.value, history)
+                attended += layers.attend_kept(query, past.key, past.value, history)
             elif has_history:
                 context = cache.context[block]
                 attended += layers.attend(
@@ -265,7 +265,7 @@ class _Miss:
     def _context(self, first: int, places: Array, x: Array, past: KeyValue, _: Any) -> tuple[Array, KeyValue]:
         """The context through the block of layer `first`: see `Layers.context`."""
         query, _, _ = self.layers.project(first, x, places)
-        read = self.layers.attend_history(query, past.key, past.value, self.history)
+        read = self.layers.attend_kept(query, past.key, past.value, self.history)
         x, pairs = self.layers.context(first, x, query, read, places, self.num_context)
         keys, values = zip(*pairs)
         return x, KeyValue(jnp.stack(keys), jnp.stack(values))
@@ -286,8 +286,8 @@ class _Miss:
                 x = self.layers.restore(block * self.group, x, query, last, self.num_context)
             _, key, value = self.layers.project(len(contexts) * self.group, x, here)
             return KeyValue(
-                lax.dynamic_update_slice_in_dim(pair.key, key, start, axis=1),
-                lax.dynamic_update_slice_in_dim(pair.value, value, start, axis=1),
+                lax.dynamic_update_slice_in_dim(pair.key, jnp.swapaxes(key, 1, 2), start, axis=2),
+                lax.dynamic_update_slice_in_dim(pair.value, jnp.swapaxes(value, 1, 2), start, axis=2),
             )
 
         steps = jnp.where(missed, (self.history + piece - 1) // piece, 0)
@@ -309,7 +309,8 @@ def _remember(cache: TLinFormerCache, x: Array, key: Array, value: Array, places
     its end are dropped."""
     first, *later = cache.history
     first = KeyValue(
-        first.key.at[:, places].set(key, mode="drop"), first.value.at[:, places].set(value, mode="drop")
+        write_places(first.key, jnp.swapaxes(key, 1, 2), places, axis=2),
+        write_places(first.value, jnp.swapaxes(value, 1, 2), places, axis=2),
     )
     past = cache.past
     if past.ndim == 3:
