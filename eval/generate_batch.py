@@ -78,6 +78,8 @@ def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
     prompt, most = read.get("prompt"), read.get("max_tokens", max_tokens)
     if not isinstance(prompt, str):
         raise UserError(f"{where}: prompt must be a text, got {prompt!r}")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # "\ud800" is valid JSON
+        raise UserError(f"{where}: prompt has half a surrogate pair: {prompt!r}")
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise UserError(f"{where}: max_tokens must be an integer of at least 1, got {most!r}")
     return Line(number, read.get("id", number + 1), prompt, most)
@@ -135,6 +137,10 @@ def generate_file(
     done = _unfinished(part, call)
     left = [i for i in range(len(lines)) if i not in done]
     room = max(len(tokens) + line.max_tokens for line, tokens in zip(lines, encoded))
+    try:
+        jax.eval_shape(lambda: model.init_cache(1, room))
+    except ValueError as error:  # a mechanism has a largest length
+        raise UserError(f"--tokens, --batch: {error}") from error
     console = Console(stderr=True)
     if done:
         console.print(

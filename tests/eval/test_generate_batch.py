@@ -10,7 +10,7 @@ import pytest
 
 import eval.generate
 import eval.generate_batch
-from brl_jax import DecoderConfig, DecoderLM, LocalConfig
+from brl_jax import CosformerConfig, DecoderConfig, DecoderLM, LocalConfig
 from train.data.tokenizers import BytesTokenizer
 from train.errors import UserError, command
 
@@ -94,6 +94,7 @@ def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
         ("[1]", r"in.jsonl:2: expected a JSON object, got '\[1\]'"),
         ('{"prompt": 1}', "in.jsonl:2: prompt must be a text, got 1"),
         ('{"id": 1}', "in.jsonl:2: prompt must be a text, got None"),
+        ('{"prompt": "a\\ud800"}', "in.jsonl:2: prompt has half a surrogate pair"),
         ('{"prompt": ""}', "in.jsonl:2: expected at least one token of text, got ''"),
         (
             '{"prompt": "a", "max_tokens": 0}',
@@ -109,6 +110,15 @@ def test_bad_lines(params, tmp_path, monkeypatch, capsys, line, message):
         generate(params, tmp_path)
     assert command(lambda argv: generate(params, tmp_path), "eval.generate") == 2
     assert "in.jsonl:2: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_prompt_beyond_the_mechanisms_length(tmp_path, monkeypatch):
+    model = DecoderLM(DecoderConfig(mechanism=CosformerConfig(max_length=6), **SIZES))
+    monkeypatch.setattr(sys.modules[__name__], "MODEL", model)
+    write(tmp_path / "in.jsonl", PROMPTS)
+    with pytest.raises(UserError, match="--tokens, --batch: max_length=6 of the cosformer mechanism"):
+        generate({}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -11,7 +11,7 @@ from etils import epath
 from jaxtyping import Int
 
 from train.data.splits import DocumentStart
-from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, decode_piece, piece_batches
+from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
 from train.errors import UserError, one_line
 
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"
@@ -77,6 +77,7 @@ class PretrainedTokenizer(Tokenizer):
         return cls(spec, {name: (folder / name).read_bytes().decode()})
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
+        check_utf8(text)
         return np.array(self._encode([text])[0], np.int32)
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:

@@ -104,6 +104,14 @@ def decode_piece(piece: bytes) -> str:
         ) from error
 
 
+def check_utf8(text: str) -> None:
+    """Raises UserError for a text with bytes that the command line could not decode, or with half a surrogate pair."""
+    if not text.isascii() and text.encode(errors="replace").decode() != text:
+        raise UserError(
+            f"text is not UTF-8: {text!r}; expected text that is, or a model with --tokenizer bytes"
+        )
+
+
 def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
     """The blocks' text in pieces of up to `size` bytes, each cut after a line if possible, else after a blank, else
     after a character, and where a document ends. The first piece of a document is a `DocumentStart`."""

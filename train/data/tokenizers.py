@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from train.data.pretrained import PretrainedTokenizer, is_pretrained
 from train.data.splits import DocumentStart
-from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, decode_piece, piece_batches
+from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
 from train.data.vocabularies import CharactersTokenizer, WordsTokenizer
 from train.errors import UserError
 
@@ -74,10 +74,7 @@ class BPETokenizer(Tokenizer):
         return cls(f"bpe:{size}", model)
 
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
-        if not text.isascii() and text.encode(errors="replace").decode() != text:
-            raise UserError(
-                f"text is not UTF-8: {text!r}; expected text that is, or a model with --tokenizer bytes"
-            )
+        check_utf8(text)
         return np.array(self._model.encode(text).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
