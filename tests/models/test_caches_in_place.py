@@ -11,6 +11,7 @@ import pytest
 from brl_jax import DecoderConfig, DecoderLM, decoding
 from brl_jax.layers import MECHANISMS
 from brl_jax.models.stack import Stack
+from tests.programs import optimised
 
 CONTEXT = 4096
 SIZES = {"d_model": 64, "num_heads": 2, "d_ff": 16, "vocab_size": 11}
@@ -63,7 +64,7 @@ def compiled_loop(model):
     )
     choice = {"greedy": True, "top_k": None, "top_p": None}
     lowered = decoding._advance.lower(model, variables_of(model), state, settings, number, **choice)
-    return lowered.compile().as_text()
+    return optimised(lowered).as_text()
 
 
 def compiled(model):
@@ -72,7 +73,7 @@ def compiled(model):
     step = jax.jit(lambda v, token, cache: model.apply(v, token, cache=cache), donate_argnums=2)
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     cache = jax.eval_shape(lambda: model.init_cache(1, CONTEXT))
-    return step.lower(variables, token, cache).compile().as_text()
+    return optimised(step.lower(variables, token, cache)).as_text()
 
 
 def copies(hlo, limit):

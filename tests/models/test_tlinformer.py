@@ -14,6 +14,7 @@ from brl_jax.models import DecoderConfig, DecoderLM, make_stack
 from tests.laws.cases import dimensions
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
+from tests.programs import optimised
 from train.tasks.lm_config import PRESETS
 
 SMALL = TLinFormerConfig(window=4, context=3, hidden=1)
@@ -110,13 +111,15 @@ def test_cache_bytes_of_a_token():
 
 
 def temporary_bytes(function, *args, donated=()):
-    compiled = jax.jit(function, donate_argnums=donated).lower(*args).compile()
+    compiled = optimised(jax.jit(function, donate_argnums=donated).lower(*args))
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.slow
-def test_a_step_copies_nothing_as_long_as_the_text(variables):
-    model = decoder(dataclasses.replace(SMALL, window=64, context=32))
+@pytest.mark.parametrize("context", [32, 64])
+def test_a_step_copies_nothing_as_long_as_the_text(context):
+    model = decoder(dataclasses.replace(SMALL, window=64, context=context))
+    variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
 
     def step(variables, token, cache):
         return model.apply(variables, token, cache=cache)
@@ -125,7 +128,8 @@ def test_a_step_copies_nothing_as_long_as_the_text(variables):
     for length in (2**14, 2**15):
         cache = jax.eval_shape(lambda length=length: model.init_cache(1, length))
         sizes.append(temporary_bytes(step, variables, tokens(1, 1), cache, donated=(2,)))
-    assert sizes[1] < 1.01 * sizes[0]
+    scores = 2 * 4  # the bytes of one query's scores for a token, in each head
+    assert sizes[1] - sizes[0] <= 1.1 * scores * 2**14
 
 
 @pytest.mark.slow

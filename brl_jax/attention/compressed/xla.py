@@ -175,6 +175,38 @@ def forward(
     return tuple(jnp.swapaxes(out, 1, 2) for out in outs), log_sums
 
 
+def read_cache(
+    query: Float[Array, "B N M H"],
+    key: Float[Array, "B N S H"],
+    value: Float[Array, "B N S V"],
+    length: Int[Array, ""],
+    *,
+    scale: float,
+) -> Float[Array, "B N M V"]:
+    """softmax(c Q K^T) V over the first `length` keys of a decoding cache, in the dtype of query; zeros for no keys.
+
+    As `read`, for arrays with the heads before the tokens, which a loop over slices of `jnp.swapaxes` would copy.
+    """
+    room, accumulate = key.shape[2], accumulation_dtype(query.dtype)
+    piece = piece_size(query.shape[2], room)
+
+    def step(i, sums):
+        start = jnp.minimum(i * piece, room - piece)
+        index = start + jnp.arange(piece, dtype=jnp.int32)
+        seen = (index >= i * piece) & (index < length)
+        # What is not yet a token may contain anything, even NaN.
+        key_rows, value_rows = (
+            jnp.where(seen[:, None], lax.dynamic_slice_in_dim(a, start, piece, 2), jnp.zeros((), a.dtype))
+            for a in (key, value)
+        )
+        return _add(sums, _logits(query, key_rows, None, scale), seen, value_rows, "softmax")
+
+    start = vary_like(empty_sums(query.shape[:3], value.shape[3], accumulate), (query, key, value, length))
+    length = jnp.asarray(length, jnp.int32)
+    sums = lax.fori_loop(jnp.int32(0), (length + jnp.int32(piece - 1)) // jnp.int32(piece), step, start)
+    return normalise(sums)[0].astype(query.dtype)
+
+
 def _read_fwd(operands, piece, scale, score, axis_name):
     outs, log_sums = forward(operands, piece, scale, score, axis_name)
     return outs, (operands, outs, log_sums)

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed.compress import compress
+from brl_jax.attention.compressed.xla import read_cache
 from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig
 from brl_jax.layers.core.modules import FeedForward, merge_heads, norm, project_qkv
@@ -55,41 +56,48 @@ class _Layer(nn.Module):
         return x + self.dropout(mixed, deterministic=deterministic)
 
 
-def _attend_history(
-    query: Array, key: Array, value: Array, length: Any, implementation: Any, *, in_cache: bool
-) -> Array:
-    """Attention of queries (B, T, N, H) to the first `length` of many keys (B, S, K, H), or (B, K, S, H) in a cache;
-    zeros where length is 0."""
-    batch, count, heads, width = query.shape
-    kv_heads = key.shape[1 if in_cache else 2]
-    # The query heads that share a key head become rows of that head.
-    rows = query.reshape(batch, count, kv_heads, heads // kv_heads, width)
-    rows = jnp.moveaxis(rows, 3, 2).reshape(batch, -1, kv_heads, width)
-    lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (batch,))
+def _attend_history(query: Array, key: Array, value: Array, length: Any, implementation: Any) -> Array:
+    """Attention of queries (B, T, N, H) to the first `length` of many keys (B, S, K, H); zeros where length is 0."""
+    rows = _rows_of_heads(query, key.shape[2])
+    lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), query.shape[:1])
     attend = functools.partial(
-        _compress_by_heads if in_cache else _compress,
-        scale=width**-0.5,
+        _compress,
+        scale=query.shape[3] ** -0.5,
         implementation=None if implementation == "cudnn" else implementation,
     )
     names = ("batch", None, "kv_heads", None)
-    kept = ("batch", "kv_heads", None, None) if in_cache else names
-    out = shard_call(attend, (rows, key, value, lengths), (names, kept, kept, ("batch",)), names)
-    out = jnp.moveaxis(out.reshape(batch, count, heads // kv_heads, kv_heads, width), 2, 3)
-    return out.reshape(query.shape)
+    out = shard_call(attend, (rows, key, value, lengths), (names, names, names, ("batch",)), names)
+    return _heads_of_rows(out, query)
+
+
+def _attend_cache(query: Array, key: Array, value: Array, length: Any) -> Array:
+    """`_attend_history` for keys and values (B, K, S, H) of a cache, which it does not copy."""
+    rows = jnp.swapaxes(_rows_of_heads(query, key.shape[1]), 1, 2)
+    attend = functools.partial(read_cache, scale=query.shape[3] ** -0.5)
+    names = ("batch", "kv_heads", None, None)
+    operands = (rows, key, value, jnp.asarray(length, jnp.int32))
+    out = shard_call(attend, operands, (names, names, names, ()), names)
+    return _heads_of_rows(jnp.swapaxes(out, 1, 2), query)
+
+
+def _rows_of_heads(query: Array, kv_heads: int) -> Array:
+    """(B, T, N, H) as (B, T * N / K, K, H): the query heads that share a key head become rows of that head."""
+    batch, count, heads, width = query.shape
+    rows = query.reshape(batch, count, kv_heads, heads // kv_heads, width)
+    return jnp.moveaxis(rows, 3, 2).reshape(batch, -1, kv_heads, width)
+
+
+def _heads_of_rows(rows: Array, query: Array) -> Array:
+    """The inverse of `_rows_of_heads`, in the shape of `query`."""
+    batch, count, heads, width = query.shape
+    kv_heads = rows.shape[2]
+    return jnp.moveaxis(rows.reshape(batch, count, heads // kv_heads, kv_heads, width), 2, 3).reshape(
+        query.shape
+    )
 
 
 def _compress(rows: Array, key: Array, value: Array, lengths: Array, **options: Any) -> Array:
     return compress(rows, key, None, value, gamma=None, key_value_seq_lengths=lengths, **options)
-
-
-def _compress_by_heads(rows: Array, key: Array, value: Array, lengths: Array, **options: Any) -> Array:
-    """`_compress` for keys and values (B, K, S, H), which are not transposed: each head is a sequence of its own."""
-    batch, kv_heads, _, width = key.shape
-    flat = (batch * kv_heads, -1, 1, width)
-    rows, count = jnp.swapaxes(rows, 1, 2).reshape(flat), rows.shape[1]
-    lengths = jnp.repeat(lengths, kv_heads, total_repeat_length=batch * kv_heads)
-    out = _compress(rows, key.reshape(flat), value.reshape(flat), lengths, **options)
-    return jnp.swapaxes(out.reshape(batch, kv_heads, count, width), 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +138,12 @@ class Layers:
         return dense_on_mesh(query, key, value, implementation=self._full_implementation, **kwargs)
 
     def attend_history(self, query: Array, key: Array, value: Array, length: Any) -> Array:
-        return _attend_history(query, key, value, length, self.dimensions.implementation, in_cache=False)
+        return _attend_history(query, key, value, length, self.dimensions.implementation)
 
     def attend_kept(self, query: Array, key: Array, value: Array, length: Any) -> Array:
         """Attention to the first `length` keys (B, K, S, H) of a cache, which is not copied; zeros for no keys."""
         if query.shape[1] > 1:
-            return _attend_history(query, key, value, length, self.dimensions.implementation, in_cache=True)
+            return _attend_cache(query, key, value, length)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         return self.attend(query, key, value, is_causal=True, query_offset=length - 1)
 

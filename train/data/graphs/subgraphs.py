@@ -65,11 +65,6 @@ class Subgraphs:
         self.kinds = tuple(int(kind) for kind in np.repeat(np.arange(len(self._room)), self._room))
         self._whole: Subgraph | None = None
 
-    @property
-    def num_edges(self) -> int:
-        """Edges of a subgraph, with padding."""
-        return self._links
-
     def draw(self, nodes: np.ndarray, seed: Any) -> Subgraph:
         """The subgraph of some nodes of the target type (P,), whose links a seed of numpy's chooses."""
         wanted = nodes + self._starts[self._graph.target]

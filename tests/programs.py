@@ -1,0 +1,14 @@
+"""Programs as users get them: the other tests compile with few optimisations (`tests/conftest.py`)."""
+
+from typing import Any
+
+import jax
+
+_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+if jax.__version_info__ < (0, 11):
+    _OPTIONS["xla_cpu_use_fusion_emitters"] = True
+
+
+def optimised(lowered: Any) -> Any:
+    """A lowered program, compiled with all optimisations. Which arrays are copied depends on them."""
+    return lowered.compile(_OPTIONS)
