@@ -79,7 +79,9 @@ def generate_requests(
 
     Each slot of the batch decodes a request at its own position. When one ends, the next prompt is read into its slot,
     while the other slots keep what they have. A request gets the tokens that it would get alone, up to the rounding of
-    a batch: with sampling, its random key depends on its number among the requests and not on its slot.
+    a batch: with sampling, its random key depends on its number among the requests and not on its slot. Where a setting
+    of the mechanism follows the cache's length (MLR's `context` and cosFormer's `max_length`, if None), alone means in
+    a cache of the same length; training a language model fixes both.
 
     Every row takes both branches of what a mechanism computes only now and then (`lax.cond`): TLinFormer's misses,
     BSBR's retrieval and the compressed tokens of BRL cost their time at every token here, and once a window, chunk or

@@ -149,8 +149,8 @@ class DecoderLM(nn.Module):
             number is known; traced, they are lost or overwrite others.
           positions: (1, T) or (B, T) ints, the tokens' places; by default they count on from the cache's tokens, or
             from 0.
-          segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row; for mechanisms
-            that pack.
+          segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row and different for
+            its neighbours; for mechanisms that pack, and without a cache.
           encoded: an encoder's outputs, with cross-attention only; see `Stack`.
           deterministic: False applies dropout, with the random stream "dropout".
 

@@ -139,7 +139,7 @@ class Encoder(nn.Module):
         """The outputs for embedded inputs; arguments as for the call. Packed rows have positions of their own."""
         if prefix is not None:
             x = jnp.concatenate([prefix.astype(x.dtype), x], axis=1)
-            lengths = None if lengths is None else lengths + prefix.shape[1]
+            lengths = None if lengths is None else jnp.asarray(lengths).astype(jnp.int32) + prefix.shape[1]
         if lengths is not None:
             # A token outside the vocabulary is NaN, even where it is padding.
             x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))

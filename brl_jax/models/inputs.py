@@ -70,8 +70,8 @@ def check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> No
 
 def existing(lengths: Int[Array, "B"], length: int) -> Array:
     """(B, length) bools: which tokens of each row exist."""
-    lengths = jnp.asarray(lengths)  # NumPy's have 64 bits
-    return jnp.arange(length, dtype=lengths.dtype)[None] < lengths[:, None]
+    lengths = jnp.asarray(lengths).astype(jnp.int32)  # 8 bits may be too few for `length`
+    return jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
 
 
 class Inputs(nn.Module):

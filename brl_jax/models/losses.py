@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import concrete_values, require
+from brl_jax.models.inputs import check_ints
 from brl_jax.sharding import constrain, current_shards
 
 # Most logits that exist at a time on a device (in float32: 64 MB).
@@ -82,10 +83,7 @@ def cross_entropy(
 
 
 def _check_targets(targets: Any, weights: Any, shape: tuple[int, int], vocab_size: int) -> None:
-    require(
-        targets.shape == shape and jnp.issubdtype(targets.dtype, jnp.integer),
-        f"targets must be integers of shape {shape}, got {targets.dtype} {targets.shape}",
-    )
+    check_ints("targets", targets, (shape,))
     require(
         weights is None or weights.shape == shape,
         f"weights must have shape {shape}, got {getattr(weights, 'shape', None)}",

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.checks import concrete_values, require
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.encoder import Encoder, EncoderConfig
+from brl_jax.models.inputs import check_ints
 
 
 class MaskedLM(nn.Module):
@@ -28,7 +30,7 @@ class MaskedLM(nn.Module):
       deterministic: False applies dropout, with the random stream "dropout".
 
     Raises:
-      ValueError: inputs that are not tokens; otherwise as `Encoder`.
+      ValueError: inputs that are not tokens, and places out of range where they are known; otherwise as `Encoder`.
     """
 
     config: EncoderConfig
@@ -48,6 +50,12 @@ class MaskedLM(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B P V"]:
+        batch, length = inputs.shape[:2]
+        check_ints("places", places, ((batch, *getattr(places, "shape", ())[1:2]),))
+        known = concrete_values(places)
+        if known is not None:
+            wrong = known[(known < 0) | (known >= length)]
+            require(wrong.size == 0, f"places must be 0 to {length - 1}, got {wrong[:5].tolist()}")
         outputs = self.encoder(inputs, lengths=lengths, segment_ids=segment_ids, deterministic=deterministic)
         chosen = jnp.take_along_axis(outputs, places[..., None], axis=1)
         return self.head(chosen, self.encoder.inputs.embedding)

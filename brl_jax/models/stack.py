@@ -245,14 +245,16 @@ class Stack(nn.Module):
           cache: a decoding cache, a training memory, or None.
           positions: (1, T) or (B, T) ints; by default they count on from the cache's tokens, or from 0.
           lengths: (B,) ints, how many tokens of each row exist, the first ones; for encoders.
-          segment_ids: (B, T) ints, equal for the tokens of one sequence, none of which sees another.
+          segment_ids: (B, T) ints, equal for the tokens of one sequence and different for its neighbours, none of which
+            sees another; not with a decoding cache, which has one sequence in each row.
           encoded: an encoder's outputs; with `cross_attention` only, and then in every call, but for those with a
             decoding cache that keeps their keys and values.
           recall: the tokens of x and their embedding, for a cache made with `recalls=True`.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
-          ValueError: positions or segment_ids for a sequence that is cut in segments; `encoded` missing or out of
+          ValueError: positions or segment_ids for a sequence that is cut in segments, or segment_ids with a decoding
+            cache; `encoded` missing or out of
             place; more tokens than the cache has room for, where their number is known (traced, they are lost or
             overwrite others).
         """
@@ -260,6 +262,10 @@ class Stack(nn.Module):
         if (encoded is not None) != reads and not (reads and _keeps_cross(cache)):
             raise ValueError(
                 f"encoded must {'' if reads else 'not '}be given with cross_attention={self.cross_attention}"
+            )
+        if segment_ids is not None and not (cache is None or isinstance(cache, StackMemory)):
+            raise ValueError(
+                "segment_ids must be None with a decoding cache, which has one sequence in each row"
             )
         call = StackCall(positions, lengths, segment_ids, encoded, recall)
         if not isinstance(cache, StackCache):
@@ -277,9 +283,8 @@ class Stack(nn.Module):
         if segment is None or length == 1 or (length <= segment and is_memory):
             return self._run(x, cache, call, deterministic)
         if call.positions is not None or call.segment_ids is not None:
-            raise ValueError(
-                f"positions and segment_ids need sequences of at most block_size={segment} tokens here, got {length}"
-            )
+            few = f"at most block_size={segment} tokens" if is_memory else "one token with a decoding cache"
+            raise ValueError(f"positions and segment_ids need sequences of {few} here, got {length}")
         if not is_memory:
             return self._unaligned_segments(x, cache, call, deterministic)
         y, new = self._aligned_segments(x, cache, call, deterministic)

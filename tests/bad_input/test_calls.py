@@ -54,6 +54,7 @@ SOFTMAX = {
         q, k, v, key_projection=PROJECTION, value_projection=PROJECTION, **o
     ),
     "flow": lambda q=Q, k=K, v=V, **o: brl.flow_attention(q, k, v, **o),
+    "luna": lambda q=Q, k=K, v=V, **o: brl.luna_attention(q, k, v, array(3, N, H), **o),
     "prob_sparse": lambda q=Q, k=K, v=V, **o: brl.prob_sparse_attention(q, k, v, rng=jax.random.key(0), **o),
     "kernelized": lambda q=Q, k=K, v=V, **o: brl.kernelized_attention(q, k, v, **o),
     "skyformer": lambda q=Q, k=K, v=V, **o: brl.skyformer_attention(q, k, v, rng=jax.random.key(0), **o),
@@ -250,6 +251,14 @@ CALLS = {
         lambda: compress(key_value_seq_lengths=jnp.asarray([3])),
         "key_value_seq_lengths must",
     ),
+    "compress: a bias for other keys": (
+        lambda: compress(bias=array(1, 1, 5, T + 1)),
+        "bias must broadcast to",
+    ),
+    "compress: lengths in a list": (
+        lambda: compress(key_value_seq_lengths=[3]),
+        "key_value_seq_lengths must",
+    ),
     "compress: lengths beyond the keys": (
         lambda: compress(key_value_seq_lengths=jnp.asarray([3, 99])),
         "key_value_seq_lengths must",
@@ -259,6 +268,14 @@ CALLS = {
     "compress: integers": (lambda: compress(q=jnp.ones((B, 5, N, H), jnp.int32)), "query must be"),
     "compress: scale is NaN": (lambda: compress(scale=math.nan), "scale must be"),
     "compress: keys of another dtype": (lambda: compress(k=HALF), "key must have query's dtype"),
+    "propagate: a bias for other tokens": (
+        lambda: propagate(bias=array(1, 1, T, 6)),
+        "bias must broadcast to",
+    ),
+    "luna: segment ids of another length": (
+        lambda: brl.luna_attention(Q, K, V, array(3, N, H), segment_ids=jnp.zeros((B, T + 1), jnp.int32)),
+        "segment_ids of the queries must be",
+    ),
     "propagate: strength of another shape": (
         lambda: propagate(strength=jnp.ones((3,))),
         "strength must have",

@@ -263,6 +263,16 @@ def test_law_4_packing(name):
         assert relative_error(y[0], np.concatenate([alone[0, :CUT], alone[1, : LENGTH - CUT]])) < 1e-5
         for a, b in zip(*map(jax.tree.leaves, (gradients, expected)), strict=True):
             assert relative_error(a, b) < 1e-4
+    # A sequence with the id of an earlier one is not its continuation.
+    sizes = (CUT, 5, LENGTH - CUT - 5)
+    given = packed(SEGMENT_IDS[0])
+    found = [
+        together(net.variables, given | {"segment_ids": jnp.asarray(np.repeat(ids, sizes)[None], jnp.int32)})[
+            1
+        ]
+        for ids in ([7, 3, 7], [0, 1, 2])
+    ]
+    np.testing.assert_array_equal(*found)
 
 
 # Sequences of the two packed rows of an encoder, as numbers of tokens. The second row ends in padding.
@@ -278,7 +288,7 @@ def packed_rows() -> tuple[list[tuple[int, slice]], dict[str, jax.Array]]:
     ]
     ids = np.full((2, LENGTH), 9, np.int32)
     for number, (row, tokens) in enumerate(places):
-        ids[row, tokens] = (7, -3, 0, 5, 2)[number]
+        ids[row, tokens] = (7, -3, 7, 5, 2)[number]  # the third has the id of the first
     lengths = np.array([sum(sizes) for sizes in PACKED_LENGTHS], np.int32)
     arrays = {"segment_ids": ids, "lengths": lengths}
     # As an encoder gives them: Performer's features are drawn, and see more of a position than distances.

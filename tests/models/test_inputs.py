@@ -1,5 +1,7 @@
 """The entrance of networks: tokens, features, sets, positions, dropout, and what is refused."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,12 @@ from brl_jax import (
     EncoderConfig,
     FullConfig,
     LocalConfig,
+    MaskedLM,
     PairClassifier,
     Regressor,
     RegressorConfig,
 )
+from brl_jax.models.inputs import existing
 from brl_jax.models.losses import cross_entropy
 from tests.laws.networks import relative_error
 from tests.marks import slow_unless
@@ -33,6 +37,11 @@ def make(model, inputs):
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), inputs))
     rng = np.random.default_rng(1)
     return jax.tree.map(lambda a: a + jnp.asarray(0.2 * rng.standard_normal(a.shape), a.dtype), variables)
+
+
+def make_masked(model):
+    init = functools.partial(model.init, places=jnp.zeros((2, 1), jnp.int32))
+    return nn.unbox(jax.jit(init)(jax.random.key(0), TOKENS))
 
 
 def encoder_config(**changes):
@@ -198,6 +207,30 @@ def test_traced_lengths_out_of_range_give_numbers(pooling):
     run = jax.jit(lambda n: model.apply(variables, TOKENS, lengths=n))
     assert np.isfinite(run(jnp.array([0, 6]))).all()
     np.testing.assert_array_equal(run(jnp.array([3, 9])), run(jnp.array([3, 6])))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_lengths_of_few_bits(dtype):
+    """Rows may be longer than such a type can count."""
+    lengths = np.array([100, 3])
+    np.testing.assert_array_equal(existing(lengths.astype(dtype), 300).sum(1), lengths)
+    model = Classifier(encoder_config(pooling="cls", max_length=260))
+    tokens = jax.random.randint(jax.random.key(0), (2, 258), 0, 11)
+    variables = make(model, tokens)
+    few = np.array([255 if dtype == jnp.uint8 else 127, 3])
+    run = jax.jit(lambda n: model.apply(variables, tokens, lengths=n))
+    np.testing.assert_array_equal(run(few.astype(dtype)), run(few.astype(np.int32)))
+
+
+def test_places_of_masked_tokens():
+    model = MaskedLM(encoder_config())
+    variables = make_masked(model)
+    for places, message in (
+        ([[0, 6], [1, 2]], r"places must be 0 to 5, got \[6\]"),
+        ([[0, 1]], r"places must be integers of shape \(2, 2\), got int32 \(1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.apply(variables, TOKENS, jnp.array(places))
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,8 @@ def test_more_tokens_than_a_cache_has_room_for(variables):
         model.apply(variables, tokens(5), cache=cache)
     with pytest.raises(ValueError, match="got 2 after 3"):
         model.apply(variables, tokens(2), cache=cache._replace(num_tokens=jnp.int32(3)))
+    with pytest.raises(ValueError, match="positions must be None with a cache of TLinFormer"):
+        model.apply(variables, tokens(1), cache=cache, positions=jnp.array([[0]]))
 
 
 def test_auto_context_grows_with_the_history():

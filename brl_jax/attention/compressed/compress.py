@@ -14,9 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla
+from brl_jax.attention.core.arguments import check_lengths
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_floating, check_qkv, concrete_values, require
+from brl_jax.attention.core.checks import (
+    check_bias_shape,
+    check_floating,
+    check_qkv,
+    concrete_values,
+    require,
+)
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import (
     Score,
@@ -102,11 +109,8 @@ def compress(
     if scale is None:
         scale = default_scale(query)
 
+    key_value_seq_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     if key_value_seq_lengths is not None:
-        require(
-            key_value_seq_lengths.shape == (batch,),
-            f"key_value_seq_lengths must have shape ({batch},), got {key_value_seq_lengths.shape}",
-        )
         known = concrete_values(key_value_seq_lengths)
         require(
             axis_name is not None or known is None or bool(((known >= 0) & (known <= length)).all()),
@@ -127,7 +131,7 @@ def compress(
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(num_queries), first + jnp.arange(length))[None]
     if bias is not None:
-        require(bias.ndim == 4, f"bias must have 4 axes (B, N, M, S), got shape {bias.shape}")
+        check_bias_shape(bias, (batch, heads, num_queries, length), "(B, N, M, S)")
 
     operands = (query, key, contrast_key, value, gamma, bias, mask, key_value_seq_lengths)
     static = {"scale": float(scale), "score": score, "axis_name": axis_name}

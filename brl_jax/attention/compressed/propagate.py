@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from brl_jax.attention.compressed import gpu, tpu
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
-from brl_jax.attention.core.checks import check_floating, check_qkv, require
+from brl_jax.attention.core.checks import check_bias_shape, check_floating, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.scores import (
@@ -85,7 +85,7 @@ def propagate(
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(length), jnp.arange(key.shape[1]))[None]
     if bias is not None:
-        require(bias.ndim == 4, f"bias must have 4 axes (B, N, T, M), got shape {bias.shape}")
+        check_bias_shape(bias, (query.shape[0], heads, length, key.shape[1]), "(B, N, T, M)")
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
     operands = (query, key, value, strength, bias)

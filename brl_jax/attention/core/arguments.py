@@ -98,7 +98,8 @@ def check_mask(mask: Any, query: Array, key: Array) -> Bool[Array, "#B #N #T #S"
     return jnp.asarray(mask).reshape((1,) * (4 - len(mask.shape)) + tuple(mask.shape))
 
 
-def check_lengths(name: str, lengths: Any, batch: int) -> Array | None:
+def check_lengths(name: str, lengths: Any, batch: int, longest: int | None = None) -> Array | None:
+    """Lengths (B,) as int32; those beyond `longest` mean all tokens."""
     if lengths is None:
         return None
     lengths = jnp.asarray(lengths)
@@ -106,7 +107,8 @@ def check_lengths(name: str, lengths: Any, batch: int) -> Array | None:
         lengths.shape == (batch,) and jnp.issubdtype(lengths.dtype, jnp.integer),
         f"{name} must be ints of shape ({batch},), got {lengths.dtype} of shape {lengths.shape}",
     )
-    return lengths.astype(jnp.int32)
+    lengths = lengths.astype(jnp.int32)
+    return lengths if longest is None else jnp.minimum(lengths, longest)
 
 
 def check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tuple:

@@ -48,6 +48,13 @@ def check_qkv(query, key, value, names: Sequence[str] = ("query", "key", "value"
     )
 
 
+def check_bias_shape(bias: Any, shape: tuple[int, ...], axes: str) -> None:
+    """Raises ValueError unless a bias has 4 axes, each of its full size or 1; `axes` names them in the message."""
+    require(bias.ndim == 4, f"bias must have 4 axes {axes}, got shape {bias.shape}")
+    fits = all(size in (1, full) for size, full in zip(bias.shape, shape))
+    require(fits, f"bias must broadcast to {axes} = {shape}, got shape {bias.shape}")
+
+
 def check_floating(**arrays) -> None:
     """Raises ValueError unless all arrays are floating point, of the first one's dtype."""
     first, dtype = next((name, array.dtype) for name, array in arrays.items())

@@ -7,6 +7,12 @@ from jax import lax
 from jaxtyping import Array, Int
 
 
+def run_numbers(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The number of each token's sequence, counted from 0 along the row. A sequence is a run of equal ids."""
+    changes = jnp.cumsum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1, dtype=jnp.int32)
+    return jnp.zeros(segment_ids.shape, jnp.int32).at[:, 1:].set(changes)
+
+
 def first_tokens(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The place of the first token of each token's sequence. A sequence is a run of equal ids."""
     places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]

@@ -53,7 +53,7 @@ def prepare_same_tokens(
         query.shape[1] == key.shape[1],
         f"key must have query's length {query.shape[1]}, as both are the same tokens here, got {key.shape[1]}",
     )
-    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, key.shape[0])
+    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, *key.shape[:2])
     dtype = query.dtype
     query, key, value = (zero_padding(x, lengths).astype(jnp.float32) for x in (query, key, value))
     return SameTokens(query, key, value, lengths, dtype)

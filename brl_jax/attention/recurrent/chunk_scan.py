@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from brl_jax.attention.core.segments import run_numbers
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
 from brl_jax.attention.recurrent.stretches import scan_stretches
@@ -304,11 +305,7 @@ def segment_numbers(
     """
     if lengths is None and segment_ids is None:
         return None
-    segments = jnp.zeros((batch, length), jnp.int32)
-    if segment_ids is not None:
-        segments = segments.at[:, 1:].set(
-            jnp.cumsum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1, dtype=jnp.int32)
-        )
+    segments = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else run_numbers(segment_ids)
     if lengths is not None:
         segments = jnp.where(jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None], segments, -1)
     return segments

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, check_scale, check_sizes, zero_padding
+from brl_jax.attention.core.arguments import (
+    check_dtypes,
+    check_lengths,
+    check_scale,
+    check_segments,
+    check_sizes,
+    zero_padding,
+)
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
@@ -110,6 +117,7 @@ def luna_attention(
       ValueError: arrays, lengths, segments, a state or sizes that do not fit, naming the argument.
     """
     check_qkv(query, key, value)
+    check_dtypes(query, key, value)
     batch, length, _, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     shape: tuple[int, ...] = getattr(packed, "shape", ())
@@ -119,7 +127,7 @@ def luna_attention(
     )
     require(key.shape[1] == length, f"key must have query's length {length}, got {key.shape[1]}")
     scale = check_scale(scale, head_dim)
-    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     many = packed.shape[0]
     fresh = init_luna_state(batch, kv_heads, head_dim, many, value_dim)
     before = check_state(state, fresh, "init_luna_state")
@@ -132,6 +140,7 @@ def luna_attention(
         turned = [rotate(x, places, rope_theta) for x in turned]
     number = before.num_tokens[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids is not None:
+        segment_ids, _ = check_segments(segment_ids, query.shape, key.shape)
         first = first_tokens(segment_ids)
         number = number - jnp.where(first > 0, first + before.num_tokens[:, None], 0)
     share = (1.0 / number.astype(jnp.float32))[..., None, None]
@@ -172,5 +181,8 @@ def luna_attention(
     out = (out * share).astype(query.dtype)
     if not return_state:
         return out
-    last = number[:, -1] if lengths is None else before.num_tokens + lengths
+    last = number[:, -1]
+    if lengths is not None:
+        newest = jnp.take_along_axis(number, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
+        last = jnp.where(lengths > 0, newest, before.num_tokens)
     return out, LunaState(new_scores.key_value, new_values.key_value, last)

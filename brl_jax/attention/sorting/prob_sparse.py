@@ -134,7 +134,7 @@ def prob_sparse_attention(
     )
     scale = check_scale(scale, query.shape[3])
     batch, length, heads, _ = query.shape
-    given = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    given = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     dtype = query.dtype
     query, key, value = (zero_padding(x, given).astype(jnp.float32) for x in (query, key, value))
     lengths = jnp.full((batch,), length, jnp.int32) if given is None else given

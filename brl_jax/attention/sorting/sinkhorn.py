@@ -105,7 +105,7 @@ def sinkhorn_attention(
     batch, length = query.shape[:2]
     count = -(-length // block_size)
     _check_logits(sort_logits, (batch, count, key.shape[2], count))
-    given = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    given = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, length)
     dtype = query.dtype
     query, key, value = (
         _cut(zero_padding(x, given).astype(jnp.float32), block_size) for x in (query, key, value)

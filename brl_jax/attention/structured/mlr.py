@@ -163,7 +163,8 @@ def feature_scales(ranks: Sequence[int], scale: Any, dtype: Any) -> Float[Array,
         scale = tuple(1 / rank for rank in ranks)
     scales = scale if isinstance(scale, (tuple, list)) else (scale,) * len(ranks)
     numbers = all(
-        isinstance(s, (int, float)) and not isinstance(s, bool) and math.isfinite(s) for s in scales
+        isinstance(s, (int, float, np.integer, np.floating)) and not isinstance(s, bool) and math.isfinite(s)
+        for s in scales
     )
     require(
         numbers and len(scales) == len(ranks),

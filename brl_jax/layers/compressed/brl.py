@@ -120,6 +120,11 @@ class BRLConfig(Mechanism):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {size}")
+        if self.bias == "t5" and self.num_compressed and self.history <= 16:
+            raise ValueError(
+                f"history_size (block_size where it is None) must be above 16, the near distances of bias='t5', "
+                f"got {self.history}"
+            )
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta must be 0 to 1, got {self.beta}")
         check_finite(self, "gamma", "lambda_init")

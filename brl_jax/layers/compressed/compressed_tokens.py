@@ -262,7 +262,7 @@ def each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -
 
 def spread(count: int, length: int, lengths: Any) -> jax.Array:
     """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) with lengths."""
-    lengths = jnp.full((1,), length, jnp.int32) if lengths is None else lengths
+    lengths = jnp.full((1,), length, jnp.int32) if lengths is None else jnp.minimum(lengths, length)
     return (2 * jnp.arange(count, dtype=jnp.int32) + 1)[None] * lengths[:, None] // (2 * count)
 
 

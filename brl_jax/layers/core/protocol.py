@@ -71,6 +71,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.segments import run_numbers
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
@@ -282,7 +283,7 @@ class LayerCall:
       start: number of tokens in the decoding cache, 0 without one.
       positions: (1, T) or (B, T) ints; by default they count on from `start`.
       lengths: (B,) ints, the lengths of an encoder's sequences, or None.
-      segment_ids: (B, T) ints, equal for the tokens of one sequence, or None.
+      segment_ids: (B, T) ints, equal for the tokens of one sequence and different for its neighbours, or None.
       count: how many of the new tokens exist, or None for all.
       deterministic: whether dropout is off.
     """
@@ -365,6 +366,8 @@ class MechanismLayer(CacheOwner):
         """
         if segment_ids is not None:
             check_packs(self.mechanism, self.dimensions)
+            # Functions that compare ids would let a sequence see an earlier one with the same id.
+            segment_ids = run_numbers(jnp.asarray(segment_ids))
         start = 0 if cache is None else self.num_tokens(cache)
         positions = token_positions(x.shape[1], start) if positions is None else positions
         # Every device makes the angles of its own tokens.

@@ -124,6 +124,10 @@ class TLinFormerStack(Stack):
 
     def __call__(self, x, *, cache: Any = None, recall: Recall | None = None, **call: Any):
         if cache is not None:
+            if call.get("positions") is not None:
+                raise ValueError(
+                    "positions must be None with a cache of TLinFormer, whose windows have their own"
+                )
             check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
             cache = _note_tokens(cache, recall)
         return super().__call__(x, cache=cache, recall=recall, **call)

@@ -245,7 +245,7 @@ def _valid():
         ({"bias": jnp.ones((3, 5))}, "bias must have 4 axes"),
         (
             {"key_value_seq_lengths": jnp.ones((2,), jnp.int32)},
-            r"key_value_seq_lengths must have shape \(1,\)",
+            r"key_value_seq_lengths must be ints of shape \(1,\)",
         ),
         ({"implementation": "magic"}, "implementation must be"),
     ],

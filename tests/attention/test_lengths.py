@@ -1,0 +1,46 @@
+"""Lengths beyond the tokens mean all of them, and what Luna's state counts of rows with lengths and segments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import brl_jax
+from tests.attention.local.test_local import random_qkv
+
+SAMPLES = jnp.asarray([0.1, 0.9, 0.3, 0.95], jnp.float32)
+LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2, 3)), jnp.float32)
+CALLS = {
+    "skyformer": lambda *a, **o: brl_jax.skyformer_attention(*a, samples=SAMPLES, **o),
+    "nystrom": lambda *a, **o: brl_jax.nystrom_attention(*a, num_landmarks=3, **o),
+    "prob_sparse": lambda *a, **o: brl_jax.prob_sparse_attention(*a, rng=jax.random.key(0), factor=1, **o),
+    "sinkhorn": lambda *a, **o: brl_jax.sinkhorn_attention(*a, LOGITS, block_size=4, **o),
+    "kernelized": brl_jax.kernelized_attention,
+    "flow": brl_jax.flow_attention,
+    "full": brl_jax.full_attention,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_lengths_beyond_the_tokens_mean_all_of_them(name):
+    query, key, value = (x[:2] for x in random_qkv(10, heads=2)[:3])
+    run = jax.jit(lambda n: CALLS[name](query, key, value, key_value_seq_lengths=n))
+    found = run(jnp.asarray([14, 7]))
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found, run(jnp.asarray([10, 7])))
+
+
+def test_lunas_state_after_lengths_and_segments():
+    arrays = [x[:2] for x in random_qkv(6, heads=2)[:3]]
+    packed = jax.random.normal(jax.random.key(1), (3, *arrays[1].shape[2:]))
+    ids = jnp.asarray([[0, 0, 1, 1, 1, 1]] * 2, jnp.int32)
+
+    def state(ids, lengths=None):
+        options = {"segment_ids": ids, "key_value_seq_lengths": lengths, "return_state": True}
+        return brl_jax.luna_attention(*arrays, packed, **options)[1]
+
+    for lengths, tokens in (([6, 6], [4, 4]), ([9, 3], [4, 1]), ([0, 2], [0, 2])):
+        np.testing.assert_array_equal(state(ids, jnp.asarray(lengths)).num_tokens, tokens)
+    np.testing.assert_array_equal(state(None, jnp.asarray([9, 3])).num_tokens, [6, 3])
+    for a, b in zip(state(ids), state(ids, jnp.asarray([6, 6])), strict=True):
+        np.testing.assert_array_equal(a, b)
