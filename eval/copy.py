@@ -47,6 +47,8 @@ class CopyEvalOptions(TableOptions):
     def __post_init__(self):
         if self.length and min(self.length) < 1:
             raise ValueError(f"length must be one or more numbers of at least 1, got {self.length}")
+        if self.source and self.table is not None:
+            raise ValueError(f"source must be given with workdir, not with table={self.table!r}")
 
 
 def write_targets(run: Run, source: np.ndarray, lengths: np.ndarray | None, most: int) -> np.ndarray:

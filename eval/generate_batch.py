@@ -82,7 +82,12 @@ def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
         raise UserError(f"{where}: prompt has half a surrogate pair: {prompt!r}")
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise UserError(f"{where}: max_tokens must be an integer of at least 1, got {most!r}")
-    return Line(number, read.get("id", number + 1), prompt, most)
+    name = read.get("id", number + 1)
+    try:
+        json.dumps(name, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise UserError(f"{where}: id must be valid JSON in UTF-8, got {name!r}") from error
+    return Line(number, name, prompt, most)
 
 
 def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> list[Int[np.ndarray, " P"]]:

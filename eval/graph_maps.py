@@ -1,4 +1,4 @@
-"""What transformers on graphs attend to: python -m eval.graph_maps --workdirs DIR [DIR ...] [--picture FILE.png].
+"""What transformers on graphs attend to: python -m eval.graph_maps --workdir DIR [DIR ...] [--picture FILE.png].
 
 Two figures of BRL-Attention (OpenReview Vpyg3fqXbl, appendix C), by the network of the runs, which are of train.graph:
 
@@ -46,7 +46,7 @@ from train.tasks.graph import GRAPH, GraphData
 class GraphMapsOptions:
     """What to draw."""
 
-    workdirs: tuple[str, ...] = ("runs/graph",)
+    workdir: tuple[str, ...] = ("runs/graph",)
     """Folders of runs of train.graph with attention, all with the same network and data; a row of the picture each."""
     nodes: int = 600
     """How many nodes to read: of the test split for lists of tokens, else of all labelled nodes."""
@@ -56,8 +56,8 @@ class GraphMapsOptions:
     """File to draw in (PNG)."""
 
     def __post_init__(self):
-        if not self.workdirs:
-            raise ValueError("workdirs must name at least one run")
+        if not self.workdir:
+            raise ValueError("workdir must name at least one run")
         if self.nodes < 4:
             raise ValueError(f"nodes must be at least 4, got {self.nodes}")
 
@@ -110,7 +110,7 @@ def set_maps(
 
     named, order, outputs = jax.tree.map(np.asarray, run(params, jnp.asarray(features), jnp.asarray(present)))
     if not named["weights"]:
-        raise UserError("--workdirs: expected networks whose layers have attention matrices")
+        raise UserError("--workdir: expected networks whose layers have attention matrices")
     back, exists = np.argsort(order, axis=1), present.astype(bool)
 
     def placed(x: np.ndarray | None, axes: Sequence[int]) -> np.ndarray | None:
@@ -145,7 +145,7 @@ def look(run: Run, options: GraphMapsOptions) -> Looked:
     network = config.model.network
     if network not in ("tokens", "nodes"):
         raise UserError(
-            f"--workdirs: {config.loop.workdir} has a {network}; expected a network with attention"
+            f"--workdir: {config.loop.workdir} has a {network}; expected a network with attention"
         )
     data: GraphData = GRAPH.load(config, ("test",))
     graph, rng = data.graph, np.random.default_rng(options.seed)
@@ -159,7 +159,7 @@ def look(run: Run, options: GraphMapsOptions) -> Looked:
         return Looked(title, layers, (*names, *[""] * (features.shape[1] - len(names))), None, None)
     nodes, classes = (np.concatenate([split[i] for split in graph.splits.values()]) for i in (0, 1))
     if classes.ndim > 1:
-        raise UserError("--workdirs: expected nodes with one class each, got nodes with several")
+        raise UserError("--workdir: expected nodes with one class each, got nodes with several")
     at = np.sort(rng.choice(len(nodes), min(options.nodes, len(nodes)), replace=False))
     kinds = (graph.target,) * len(at)
     model = NodeClassifier(dataclasses.replace(config.model, kinds=kinds))
@@ -207,12 +207,12 @@ def main(argv: Sequence[str]) -> None:
     drawn: list[Looked] = []
 
     def measured() -> Iterator[dict[str, Any]]:
-        for workdir in options.workdirs:
+        for workdir in options.workdir:
             run = open_run([GRAPH], workdir, "best")
             found = look(run, options)
             if drawn and (drawn[0].classes is None) != (found.classes is None):
                 raise UserError(
-                    "--workdirs: expected runs with the same network, got lists of tokens and sets of nodes"
+                    "--workdir: expected runs with the same network, got lists of tokens and sets of nodes"
                 )
             drawn.append(found)
             result = {"workdir": workdir, "step": run.step, "network": run.config.model.network}

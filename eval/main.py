@@ -179,7 +179,11 @@ class Evaluation(Generic[P]):
                 except UserError as error:  # one that has just begun, or that is damaged
                     log(f"{self.name}: {path} is left out: {error}")
                     continue
-                kept = self._measure_and_keep(run, options)
+                try:
+                    kept = self._measure_and_keep(run, options)
+                except UserError as error:  # its data is gone, or the options don't fit this one
+                    log(f"{self.name}: {path} is left out: {error}")
+                    continue
             self._mention_unfinished(path)
             measured.append(kept)
         if not measured:

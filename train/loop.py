@@ -139,9 +139,9 @@ def evaluate(
 
 def held_out_metrics(sums: Mapping[str, float], num_bytes: int | None) -> dict[str, float]:
     """val_loss in nats per target, the averages as val_NAME, and for a text val_bits_per_byte, which is comparable
-    between tokenizers."""
+    between tokenizers (left out where the targets stand for no byte)."""
     metrics = {f"val_{name}": value for name, value in means(sums).items()}
-    if num_bytes is not None:
+    if num_bytes:
         metrics["val_bits_per_byte"] = sums["loss"] / math.log(2) / num_bytes
     return metrics
 

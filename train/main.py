@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shlex
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from etils import epath
 
+from train.checkpoint import Checkpoints
 from train.config import parse
-from train.hosts import check_shared, join, lead_first
+from train.errors import UserError
+from train.hosts import check_shared, is_lead, join, lead_first
 from train.loop import train
 from train.mesh import open_mesh
 from train.metrics import RunReport, announce, log
 from train.step import num_tokens
-from train.storage import check_client, user_cache
+from train.storage import as_os_errors, check_client, user_cache
 from train.summary import beginning, ending, num_parameters
 from train.task import Task
 from train.throughput import in_words
@@ -53,6 +58,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)
     check_shared(config.loop.workdir, task.to_json(config))
+    _check_task(task, config.loop.workdir)
     mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
     if task.is_sized_by_data:
         data = _load(task, config)
@@ -104,7 +110,47 @@ def keep_programs(folder: str) -> None:
         jax.config.update("jax_compilation_cache_dir", folder or str(user_cache() / "xla"))
 
 
+def _check_task(task: Task[Any, Any], workdir: str) -> None:
+    """Refuses the folder of another task's run before anything is written into it, such as a tokenizer.
+
+    Raises:
+      UserError: the folder has checkpoints of another task.
+    """
+    folder = epath.Path(workdir)
+    try:
+        with as_os_errors():
+            other = json.loads((folder / "config.json").read_text())["task"]
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # no run, or one whose damage is reported when it is opened
+        return
+    if other != task.name and Checkpoints(folder / "checkpoints").steps():
+        raise UserError(
+            f"--workdir: the run in {workdir} is of another configuration: task {other} -> {task.name}; "
+            "expected the same, or another --workdir"
+        )
+
+
+def _forget_data(folder: epath.Path) -> None:
+    """Where no run has begun, removes what binds a folder to its data: a command that failed before it trained leaves
+    it, and the corrected one may name other data."""
+    with contextlib.suppress(OSError), as_os_errors():
+        if not (folder / "config.json").exists():
+            for path in (*folder.glob("data.json"), *folder.glob("mixture/*/data.json")):
+                path.unlink()
+            for path in (
+                *folder.glob("tokenizer_config.json"),
+                *folder.glob("mixture/*/tokenizer_config.json"),
+            ):
+                path.unlink()
+
+
 def _load(task: Task[Any, Any], config: Any) -> Any:
     """The data of a run. The first process makes what is missing; the others wait and find it."""
     with lead_first("data"):
+        if is_lead():
+            _forget_data(epath.Path(config.loop.workdir))
         return task.load(config, ("train", "valid"))

@@ -95,6 +95,8 @@ def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
         ('{"prompt": 1}', "in.jsonl:2: prompt must be a text, got 1"),
         ('{"id": 1}', "in.jsonl:2: prompt must be a text, got None"),
         ('{"prompt": "a\\ud800"}', "in.jsonl:2: prompt has half a surrogate pair"),
+        ('{"prompt": "a", "id": "\\ud800"}', "in.jsonl:2: id must be valid JSON in UTF-8, got "),
+        ('{"prompt": "a", "id": NaN}', "in.jsonl:2: id must be valid JSON in UTF-8, got nan"),
         ('{"prompt": ""}', "in.jsonl:2: expected at least one token of text, got ''"),
         (
             '{"prompt": "a", "max_tokens": 0}',

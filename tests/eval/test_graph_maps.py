@@ -64,7 +64,7 @@ def test_weights_across_classes():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"nodes": 3}, "nodes must be"), ({"workdirs": ()}, "workdirs must")]
+    ("options", "message"), [({"nodes": 3}, "nodes must be"), ({"workdir": ()}, "workdir must")]
 )
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
@@ -93,7 +93,7 @@ def test_runs_on_lists_and_on_sets_are_drawn(tmp_path, capsys):
         capsys.readouterr()
         pictures.append(tmp_path / f"{names[0]}.png")
         folders = [str(tmp_path / name) for name in names]
-        eval.graph_maps.main(["--workdirs", *folders, "--nodes", "50", "--picture", str(pictures[-1])])
+        eval.graph_maps.main(["--workdir", *folders, "--nodes", "50", "--picture", str(pictures[-1])])
         found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [result["workdir"] for result in found] == folders
         assert all(result["layers"][0]["local"] == pytest.approx(1.0, rel=1e-4) for result in found)

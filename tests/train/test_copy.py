@@ -215,6 +215,8 @@ def test_texts_as_a_user_runs_them(tmp_path, capsys):
     ):
         with pytest.raises(UserError, match=message):
             eval.copy.main(["--workdir", str(workdir), *options])
+    with pytest.raises(UserError, match="--source must be given with workdir, not with table"):
+        eval.copy.main(["--table", str(tmp_path), "--source", "three"])
 
 
 def test_only_what_is_right_at_its_place_counts(monkeypatch):

@@ -105,6 +105,23 @@ def test_measuring(runs, capsys):
     assert valid["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
 
 
+def test_a_table_leaves_out_a_run_whose_data_is_gone(runs, tmp_path, monkeypatch, capsys):
+    def gone(self, run, options):
+        if "gone" in run.config.loop.workdir:
+            raise UserError("--data_dir: no such folder")
+        return Measured({"step": 6} | json.loads(json.dumps(result)))
+
+    result = eval.lra.measure_run(str(runs / "local"))
+    for name in ("gone", "here"):
+        shutil.copytree(runs / "local", tmp_path / name)
+        (tmp_path / name / "lra_test.json").unlink(missing_ok=True)
+    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", gone)
+    eval.lra.main(["--table", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert "| local, w = 4 |" in out
+    assert "gone is left out: --data_dir: no such folder" in " ".join(err.split())
+
+
 def test_measures_are_printed_where_they_cannot_be_kept(runs, monkeypatch, capsys):
     def full(path, text):
         raise OSError(28, "No space left on device")

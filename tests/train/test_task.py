@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+import train.lm
 from tests.train import parity
 from tests.train.logs import metrics_lines
 from train.errors import UserError
@@ -46,6 +47,38 @@ def test_a_new_task_end_to_end(tmp_path, capsys):
         parity.main(["--vocab_size", "3"])
     with pytest.raises(UserError, match=r"config.json is of the task 'parity'; expected lm"):
         read_config([TASKS["lm"]], tmp_path / "cut" / "config.json")
+    # A command that will be refused writes nothing: its data and tokenizer would replace the run's.
+    before = sorted(path.name for path in (tmp_path / "cut").iterdir())
+    (tmp_path / "text.train.txt").write_text("a line\n" * 50)
+    with pytest.raises(UserError, match="is of another configuration: task parity -> lm"):
+        train.lm.main(["--data", f"text:{tmp_path}/*.txt", "--workdir", f"{tmp_path}/cut"])
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == before
+
+
+def test_a_command_that_failed_before_it_trained_binds_no_folder(tmp_path):
+    """The corrected command may name other data and another tokenizer."""
+    for name, content in (("short", "\n"), ("long", "the line of text\n" * 200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.txt").write_text("the line of text\n" * 200)
+        (tmp_path / name / "valid.txt").write_text(content)
+    sizes = (
+        "--steps 1 --batch 2 --length 8 --num_layers 1 --d_model 8 --num_heads 2 --d_ff 8 --sample_tokens 0"
+    )
+    options = [
+        *sizes.split(),
+        "--mechanism",
+        "full",
+        "--tensorboard",
+        "False",
+        "--workdir",
+        f"{tmp_path}/run",
+    ]
+    with pytest.raises(UserError, match="--data: the held-out text must have at least 2 tokens, got 1"):
+        train.lm.main([*options, "--data", f"text:{tmp_path}/short/*.txt", "--tokenizer", "words:max=3"])
+    assert (tmp_path / "run" / "data.json").exists()
+    train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt"])
+    with pytest.raises(UserError, match=r"--tokenizer: the run in .* was started with 'bytes', got 'words'"):
+        train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt", "--tokenizer", "words"])
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -45,7 +45,8 @@ class CopyDataConfig:
     """Symbols of the longest source of a batch; several lengths take turns from batch to batch. Of text, the longest
     source and target in tokens; further lengths are those to which shorter rows are padded."""
     min_length: int = 1
-    """Symbols of the shortest source; those of a row are drawn between this and the batch's longest."""
+    """Symbols of the shortest source; those of a row are drawn between this and the batch's longest, or are the latter
+    where it is smaller."""
     data_dir: str = ""
     """A folder of train.jsonl, valid.jsonl and test.jsonl (.gz too) with an object {"source": TEXT, "target": TEXT} in
     each line; empty: symbols, drawn as they are needed."""

@@ -138,6 +138,13 @@ def load(
                 copy_files(cache / folder, shared / folder, corpus_files(split))
         if manifest is None:
             with as_os_errors():
+                if (run / "tokenizer_config.json").exists() and load_tokenizer(
+                    run
+                ).digest != tokenizer.digest:
+                    raise UserError(
+                        f"--data: the run in {run} has another tokenizer; expected the data that it was started with, "
+                        "or another --workdir"
+                    )
                 tokenizer.save(run)
                 manifest = asked | {"splits": list(source.splits), "tokens": folder}
                 write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")

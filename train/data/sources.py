@@ -253,6 +253,10 @@ def _open_text(pattern: str, holdout: float) -> Source:
     for part in filter(None, pattern.split(",")):
         found = _find_remote(part) if is_remote(part) else _find_local(part)
         if not found:
+            if not is_remote(part) and Path(part).expanduser().is_dir():
+                raise UserError(
+                    f"--data: {part} is a folder; expected files, such as text:{part.rstrip('/')}/*"
+                )
             where = "" if is_remote(part) else f" (relative to {os.getcwd()})"
             raise UserError(f"--data: no file matches {part!r}{where}")
         every += found

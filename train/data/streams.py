@@ -135,7 +135,7 @@ class EvalStream:
         chosen_rows = check_rows(batch, rows)
         tokens: Int[np.ndarray, " N"] = corpus.tokens[:limit]
         if (limit is not None and limit < 2) or len(tokens) < 2:
-            raise UserError(f"--data: evaluation takes at least 2 tokens, got {len(tokens)}")
+            raise UserError(f"--data: the held-out text must have at least 2 tokens, got {len(tokens)}")
         self.batch = batch
         """Rows of a batch, of all processes together."""
         self.num_targets = len(tokens) - 1

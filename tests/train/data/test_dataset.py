@@ -154,6 +154,16 @@ def test_another_configuration_of_the_same_run_is_refused(text, tmp_path, change
         load(config(text, **change), tmp_path / "run")
 
 
+def test_the_tokenizer_of_another_run_is_not_replaced(text, tmp_path):
+    """A run on shards, or on pairs of texts, has a tokenizer and no data.json."""
+    run = tmp_path / "run"
+    tokenizer, _ = load(config(text, tokenizer="words"), run)
+    (run / "data.json").unlink()
+    with pytest.raises(UserError, match=r"--data: the run in .* has another tokenizer; expected the data"):
+        load(config(text, tokenizer="bpe:300"), run)
+    assert load_tokenizer(run).digest == tokenizer.digest
+
+
 def test_a_split_the_text_does_not_have(text, tmp_path):
     (text / "test.txt").unlink()
     assert list(load(config(text), tmp_path / "run")[1]) == ["train", "valid"]

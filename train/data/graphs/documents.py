@@ -77,7 +77,7 @@ def read_nodes(path: Path) -> RawGraph:
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(
             f'--data_dir: {path}: expected an .npz file with "features" and "labels", or with images as "x_train", '
-            f'"y_train", "x_test" and "y_test": {one_line(error)}'
+            f'"y_train", "x_test" and "y_test"'
         ) from error
     if features.ndim != 2 or labels.shape != features.shape[:1] or labels.dtype.kind not in "iu":
         raise UserError(
