@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import time
@@ -14,6 +13,7 @@ from etils import epath
 
 from train.checkpoint import Checkpoints
 from train.config import parse
+from train.data import forget_unstarted
 from train.errors import UserError
 from train.hosts import check_shared, is_lead, join, lead_first
 from train.loop import train
@@ -134,23 +134,9 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
         )
 
 
-def _forget_data(folder: epath.Path) -> None:
-    """Where no run has begun, removes what binds a folder to its data: a command that failed before it trained leaves
-    it, and the corrected one may name other data."""
-    with contextlib.suppress(OSError), as_os_errors():
-        if not (folder / "config.json").exists():
-            for path in (*folder.glob("data.json"), *folder.glob("mixture/*/data.json")):
-                path.unlink()
-            for path in (
-                *folder.glob("tokenizer_config.json"),
-                *folder.glob("mixture/*/tokenizer_config.json"),
-            ):
-                path.unlink()
-
-
 def _load(task: Task[Any, Any], config: Any) -> Any:
     """The data of a run. The first process makes what is missing; the others wait and find it."""
     with lead_first("data"):
         if is_lead():
-            _forget_data(epath.Path(config.loop.workdir))
+            forget_unstarted(config.loop.workdir)
         return task.load(config, ("train", "valid"))

@@ -1692,9 +1692,9 @@ MUTANTS = (
     ),
     Mutant(
         "train/a failed command binds its folder",
-        "train/main.py",
-        'if not (folder / "config.json").exists():',
-        "if False:",
+        "train/data/dataset.py",
+        'if (folder / "config.json").exists():',
+        "if True:",
         ("tests/train/test_task.py", "-k", "binds_no_folder"),
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -246,6 +247,19 @@ def _read(
         copy_files(shared / folder, cache / folder, corpus_files(split))
         corpus = read_corpus(cache / folder, split, tokenizer)
     return corpus
+
+
+def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
+    """Where no run has begun in a folder, removes what binds it to its data: a command that failed before it trained
+    leaves data.json and the tokenizer, and the corrected one may name others. Files of other programs stay."""
+    folder = epath.Path(workdir)
+    with contextlib.suppress(OSError, ValueError, TypeError), as_os_errors():
+        if (folder / "config.json").exists():
+            return
+        for path in (*folder.glob(_MANIFEST), *folder.glob(f"mixture/*/{_MANIFEST}")):
+            if {"tokenizer", "holdout", "splits", "tokens"} <= set(json.loads(path.read_text())):
+                path.unlink()
+                (path.parent / "tokenizer_config.json").unlink(missing_ok=True)
 
 
 def _read_manifest(run: epath.Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data import DataConfig, EvalStream, load, load_tokenizer
+from train.data import DataConfig, EvalStream, forget_unstarted, load, load_tokenizer
 from train.data import corpus as corpus_module
 from train.data.tokenizer import text_pieces
 from train.data.tokenizers import BytesTokenizer
@@ -162,6 +162,20 @@ def test_the_tokenizer_of_another_run_is_not_replaced(text, tmp_path):
     with pytest.raises(UserError, match=r"--data: the run in .* has another tokenizer; expected the data"):
         load(config(text, tokenizer="bpe:300"), run)
     assert load_tokenizer(run).digest == tokenizer.digest
+
+
+def test_files_of_others_stay_where_no_run_has_begun(text, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("data.json", "tokenizer_config.json"):
+        (run / name).write_text('{"tokenizer": "theirs"}')
+    forget_unstarted(run)
+    assert {path.name for path in run.iterdir()} == {"data.json", "tokenizer_config.json"}
+    load(config(text), tmp_path / "ours")
+    forget_unstarted(tmp_path / "ours")
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {"data"}
+    forget_unstarted(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_split_the_text_does_not_have(text, tmp_path):
