@@ -48,7 +48,7 @@ class CopyEvalOptions(TableOptions):
         if self.length and min(self.length) < 1:
             raise ValueError(f"length must be one or more numbers of at least 1, got {self.length}")
         if self.source and self.table is not None:
-            raise ValueError(f"source must be given with workdir, not with table={self.table!r}")
+            raise ValueError("source must be given with workdir, not with table")
 
 
 def write_targets(run: Run, source: np.ndarray, lengths: np.ndarray | None, most: int) -> np.ndarray:
