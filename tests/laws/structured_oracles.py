@@ -128,8 +128,9 @@ def global_window_mix(u, p, m, d):
         b = a * d.num_kv_heads // d.num_heads
         weights = 0
         for own, mask in ((slice(0, first), full_mask(n, d, m)), (slice(first, None), near)):
-            scores = q[:, a, own] @ k[:, b, own].T
-            weights = weights + softmax(scores * m.score_scale / q[:, a, own].shape[1], mask)
+            scores, rank = q[:, a, own] @ k[:, b, own].T, q[:, a, own].shape[1]
+            scale = 1 / math.sqrt(rank) if m.score_scale is None else m.score_scale / rank
+            weights = weights + softmax(scores * scale, mask)
         heads.append(weights @ v[:, b])
     return merge(heads, p)
 

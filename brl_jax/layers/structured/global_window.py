@@ -36,8 +36,11 @@ class GlobalWindowConfig(Mechanism):
     encoder."""
     ranks: tuple[int, int] | None = None
     """Features of the global and of the window part, which sum to the head dimension; None for halves."""
-    score_scale: float = 8.0
-    """Scores are products times this, over the part's number of features."""
+    score_scale: float | None = None
+    """Scores are products times this, over the part's number of features; 8 is muP's for heads of 64
+    (arXiv:2509.07963, E.2). None: products over the root of that number, as in softmax attention. In smaller heads 8
+    makes scores too sharp to learn from: with heads of 16 a network that recalls without it only guesses
+    (docs/recall.md)."""
 
     def __post_init__(self):
         check_at_least(self, "window")
@@ -89,12 +92,14 @@ class GlobalWindowAttention(AttentionLayer):
         """Scales of the two parts' scores."""
         m = self.mechanism
         global_rank, window_rank = m.parts(self.dimensions.head_dim)
+        if m.score_scale is None:
+            return global_rank**-0.5, window_rank**-0.5
         return m.score_scale / global_rank, m.score_scale / window_rank
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        return project_qkv(self.dimensions, x, positions, root_scores=False)
+        return project_qkv(self.dimensions, x, positions, root_scores=self.mechanism.score_scale is None)
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         m = self.mechanism
