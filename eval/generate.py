@@ -26,7 +26,7 @@ from jaxtyping import Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
-from eval.generate_batch import Sampling, generate_file
+from eval.generate_batch import Sampling, check_length, generate_file
 from eval.lm import read_run
 from train.config import check_seed, parse_options
 from train.data import Tokenizer, load_tokenizer
@@ -130,10 +130,7 @@ def main(argv: Sequence[str]) -> None:
     batch = np.zeros((len(encoded), lengths.max()), np.int32)
     for row, tokens in zip(batch, encoded):
         row[: len(tokens)] = tokens
-    try:
-        jax.eval_shape(lambda: model.init_cache(len(encoded), int(lengths.max()) + options.tokens))
-    except ValueError as error:  # a mechanism has a largest length
-        raise UserError(f"--tokens: {error}") from error
+    check_length(model, int(lengths.max()) + options.tokens, "--tokens")
     texts = generate(
         model,
         {"params": params},

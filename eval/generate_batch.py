@@ -108,6 +108,14 @@ def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> lis
     return encoded
 
 
+def check_length(model: Any, length: int, options: str) -> None:
+    """Raises UserError, naming the options, where a mechanism of the model has a largest length below this one."""
+    try:
+        jax.eval_shape(lambda: model.init_cache(1, length))
+    except ValueError as error:
+        raise UserError(f"{options}: {error}") from error
+
+
 def generate_file(
     model: Any,
     params: Any,
@@ -142,10 +150,7 @@ def generate_file(
     done = _unfinished(part, call)
     left = [i for i in range(len(lines)) if i not in done]
     room = max(len(tokens) + line.max_tokens for line, tokens in zip(lines, encoded))
-    try:
-        jax.eval_shape(lambda: model.init_cache(1, room))
-    except ValueError as error:  # a mechanism has a largest length
-        raise UserError(f"--tokens, --batch: {error}") from error
+    check_length(model, room, "--tokens, --batch")
     console = Console(stderr=True)
     if done:
         console.print(

@@ -150,9 +150,7 @@ class Evaluation(Generic[P]):
         Raises:
           UserError: there is no such run or checkpoint, or its data cannot be read.
         """
-        return self._measure_and_keep(open_run(self.tasks, workdir, options.checkpoint), options)
-
-    def _measure_and_keep(self, run: Run, options: P) -> Measured:
+        run = open_run(self.tasks, workdir, options.checkpoint)
         measured = self.measure(run, options)
         if self.kept is not None and self.is_standard(options):
             path = epath.Path(run.config.loop.workdir) / self.kept
@@ -175,13 +173,9 @@ class Evaluation(Generic[P]):
             if kept is None:
                 log(f"{self.name}: measuring {path}, run {i + 1} of {len(paths)}")
                 try:
-                    run = open_run(self.tasks, str(path), options.checkpoint)
-                except UserError as error:  # one that has just begun, or that is damaged
-                    log(f"{self.name}: {path} is left out: {error}")
-                    continue
-                try:
-                    kept = self._measure_and_keep(run, options)
-                except UserError as error:  # its data is gone, or the options don't fit this one
+                    kept = self.measure_and_keep(str(path), options)
+                except UserError as error:
+                    # It has just begun, is damaged, lacks its data, or the options don't fit it.
                     log(f"{self.name}: {path} is left out: {error}")
                     continue
             self._mention_unfinished(path)

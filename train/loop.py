@@ -359,6 +359,14 @@ def _score(objective: Objective, line: Mapping[str, Any]) -> float | None:
     return value if value is None or objective.best == "loss" else -value
 
 
+def another_configuration(workdir: str, differing: Sequence[str]) -> UserError:
+    """The error of a command whose folder has a run that differs in what `differing` names, in words."""
+    return UserError(
+        f"--workdir: the run in {workdir} is of another configuration: {', '.join(differing)}; "
+        "expected the same, or another --workdir"
+    )
+
+
 def _begin(
     loop: LoopConfig,
     differences: Callable[[Mapping[str, Any]], Sequence[str]],
@@ -371,10 +379,7 @@ def _begin(
     def check(meta: dict[str, Any]) -> None:
         differing = differences(meta["config"])
         if differing:
-            raise UserError(
-                f"--workdir: the run in {loop.workdir} is of another configuration: {', '.join(differing)}; "
-                "expected the same, or another --workdir"
-            )
+            raise another_configuration(loop.workdir, differing)
 
     state = fresh()
     restored = checkpoints.restore(state, check)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Sequence
@@ -13,14 +12,15 @@ from etils import epath
 
 from train.checkpoint import Checkpoints
 from train.config import parse
+from train.config_file import read_values
 from train.data import forget_unstarted
 from train.errors import UserError
 from train.hosts import check_shared, is_lead, join, lead_first
-from train.loop import train
+from train.loop import another_configuration, train
 from train.mesh import open_mesh
 from train.metrics import RunReport, announce, log
 from train.step import num_tokens
-from train.storage import as_os_errors, check_client, user_cache
+from train.storage import check_client, user_cache
 from train.summary import beginning, ending, num_parameters
 from train.task import Task
 from train.throughput import in_words
@@ -118,20 +118,12 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
     """
     folder = epath.Path(workdir)
     try:
-        with as_os_errors():
-            other = json.loads((folder / "config.json").read_text())["task"]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # no run, or one whose damage is reported when it is opened
+        values = read_values(folder / "config.json")
+    except UserError:  # no run, or one whose damage is reported when it is opened
         return
-    if other != task.name and Checkpoints(folder / "checkpoints").steps():
-        raise UserError(
-            f"--workdir: the run in {workdir} is of another configuration: task {other} -> {task.name}; "
-            "expected the same, or another --workdir"
-        )
+    other = values.get("task") if isinstance(values, dict) else None
+    if other not in (None, task.name) and Checkpoints(folder / "checkpoints").steps():
+        raise another_configuration(workdir, [f"task {other} -> {task.name}"])
 
 
 def _load(task: Task[Any, Any], config: Any) -> Any:

@@ -29,7 +29,7 @@ from train.storage import as_os_errors, check_address, copy_files, is_remote, us
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 2
-_MANIFEST = "data.json"
+_MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +139,7 @@ def load(
                 copy_files(cache / folder, shared / folder, corpus_files(split))
         if manifest is None:
             with as_os_errors():
-                if (run / "tokenizer_config.json").exists() and load_tokenizer(
-                    run
-                ).digest != tokenizer.digest:
+                if _has_another_tokenizer(run, tokenizer):
                     raise UserError(
                         f"--data: the run in {run} has another tokenizer; expected the data that it was started with, "
                         "or another --workdir"
@@ -174,11 +172,14 @@ def _keep_tokenizer(data: str, tokenizer: Tokenizer, run: epath.Path, splits: Se
       UserError: the run is of another tokenizer.
     """
     with as_os_errors():
-        if (run / "tokenizer_config.json").exists():
-            if load_tokenizer(run).digest != tokenizer.digest:
-                raise UserError(f"--data: {data} was made with another tokenizer than the run in {run} has")
-        elif "train" in splits:
+        if _has_another_tokenizer(run, tokenizer):
+            raise UserError(f"--data: {data} was made with another tokenizer than the run in {run} has")
+        if "train" in splits and not (run / _TOKENIZER).exists():
             tokenizer.save(run)
+
+
+def _has_another_tokenizer(run: epath.Path, tokenizer: Tokenizer) -> bool:
+    return (run / _TOKENIZER).exists() and load_tokenizer(run).digest != tokenizer.digest
 
 
 def _load_mixture(
@@ -259,7 +260,7 @@ def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
         for path in (*folder.glob(_MANIFEST), *folder.glob(f"mixture/*/{_MANIFEST}")):
             if {"tokenizer", "holdout", "splits", "tokens"} <= set(json.loads(path.read_text())):
                 path.unlink()
-                (path.parent / "tokenizer_config.json").unlink(missing_ok=True)
+                (path.parent / _TOKENIZER).unlink(missing_ok=True)
 
 
 def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
@@ -291,7 +292,7 @@ def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
     if spec == "bytes" or is_pretrained(spec):
         return train_tokenizer(spec, lambda: ())
     folder = cache / ("tokenizer-" + _key(source.fingerprint, spec))
-    if (folder / "tokenizer_config.json").exists():
+    if (folder / _TOKENIZER).exists():
         return load_tokenizer(folder)
     if "train" not in source.splits:
         raise UserError(

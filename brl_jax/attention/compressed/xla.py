@@ -97,13 +97,13 @@ def _until_last_key(x: Operands, piece: int, step: Any, start: Any) -> Any:
     return lax.fori_loop(jnp.int32(0), jnp.int32(_steps(x, piece)), step, start)
 
 
-def _start(x: Operands, step: Array, piece: int) -> Array:
+def _start(room: int, step: Array, piece: int) -> Array:
     """The start of a piece. The last one starts early if it would reach beyond the keys; what it repeats is hidden."""
-    return jnp.minimum(step * piece, x.value.shape[1] - piece).astype(jnp.int32)
+    return jnp.minimum(step * piece, room - piece).astype(jnp.int32)
 
 
 def _cut(x: Operands, step: Array, piece: int) -> _Piece:
-    start = _start(x, step, piece)
+    start = _start(x.value.shape[1], step, piece)
     cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=piece)
     index = start + jnp.arange(piece, dtype=jnp.int32)
     mask = (index >= step * piece)[None, None, None]
@@ -191,7 +191,7 @@ def read_cache(
     piece = piece_size(query.shape[2], room)
 
     def step(i, sums):
-        start = jnp.minimum(i * piece, room - piece)
+        start = _start(room, i, piece)
         index = start + jnp.arange(piece, dtype=jnp.int32)
         seen = (index >= i * piece) & (index < length)
         # What is not yet a token may contain anything, even NaN.
@@ -248,7 +248,7 @@ def backward(
 
     def step(i, totals):
         d_query, d_keys, d_value, d_bias = totals
-        part, start = _cut(x, i, piece), _start(x, i, piece)
+        part, start = _cut(x, i, piece), _start(x.value.shape[1], i, piece)
 
         def add(total, rows, axis):
             old = lax.dynamic_slice_in_dim(total, start, piece, axis)

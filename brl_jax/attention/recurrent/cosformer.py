@@ -122,6 +122,6 @@ def cosformer_attention(
     out = (total / jnp.maximum(weight, 1e-6)).astype(query.dtype)
     if not return_state:
         return out
-    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    passed = query.shape[1] if lengths is None else jnp.minimum(lengths, query.shape[1])
-    return out, CosformerState(sums.key_value, sums.key, index + passed)
+    tokens = query.shape[1]
+    lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, tokens)
+    return out, CosformerState(sums.key_value, sums.key, index + (tokens if lengths is None else lengths))
