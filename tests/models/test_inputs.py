@@ -209,6 +209,14 @@ def test_traced_lengths_out_of_range_give_numbers(pooling):
     np.testing.assert_array_equal(run(jnp.array([3, 9])), run(jnp.array([3, 6])))
 
 
+def test_traced_lengths_beyond_the_tokens_mean_all_of_them_to_compressed_tokens():
+    """Their positions are spread over the tokens that exist."""
+    model = Classifier(encoder_config(mechanism=BRLConfig(window=2, num_compressed=2)))
+    variables = make(model, TOKENS)
+    run = jax.jit(lambda n: model.apply(variables, TOKENS, lengths=n))
+    np.testing.assert_array_equal(run(jnp.array([3, 60])), run(jnp.array([3, 6])))
+
+
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
 def test_lengths_of_few_bits(dtype):
     """Rows may be longer than such a type can count."""

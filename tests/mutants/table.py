@@ -1677,6 +1677,20 @@ MUTANTS = (
         ("tests/attention/test_lengths.py", "-k", "luna"),
     ),
     Mutant(
+        "attention/the last piece of a cache counts tokens twice",
+        "brl_jax/attention/compressed/xla.py",
+        "seen = (index >= i * piece) & (index < length)",
+        "seen = index < length",
+        ("tests/attention/compressed/test_compress.py", "-k", "up_to_its_length"),
+    ),
+    Mutant(
+        "layers/compressed tokens are spread beyond the sequence",
+        "brl_jax/layers/compressed/compressed_tokens.py",
+        "if lengths is None else jnp.minimum(lengths, length)",
+        "if lengths is None else lengths",
+        ("tests/models/test_inputs.py", "-k", "to_compressed_tokens"),
+    ),
+    Mutant(
         "attention/lengths go beyond the tokens",
         "brl_jax/attention/core/arguments.py",
         "return lengths if longest is None else jnp.minimum(lengths, longest)",

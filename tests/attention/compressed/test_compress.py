@@ -12,6 +12,7 @@ import pytest
 
 from brl_jax import ALiBi, T5Bias, alibi_slopes, compress, compress_blocks, propagate
 from brl_jax.attention.compressed import compress as compress_module
+from brl_jax.attention.compressed import xla
 from tests.attention.compressed.oracle import SCORES, arrays, check, oracle_compress
 from tests.laws.networks import relative_error
 
@@ -271,3 +272,17 @@ def test_wrong_shapes_are_refused():
         compress_blocks(q[None], k, c, v, gamma=0.5, block_size=0, history_size=2)
     with pytest.raises(ValueError, match="= 8 tokens, got 5"):
         compress_blocks(jnp.ones((1, 2, 3, 2, 4)), k, c, v, gamma=0.5, block_size=4, history_size=4)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 4500, 5001])
+def test_a_cache_is_read_up_to_its_length(length):
+    """In two pieces, of which the second begins early, beside NaN where there is no token yet."""
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((2, 2, n, 4)).astype(np.float32) for n in (3, 5001, 5001))
+    logits = np.einsum("bnmh,bnsh->bnms", query.astype(np.float64), key[:, :, :length]) * 0.5
+    weights = np.exp(logits - logits.max(-1, keepdims=True, initial=-np.inf))
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    expected = np.einsum("bnms,bnsh->bnmh", weights, value[:, :, :length])
+    key[:, :, length:] = value[:, :, length:] = np.nan
+    found = jax.jit(functools.partial(xla.read_cache, scale=0.5))(query, key, value, jnp.int32(length))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
