@@ -15,6 +15,7 @@ Result = Mapping[str, Any]
 
 _NAME = "model.mechanism.name"
 _LATE = "model.late_mechanism"
+_IN_ROW = "naming the row's most frequent answer"
 
 
 def _network(settings: Mapping[str, Any]) -> str:
@@ -96,7 +97,7 @@ def markdown(results: Sequence[Result]) -> str:
             f"| {label} | {runs[0]['parameters']} | {_last_trained(runs[0])['state_bytes']} "
             f"| {', '.join(str(run['seed']) for run in runs)} | {learned} | {' | '.join(cells)} |"
         )
-    for name, text in (("guess_in_row", "guessing among the row's records"), ("chance", "chance")):
+    for name, text in (("guess_in_row", _IN_ROW), ("chance", "chance")):
         guesses = []
         for case in cases:
             known = [found for run in results if (found := _case(run, *case)) is not None]
@@ -164,7 +165,7 @@ def draw(results: Sequence[Result]) -> Figure:
         zorder=0,
     )
     for name, text, dashes in (
-        ("guess_in_row", "guessing among the row's records", "--"),
+        ("guess_in_row", _IN_ROW, "--"),
         ("chance", "chance", ":"),
     ):
         lowest = min(100 * case[name] for result in results for case in result["cases"])

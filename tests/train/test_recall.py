@@ -14,7 +14,15 @@ from eval.recall_table import draw, frontier, grouped
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.config import parse
-from train.data.recall import Case, HeldOutRecall, RecallDataConfig, RecallStream, draw_rows, num_answers
+from train.data.recall import (
+    Case,
+    HeldOutRecall,
+    RecallDataConfig,
+    RecallStream,
+    blind_accuracy,
+    draw_rows,
+    num_answers,
+)
 from train.errors import UserError
 from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
 
@@ -268,6 +276,30 @@ def test_measuring_and_the_table(runs, capsys):
     assert kept["cases"][0]["accuracy"] < 0.6  # six steps teach nothing
     with pytest.raises(UserError, match="length must be at least 259 with 64 pairs and gap 4, got 24"):
         eval.recall.main(["--workdir", str(runs / "full"), "--length", "24", "--pairs", "64"])
+
+
+@pytest.mark.parametrize("kind", ["mqar", "induction", "copy"])
+@pytest.mark.parametrize("pairs", [1, 2, 5])
+def test_what_the_answers_of_a_row_alone_are_worth(kind, pairs):
+    """A guesser that names the row's most frequent answer, or in "copy" the most frequent one still to come."""
+    config = config_of(kind, 18, 64, pairs, 0)
+    rows = draw_rows(config, config.cases[0], (5,), 20_000)["targets"]
+    possible = blind_accuracy(config, pairs)
+
+    def most_frequent(answers):
+        return (answers[:, :, None] == answers[:, None]).sum(axis=1).max(axis=1).mean() / answers.shape[1]
+
+    counted = [most_frequent(rows[:, first:]) for first in range(pairs if kind == "copy" else 1)]
+    assert possible == pytest.approx(np.mean(counted), abs=0.005)
+    if pairs == 2:
+        values = num_answers(config, 2)
+        exact = (values + 1) / (2 * values)
+        assert possible == pytest.approx((exact + 1) / 2 if kind == "copy" else exact)
+
+
+def test_many_answers_of_many_are_hardly_ever_alike():
+    config = config_of("mqar", 8192, 1024, 64, 0)
+    assert 1 / 64 < blind_accuracy(config, 64) < 1.5 / 64
 
 
 def test_state_and_cases():

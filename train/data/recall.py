@@ -114,6 +114,38 @@ def num_answers(config: RecallDataConfig, pairs: int) -> int:
     return config.vocabulary - firsts[config.kind]
 
 
+def blind_accuracy(config: RecallDataConfig, pairs: int) -> float:
+    """The accuracy of a guesser that knows which answers a row has, and how often, but not which of them a question
+    asks for, and names the most frequent one; in "copy", where earlier answers are inputs, of those still to come.
+
+    Answers are drawn with replacement, so that it is more than one over the number of records.
+    """
+    possible = num_answers(config, pairs)
+    left = range(1, pairs + 1) if config.kind == "copy" else (pairs,)
+    return float(np.mean([_most_frequent(draws, possible) / draws for draws in left]))
+
+
+def _most_frequent(draws: int, values: int) -> float:
+    """How often the most frequent of equally likely values comes in some draws, on average."""
+    counts = np.arange(draws + 1)
+    log_factorials = np.cumsum(np.log(np.maximum(counts, 1)))
+
+    def poisson(rate: float) -> Float[np.ndarray, " draws+1"]:
+        return np.exp(counts * np.log(rate) - rate - log_factorials)
+
+    def at_most(limit: int) -> float:
+        """The probability that no value comes more often: the counts of the draws are independent Poisson counts under
+        the condition that they add up to the number of draws."""
+        one, result, power = np.where(counts <= limit, poisson(draws / values), 0), None, values
+        while power:
+            if power % 2:
+                result = one if result is None else np.convolve(result, one)[: draws + 1]
+            one, power = np.convolve(one, one)[: draws + 1], power // 2
+        return result[draws] / poisson(draws)[draws]
+
+    return sum(1 - at_most(limit) for limit in range(draws))
+
+
 def _shuffled(rng: np.random.Generator, rows: int, size: int) -> Int[np.ndarray, "R S"]:
     """The numbers 0..size-1 in a random order, anew for each row."""
     return np.argsort(rng.random((rows, size)), axis=1)

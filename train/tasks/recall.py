@@ -27,7 +27,15 @@ from brl_jax.layers import (
 )
 from brl_jax.models import DecoderConfig, DecoderLM
 from train.config import LoopConfig, RunConfig
-from train.data.recall import Case, HeldOutRecall, Kind, RecallDataConfig, RecallStream, num_answers
+from train.data.recall import (
+    Case,
+    HeldOutRecall,
+    Kind,
+    RecallDataConfig,
+    RecallStream,
+    blind_accuracy,
+    num_answers,
+)
 from train.fields import Decided, Flat
 from train.loop import evaluate
 from train.mesh import host_rows
@@ -228,7 +236,7 @@ class RecallTask(Task[RecallConfig, None]):
         self, config: RecallConfig, model: DecoderLM, params: Any, split: str, cases: Sequence[Case]
     ) -> list[dict[str, Any]]:
         """The loss and the accuracy for each of some cases, and what guessing gives: any answer that is possible
-        ("chance"), or any of the row's own ("guess_in_row")."""
+        ("chance"), or the row's most frequent one ("guess_in_row", `train.data.recall.blind_accuracy`)."""
         objective = self.objective(model, config)
         eval_step = jax.jit(make_eval_step(objective))
         measured = []
@@ -242,7 +250,7 @@ class RecallTask(Task[RecallConfig, None]):
                     **means(sums),
                     "answers": round(sums["weight"]),
                     "chance": 1 / num_answers(config.data, case.pairs),
-                    "guess_in_row": 1 / case.pairs,
+                    "guess_in_row": blind_accuracy(config.data, case.pairs),
                 }
             )
         return measured
