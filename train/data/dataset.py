@@ -160,9 +160,9 @@ def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer
     kind, _, rest = config.data.partition(":")
     if kind != "hf-stream" or "train" not in splits:
         return {}
-    documents, field = open_stream(rest)
-    key = _key(config.data, field, tokenizer.digest)
-    return {"train": StreamedText(documents["train"], field, tokenizer, key)}
+    opened = open_stream(rest)
+    key = _key(config.data, opened.field, tokenizer.digest)
+    return {"train": StreamedText(opened.raw, opened.field, tokenizer, key, opened.held_out)}
 
 
 def _keep_tokenizer(data: str, tokenizer: Tokenizer, run: epath.Path, splits: Sequence[str]) -> None:

@@ -58,27 +58,30 @@ def cut_documents(blocks: Iterable[bytes], *, first_line: FirstLine, keep: bool)
     pending = b""  # lines that have not been looked at
     before = b""  # the line before them
     is_empty = True  # whether the document has empty lines only
+    inside = False  # whether `pending` goes on with a line whose beginning was too long to keep
 
     def cut(text: bytes, *, is_last: bool) -> Iterator[bytes]:
         """Gives the lines whose next line is there too, or all, and keeps the rest."""
-        nonlocal kind, pending, before, is_empty
+        nonlocal kind, pending, before, is_empty, inside
         start = at = 0
         while at < len(text):
             end = text.find(b"\n", at)
             stop = text.find(b"\n", end + 1) if end >= 0 else -1
-            if stop < 0 and not is_last:
+            if stop < 0 and not is_last and len(text) - at <= _LONGEST:
                 break
+            is_whole = end >= 0 or is_last
             end = end if end >= 0 else len(text)
             stop = stop if stop >= 0 else len(text)
             line = text[at:end]
-            if not is_empty and first_line(line.removesuffix(b"\r"), before, text[end + 1 : stop]):
+            is_first = not (is_empty or inside or not is_whole)
+            if is_first and first_line(line.removesuffix(b"\r"), before, text[end + 1 : stop]):
                 if at > start:
                     yield kind(text[start:at])
                 start, kind = at, DocumentStart
             is_empty = is_empty and not line.strip()
-            before, at = line, min(end + 1, len(text))
-        if len(text) - at > _LONGEST:
-            at, before, is_empty = len(text), text[at:], False
+            if not (inside and before.strip()):
+                before = line
+            inside, at = not is_whole, min(end + 1, len(text))
         if at > start:
             yield kind(text[start:at])
             kind = bytes
@@ -87,6 +90,6 @@ def cut_documents(blocks: Iterable[bytes], *, first_line: FirstLine, keep: bool)
     for block in blocks:
         if keep and isinstance(block, DocumentStart):
             yield from cut(pending, is_last=True)
-            kind, before, is_empty = DocumentStart, b"", True
+            kind, before, is_empty, inside = DocumentStart, b"", True, False
         yield from cut(pending + block, is_last=False)
     yield from cut(pending, is_last=True)

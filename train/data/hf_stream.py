@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import functools
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +31,28 @@ _HELD_OUT_DOCUMENTS = 1000
 _BLOCK_DOCUMENTS = 64
 
 
+class Opened(NamedTuple):
+    """A data set that nobody has read yet."""
+
+    splits: dict[str, Any]
+    """Its documents by split (train, valid, test), each to be read from the beginning."""
+    field: str
+    """Where a document has its text."""
+    raw: Any
+    """The training split as it is, the held-out documents included, which can be divided into parts."""
+    held_out: int
+    """How many documents at its beginning are held out."""
+
+
 class StreamedText(NamedTuple):
     """The training documents of a data set, and how they become tokens."""
 
     dataset: Any
+    """All of them, and before them `held_out` that do not belong to them."""
     field: str
     tokenizer: Tokenizer
     digest: str
+    held_out: int = 0
 
     @property
     def tokens(self) -> tuple[()]:
@@ -44,8 +60,8 @@ class StreamedText(NamedTuple):
         return ()
 
 
-def open_stream(spec: str) -> tuple[dict[str, Any], str]:
-    """The documents of a data set by split (train, valid, test), which nobody has read yet, and the field of the text.
+def open_stream(spec: str) -> Opened:
+    """The documents of a data set.
 
     Raises:
       UserError: the data set cannot be found or read, or has no training split or no text.
@@ -74,18 +90,16 @@ def open_stream(spec: str) -> tuple[dict[str, Any], str]:
     with naming(option):
         first: dict[str, Any] = next(iter(splits["train"]), {})
     field = text_field(option, [n for n, value in first.items() if isinstance(value, str)], None)
+    raw, held_out = splits["train"], 0
     if "valid" not in splits:
-        documents = splits["train"]
-        splits["valid"], splits["train"] = (
-            documents.take(_HELD_OUT_DOCUMENTS),
-            documents.skip(_HELD_OUT_DOCUMENTS),
-        )
-    return splits, field
+        held_out = _HELD_OUT_DOCUMENTS
+        splits["valid"], splits["train"] = raw.take(held_out), raw.skip(held_out)
+    return Opened(splits, field, raw, held_out)
 
 
 def open_stream_source(spec: str, holdout: float) -> Source:
     """The splits as text that is read from the beginning: for vocabularies, held-out tokens and shards."""
-    splits, field = open_stream(spec)
+    splits, field, *_ = open_stream(spec)
 
     def blocks(split: str) -> Iterator[bytes]:
         with naming(f"--data {PREFIX}{spec}"):
@@ -94,16 +108,32 @@ def open_stream_source(spec: str, holdout: float) -> Source:
                 yield from document_blocks(document[field] for document in some)
 
     return Source(
-        digest("hf-stream", spec, field),
+        digest("hf-stream", spec, field, _versions(spec)),
         {split: Split(functools.partial(blocks, split), None) for split in splits},
     )
 
 
-class _Row:
-    """The tokens of one row: the documents of its part, one after the other, again and again."""
+def _versions(spec: str) -> list[tuple[str, int, int]]:
+    """What changes when the files of a local data set change."""
+    folder = Path(spec).expanduser()
+    files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
-    def __init__(self, text: StreamedText, number: int, rows: int):
-        self._text, self._number, self._rows = text, number, rows
+
+def _key(text: str | bytes | None) -> bytes:
+    """What a document is known by: its text."""
+    return hashlib.sha256(*document_blocks([text])).digest()
+
+
+class _Row:
+    """The tokens of one row: the documents of its part, one after the other, again and again.
+
+    The held-out documents are known by their content. To skip as many as there are would not do: a part that is a file
+    of its own would skip them in that file, wherever they are.
+    """
+
+    def __init__(self, text: StreamedText, number: int, rows: int, held_out: Set[bytes]):
+        self._text, self._number, self._rows, self._held_out = text, number, rows, held_out
         self.left = np.zeros(0, np.int32)
         self.epoch = 0
         self._open()
@@ -125,17 +155,21 @@ class _Row:
                 empty_passes += 1
                 if empty_passes > 1:
                     raise UserError(
-                        "--data: a part of the streamed data set has no text; expected more documents"
+                        "--data: a part of the streamed data set has no text for training; expected more documents"
+                        + f" than the {self._text.held_out} that are held out" * bool(self._text.held_out)
                     )
                 self.epoch += 1
                 self._open()
+                continue
+            if self._held_out and _key(document[self._text.field]) in self._held_out:
                 continue
             for encoded in self._text.tokenizer.encode_corpus(
                 text_pieces(document_blocks([document[self._text.field]]))
             ):
                 pieces.append(encoded.ids.astype(np.int32))
                 have += len(encoded.ids)
-                empty_passes = 0
+                if len(encoded.ids):
+                    empty_passes = 0
         joined = np.concatenate(pieces)
         self.left = joined[count - 1 :]
         return joined[:count]
@@ -164,7 +198,11 @@ class StreamedBatches:
         length: int,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
-        self._rows = {int(number): _Row(text, int(number), batch) for number in check_rows(batch, rows)}
+        first = text.dataset.take(text.held_out) if text.held_out else ()
+        with naming("--data"):
+            held_out = {_key(document[text.field]) for document in first}
+        own = check_rows(batch, rows)
+        self._rows = {int(number): _Row(text, int(number), batch, held_out) for number in own}
         self._length, self._step = length, 0
         self._identity = {"batch": batch, "length": length, "digest": text.digest}
         self._states = {number: row.state() for number, row in self._rows.items()}

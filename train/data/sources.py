@@ -220,7 +220,8 @@ def _split_of_name(name: str) -> str:
 
 def _find_local(pattern: str) -> list[_File]:
     found = [p for p in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(p)]
-    paths = [Path(p).resolve() for p in sorted(found)]
+    # Not resolved: the name of a link says what is in the file, that of its target may not.
+    paths = [Path(os.path.abspath(p)) for p in sorted(found)]
     unreadable = [p for p in paths if not os.access(p, os.R_OK)]
     if unreadable:
         raise UserError(f"--data: cannot read {unreadable[0]}: permission denied")
@@ -248,6 +249,10 @@ def _find_remote(pattern: str) -> list[_File]:
     ]
 
 
+def _place(file: _File) -> str:
+    return file.address if is_remote(file.address) else os.path.realpath(file.address)
+
+
 def _open_text(pattern: str, holdout: float) -> Source:
     every: list[_File] = []
     for part in filter(None, pattern.split(",")):
@@ -260,7 +265,8 @@ def _open_text(pattern: str, holdout: float) -> Source:
             where = "" if is_remote(part) else f" (relative to {os.getcwd()})"
             raise UserError(f"--data: no file matches {part!r}{where}")
         every += found
-    every = list(dict.fromkeys(every))
+    # A link and its target are one file, by the name that comes first.
+    every = list({_place(file): file for file in reversed(every)}.values())[::-1]
     files = [file for file in every if file.size]
     if not files:
         raise UserError(f"--data: text:{pattern} matches empty files only ({len(every)})")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from train.data import Corpus, DataConfig, EvalStream, TokenStreams, load
+from train.data import documents as documents_module
 from train.data import sources as sources_module
 from train.data.documents import check_documents, cut_documents
 from train.data.mixture import STRETCH, MixedStreams, Mixture, joined
@@ -55,6 +56,16 @@ def test_a_line_starts_a_document_wherever_blocks_are_cut(size):
     blocks = [own.encode()[i : i + size] for i in range(0, len(own), size)]
     found = documents_of(cut_documents(blocks, first_line=check_documents(r"# \d"), keep=False))
     assert found == ["ab\n", "# 1\nx # 2\n", "# 3\r\ny\n", "# 4"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 20, 1000])
+def test_long_lines_hide_no_first_line_and_are_none(monkeypatch, size):
+    """Neither before nor behind a line that is too long to wait for; a part of one that looks like a first line."""
+    monkeypatch.setattr(documents_module, "_LONGEST", 16)
+    text = "# 1\n" + 50 * "a" + "\n# 2\n" + 31 * "b" + "# 3\n\n# 4\nc\n" + 40 * "d" + "\n# 5\n" + 20 * "e"
+    blocks = [text.encode()[i : i + size] for i in range(0, len(text), size)]
+    found = documents_of(cut_documents(blocks, first_line=check_documents(r"# \d"), keep=False))
+    assert found == parts_of(text, ("# 1", "# 2", "# 4", "# 5"))
 
 
 def test_files_start_documents_beside_the_lines_and_rows_do_not():

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from train.data import DataConfig, load, load_tokenizer
+from train.data import DataConfig, hf_stream, load, load_tokenizer
 from train.data.batches import training_batches
 from train.data.corpus import Corpus
 from train.data.mixture import STRETCH, Mixture, joined, parse_mixture
@@ -120,6 +120,31 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
         part.close()
     with pytest.raises(UserError, match="input position is of length 100, now it is 50"):
         training_batches(corpora["train"], batch=4, length=50, seed=0).set_state(state)
+
+
+@pytest.mark.parametrize("files", [1, 3, 4])
+def test_a_streamed_data_set_never_trains_on_what_it_holds_out(tmp_path, monkeypatch, files):
+    """The held-out documents are the first ones of all files, and rows read files of their own where there are as many.
+
+    Each document that is not held out is read once in every pass."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hf_stream, "_HELD_OUT_DOCUMENTS", 10)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    written = []
+    for number in range(files):
+        texts = [f"{number}{document:03d}" for document in range(24 if files == 1 else 12)]
+        written += texts
+        (folder / f"train-{number}.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    _, corpora = load(DataConfig(data=f"hf-stream:{folder}"), tmp_path / "run")
+    held_out = bytes(corpora["valid"].tokens).decode().split()
+    assert held_out == written[:10]
+    stream = training_batches(corpora["train"], batch=4, length=5, seed=0)
+    # A document is five bytes. A row reads at most 24 of them before its second pass, or 6.
+    read = _take(stream, 24).astype(np.uint8)
+    stream.close()
+    documents = {bytes(row).decode().strip() for batch in read for row in batch}
+    assert documents == set(written[10:])
 
 
 def _corpus(letter, size):

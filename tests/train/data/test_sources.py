@@ -105,6 +105,16 @@ def test_files_are_joined_at_lines_and_only_once(tmp_path):
     assert splits == {"train": b"no end\nan end\n", "valid": b"v\n"}
 
 
+def test_a_link_has_its_own_name_and_its_targets_text(tmp_path):
+    """As in caches that keep files under a hash: the link says which split it is, and that it is compressed."""
+    (tmp_path / "blobs").mkdir()
+    for name, text in (("train", lines(50)), ("valid", lines(5))):
+        (tmp_path / "blobs" / f"1f{name[0]}").write_bytes(gzip.compress(text))
+        (tmp_path / f"{name}.txt.gz").symlink_to(tmp_path / "blobs" / f"1f{name[0]}")
+    (tmp_path / "a_train.txt.gz").symlink_to(tmp_path / "train.txt.gz")  # the same file again
+    assert texts(f"text:{tmp_path}/*.gz") == {"train": lines(50), "valid": lines(5)}
+
+
 def test_the_fingerprint_follows_the_files(tmp_path):
     (tmp_path / "a.txt").write_bytes(lines(30))
     first = open_source(f"text:{tmp_path}/*", 0.05).fingerprint
