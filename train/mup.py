@@ -24,6 +24,7 @@ import flax.linen as nn
 import jax
 
 from brl_jax.models import StackConfig
+from train.optimizer import is_bias
 
 # Dimensions that grow with the model.
 _WIDTHS = frozenset(
@@ -56,7 +57,7 @@ def mup_rates(boxed: Any, *, base_width: int, width: int) -> Any:
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(f"boxed: expected logical axis names for every parameter, got none for {where}")
         box: Any = leaf
-        return _rate(box.names, box.value.shape, base_width, width)
+        return 1.0 if is_bias(path) else _rate(box.names, box.value.shape, base_width, width)
 
     return jax.tree_util.tree_map_with_path(
         rate, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec
 
 Schedule = Callable[[Any], Any]
 
-# Axes that do not turn a vector into a matrix: the one that stacks equal layers, the one that splits features into
-# heads (it comes with "heads"), those without a name, and the cores of structured weights, whose size is limited
-# where they are used.
-_NO_FEATURES = ("layers", "head_dim", "block_in", None)
+# Axes that do not turn a vector into a matrix: the one that stacks equal layers, those without a name, and the cores of
+# structured weights, whose size is limited where they are used. Nor does "head_dim" beside one of _HEADS, whose
+# features it divides.
+_NO_FEATURES = ("layers", "block_in", None)
+_HEADS = ("heads", "kv_heads", "groups")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
 def decayed(boxed_params: Any) -> Any:
     """Which parameters are matrices: a pytree of bools like the unboxed parameters.
 
-    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not.
+    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not. A
+    bias is none, whatever its axes.
 
     Args:
       boxed_params: the parameters as `model.init` returns them, with their logical axis names, or their
@@ -103,10 +105,21 @@ def decayed(boxed_params: Any) -> Any:
     """
     specs = nn.get_partition_spec(boxed_params)
 
-    def is_matrix(leaf: Any, spec: PartitionSpec) -> bool:
-        return leaf.ndim >= 2 if not spec else sum(axis not in _NO_FEATURES for axis in spec) >= 2
+    def is_matrix(path: Any, leaf: Any, spec: PartitionSpec) -> bool:
+        if is_bias(path):
+            return False
+        if not spec:
+            return leaf.ndim >= 2
+        without = (*_NO_FEATURES, "head_dim") if any(axis in _HEADS for axis in spec) else _NO_FEATURES
+        return sum(axis not in without for axis in spec) >= 2
 
-    return jax.tree.map(is_matrix, nn.unbox(boxed_params), specs)
+    return jax.tree_util.tree_map_with_path(is_matrix, nn.unbox(boxed_params), specs)
+
+
+def is_bias(path: Any) -> bool:
+    """Whether the parameter at a path of jax.tree_util is a bias, by its name."""
+    last = jax.tree_util.keystr(path[-1:], simple=True)
+    return last == "bias" or last.endswith("_bias")
 
 
 def make_optimizer(

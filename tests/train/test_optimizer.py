@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.models import DecoderConfig, DecoderLM
+from brl_jax import MECHANISMS
+from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
+from train.mup import mup_rates
 from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
 
 
@@ -65,6 +67,32 @@ def test_only_matrices_decay():
     assert any(len(shapes[name]) == 2 for name in norms)
     assert any(len(shapes[name]) == 3 for name in biases)
     assert decayed({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}) == {"w": True, "b": False}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_mechanisms_matrices_decay_and_its_biases_do_not(name):
+    """A kernel is a matrix, but for those of convolutions, which have a few numbers for each channel."""
+    kind = MECHANISMS[name]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    mechanism = kind(**({"max_length": 64} if "max_length" in fields else {}))
+    options = {"num_layers": 4, "d_model": 32, "num_heads": 2, "d_ff": 64, "use_bias": True}
+    if kind.causal:
+        model = DecoderLM(DecoderConfig(vocab_size=32, mechanism=mechanism, **options))
+    else:
+        model = Classifier(EncoderConfig(vocab_size=32, mechanism=mechanism, max_length=64, **options))
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"]
+    mask = jax.tree_util.tree_leaves_with_path(decayed(boxed))
+    decays = {jax.tree_util.keystr(path, simple=True, separator="/"): value for path, value in mask}
+    kernels = {path for path in decays if path.endswith("/kernel")}
+    convolutions = {path for path in kernels if path.endswith("conv/kernel")}
+    small = {path for path in decays if path.endswith(("/bias", "_bias", "/scale"))}
+    assert kernels > convolutions
+    assert {path for path in kernels if decays[path]} == kernels - convolutions
+    assert not any(decays[path] for path in small)
+    rates = jax.tree_util.tree_leaves_with_path(mup_rates(boxed, base_width=8, width=32))
+    assert all(
+        rate == 1.0 for path, rate in rates if jax.tree_util.keystr(path, simple=True, separator="/") in small
+    )
 
 
 def test_one_step_of_adamw():
