@@ -116,6 +116,18 @@ def test_texts_become_pairs(tmp_path):
         load_pairs(other, str(tmp_path / "run"), ("test",))
 
 
+@pytest.mark.parametrize("tokenizer", ["words", "words:2", "words:max=4", "chars:9"])
+def test_words_and_characters_that_training_lacks_have_a_token(tokenizer, tmp_path):
+    write_pairs(tmp_path / "data")
+    write(tmp_path / "data", "valid", ['{"source": "a Ω new", "target": "a x"}'])
+    config = CopyDataConfig(data_dir=str(tmp_path / "data"), tokenizer=tokenizer)
+    data = load_pairs(config, str(tmp_path / "run"), ("train", "valid"))
+    batch = next(iter(HeldOutPairs(data.examples["valid"], batch=1, buckets=config.buckets)))
+    source = batch["source"][0, : batch["source_lengths"][0]]
+    shown = data.tokenizer.decode(source)
+    assert "\ufffd" in shown if tokenizer.startswith("chars") else "<unk>" in shown
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -244,7 +244,7 @@ def _examples(config: CopyDataConfig, path: Path, split: str, tokenizer: Tokeniz
         sides = []
         for name, text in zip(_Pair._fields, pair):
             try:
-                tokens = np.asarray(tokenizer.encode(text), np.int32)
+                tokens = np.asarray(tokenizer.encode_example(text), np.int32)
             except UserError as error:
                 raise UserError(f"--data_dir: {path}, line {number}: {error}") from error
             if not len(tokens):

@@ -18,6 +18,7 @@ from train.data.documents import RECORDS, check_documents
 from train.data.hf_stream import StreamedText, open_stream
 from train.data.mixture import Mixture, joined, parse_mixture
 from train.data.pretrained import is_pretrained
+from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
 from train.data.sources import open_source
 from train.data.splits import SPLITS, Source
@@ -30,6 +31,8 @@ from train.storage import as_os_errors, check_address, copy_files, is_remote, us
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 2
 _MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
+# What the files that bind a run's folder to its data have; those of other programs that are called alike have not.
+_OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, _TOKENIZER: {"tokenizer"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,15 +255,17 @@ def _read(
 
 def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
     """Where no run has begun in a folder, removes what binds it to its data: a command that failed before it trained
-    leaves data.json and the tokenizer, and the corrected one may name others. Files of other programs stay."""
+    leaves data.json and the tokenizer, and the corrected one may name others. Files of other programs stay, and shards.
+    """
     folder = epath.Path(workdir)
-    with contextlib.suppress(OSError, ValueError, TypeError), as_os_errors():
-        if (folder / "config.json").exists():
+    with contextlib.suppress(OSError), as_os_errors():
+        if (folder / "config.json").exists() or (folder / SHARDS).exists():
             return
-        for path in (*folder.glob(_MANIFEST), *folder.glob(f"mixture/*/{_MANIFEST}")):
-            if {"tokenizer", "holdout", "splits", "tokens"} <= set(json.loads(path.read_text())):
-                path.unlink()
-                (path.parent / _TOKENIZER).unlink(missing_ok=True)
+        for place in (folder, *folder.glob("mixture/*")):
+            for name, ours in _OURS.items():
+                with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+                    if ours <= set(json.loads((place / name).read_text())):
+                        (place / name).unlink()
 
 
 def _read_manifest(run: epath.Path) -> dict[str, Any] | None:

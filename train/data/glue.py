@@ -229,7 +229,7 @@ def _examples(
     pieces, targets, truncated = [], [], 0
     hashed = hashlib.sha256()
     for row in rows:
-        sentences = [np.asarray(tokenizer.encode(sentence), np.int32) for sentence in row.sentences]
+        sentences = [np.asarray(tokenizer.encode_example(sentence), np.int32) for sentence in row.sentences]
         tokens = join_sentences(sentences, config.length, separator).astype(np.int32)
         truncated += len(tokens) < sum(map(len, sentences)) + len(sentences) - 1
         pieces.append(tokens if len(tokens) else np.array([separator], np.int32))

@@ -64,6 +64,13 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str) -> Int[np.ndarray, " length"]:
         """Tokens of `text`, (length,) int32. Raises UserError where a part of the text has no token."""
 
+    def encode_example(self, text: str) -> Int[np.ndarray, " length"]:
+        """Tokens of a text of a data set, (length,) int32: unknown words and characters have a token too.
+
+        Raises UserError where a part of the text has no token and the tokenizer has none for unknown ones.
+        """
+        return self.encode(text)
+
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
         """Text of the tokens; bytes that are not UTF-8 become U+FFFD."""

@@ -61,6 +61,9 @@ class CharactersTokenizer(Tokenizer):
             )
         return ids
 
+    def encode_example(self, text: str) -> Int[np.ndarray, " length"]:
+        return self._find(text)[0]
+
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
         return "".join(self._characters[i] for i in np.asarray(ids).tolist())
 
@@ -118,6 +121,9 @@ class WordsTokenizer(Tokenizer):
                 f"expected words of the training text, or {UNKNOWN}"
             )
         return np.array([self._ids[w] for w in words], np.int32)
+
+    def encode_example(self, text: str) -> Int[np.ndarray, " length"]:
+        return np.array([self._ids.get(word, self._unknown) for word in _words(text)], np.int32)
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
         text = " ".join("\n" if i == self._end else self._words[i] for i in np.asarray(ids).tolist())

@@ -167,13 +167,18 @@ def test_the_tokenizer_of_another_run_is_not_replaced(text, tmp_path):
 def test_files_of_others_stay_where_no_run_has_begun(text, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("data.json", "tokenizer_config.json"):
-        (run / name).write_text('{"tokenizer": "theirs"}')
+    (run / "data.json").write_text('{"tokenizer": "theirs"}')
+    (run / "tokenizer_config.json").write_text('{"tokenizer_class": "theirs"}')
     forget_unstarted(run)
     assert {path.name for path in run.iterdir()} == {"data.json", "tokenizer_config.json"}
     load(config(text), tmp_path / "ours")
     forget_unstarted(tmp_path / "ours")
     assert {path.name for path in (tmp_path / "ours").iterdir()} == {"data"}
+    # Runs on pairs of texts, shards and mixtures have a tokenizer and no data.json.
+    load(config(text), tmp_path / "pairs")[0].save(tmp_path / "pairs")
+    (tmp_path / "pairs" / "data.json").unlink()
+    forget_unstarted(tmp_path / "pairs")
+    assert {path.name for path in (tmp_path / "pairs").iterdir()} == {"data"}
     forget_unstarted(tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
