@@ -153,6 +153,12 @@ class _Best:
     score: float | None = None
     misses: int = 0
 
+    def is_ended_by(self, score: float | None, patience: int) -> bool:
+        """Whether this next score is the last one that `patience` allows."""
+        if score is None or self.score is None or score < self.score:
+            return False
+        return 0 < patience <= self.misses + 1
+
     def add(self, score: float) -> None:
         if self.score is None or score < self.score:
             self.score, self.misses = score, 0
@@ -310,16 +316,19 @@ def _train(
                         place = functools.partial(place_batch, mesh, rows=data.batch)
                         return evaluate(eval_step, objective, params, data, interrupted, place)
 
-                    data = full_held_out if step == loop.steps else held_out
-                    sums = sums_of(data)
-                    # Checkpoints are compared on the same data, the last one too.
-                    compared = sums if data is held_out or sums is None else sums_of(held_out)
-                    whole = sums is not None and compared is not None
-                    if sums is not None and compared is not None:
+                    data, sums = held_out, sums_of(held_out)
+                    if sums is not None:
+                        # Checkpoints are compared on the same data, the last one too.
+                        score = _score(objective, held_out_metrics(sums, held_out.num_bytes))
+                        is_last = step == loop.steps or best.is_ended_by(score, loop.patience)
+                        if is_last and full_held_out is not held_out:
+                            data, sums = full_held_out, sums_of(full_held_out)
+                    if sums is not None:
                         measured = held_out_metrics(sums, data.num_bytes)
                         reader.check(step, measured)
                         line |= measured
-                        score = _score(objective, held_out_metrics(compared, held_out.num_bytes))
+                    else:
+                        whole, score = False, None
                 if score is not None:
                     best.add(score)
                 if whole:

@@ -262,19 +262,40 @@ def test_evaluation_carries_the_memory(tmp_path):
     assert metrics["val_bits_per_byte"] == pytest.approx(expected / math.log(2) / 9)
 
 
-@pytest.mark.parametrize(("patience", "last"), slow_unless([(1, 4), (2, 6), (3, 8)], (2,)))
-def test_patience_counts_the_evaluations_that_are_no_better(tmp_path, patience, last):
-    """The first evaluation is the best, and as good as all later ones."""
+def _all_alike():
+    """An objective whose evaluations all have one score."""
 
     def loss(params, memory, batch, key):
         total, weight, memory = OBJECTIVE.loss(params, memory, batch, key)
         return total, weight, memory, {"score": weight}
 
-    objective = Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory, averages=("score",), best="score")
-    _train(tmp_path, objective=objective, steps=20, eval_every=2, patience=patience)
+    return Objective(OBJECTIVE.init, loss, OBJECTIVE.init_memory, averages=("score",), best="score")
+
+
+@pytest.mark.parametrize(("patience", "last"), slow_unless([(1, 4), (2, 6), (3, 8)], (2,)))
+def test_patience_counts_the_evaluations_that_are_no_better(tmp_path, patience, last):
+    """The first evaluation is the best, and as good as all later ones."""
+    _train(tmp_path, objective=_all_alike(), steps=20, eval_every=2, patience=patience)
     lines = metrics_lines(tmp_path)
     assert [line["step"] for line in lines if "val_score" in line] == list(range(2, last + 1, 2))
     assert lines[-1]["step"] == last
+
+
+def test_a_run_that_patience_ends_is_evaluated_on_all_data(tmp_path):
+    """As one that reaches its last step is. More data has more bytes, by which the bits are divided."""
+
+    class More(ToyHeldOut):
+        num_bytes = 2_000
+
+    def bits_and_loss(line):
+        return line["val_bits_per_byte"] / line["val_loss"]
+
+    objective = _all_alike()
+    _train(tmp_path, objective=objective, full=More(), steps=40, eval_every=2, patience=2)
+    lines = [line for line in _lines(tmp_path) if "val_loss" in line]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert bits_and_loss(lines[0]) == pytest.approx(bits_and_loss(lines[1]))
+    assert bits_and_loss(lines[0]) == pytest.approx(100 * bits_and_loss(lines[2]))
 
 
 def test_signals_are_noted_and_handlers_put_back():

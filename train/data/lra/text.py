@@ -58,8 +58,11 @@ def open_files(folder: Path) -> Source | None:
                 split: functools.partial(_read_reviews, files[name], split)
                 for split, name in SPLIT_OF.items()
             }
-            names = [path.name for paths in files.values() for path, _ in paths]
-            return _source(f"texts of {place}", names, readers)
+            stats = [
+                [file_stats(path for path, _ in paths), [label for _, label in paths]]
+                for paths in files.values()
+            ]
+            return _source(f"texts of {place}", stats, readers)
     return None
 
 
