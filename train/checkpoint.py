@@ -8,8 +8,10 @@ digests). Damage that the storage format does not detect is found by digests of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -25,11 +27,28 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.errors import RunError, UserError, is_memory_shortage, one_line
-from train.hosts import is_lead
+from train.hosts import gather, is_lead
 from train.step import TrainState
 from train.storage import absolute, as_os_errors, move, write_whole
 
 _DAMAGED = "damaged_checkpoints"
+
+
+# Of what object storage and TensorStore report in words.
+_REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether an error says that storage refuses or does not answer, and nothing about what is stored."""
+    while error is not None:
+        if isinstance(error, (PermissionError, ConnectionError, TimeoutError)):
+            return True
+        if isinstance(error, OSError) and error.errno in (errno.ESTALE, errno.ETIMEDOUT):
+            return True
+        if any(word in str(error) for word in _REFUSALS):
+            return True
+        error = error.__cause__
+    return False
 
 
 class Restored(NamedTuple):
@@ -246,19 +265,27 @@ class Checkpoints:
 
         Raises:
           UserError: there are checkpoints and none of them is whole.
-          RunError: the memory does not suffice to read one; nothing is moved.
+          RunError: the memory does not suffice to read one, or the storage refuses or does not answer, which says
+            nothing about the checkpoint; nothing is moved.
         """
         abstract = {name: _abstract(tree) for name, tree in _split(like).items()}
         skipped: list[int] = []
         for name in self._half_written():
             self._log(f"checkpoint {self.folder / name} is half-written and not used")
         for step in reversed(self.steps()):
+            failed: Exception | None = None
             try:
                 meta = self._read(step, meta=ocp.args.JsonRestore())["meta"]
             except RunError:
                 raise
             except Exception as error:
-                self._skip(step, error, skipped)
+                failed = error
+            # Together, because the processes read the arrays together.
+            found = gather(None if failed is None else [_is_unreachable(failed), one_line(failed)])
+            problems = [problem for problem in found if problem is not None]
+            if problems:
+                unreachable, words = max(problems)
+                self._skip(step, unreachable, words, skipped)
                 continue
             check(meta)
             try:
@@ -268,7 +295,7 @@ class Checkpoints:
             except Exception as error:
                 if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                     raise  # another process is gone; the checkpoint may be whole
-                self._skip(step, error, skipped)
+                self._skip(step, _is_unreachable(error), one_line(error), skipped)
                 continue
             for damaged in skipped:
                 self._set_aside(damaged)
@@ -391,19 +418,20 @@ class Checkpoints:
                 raise OSError(f"the bits of {name} are not those that were saved")
         return items
 
-    def _skip(self, step: int, error: Exception, skipped: list[int]) -> None:
+    def _skip(self, step: int, unreachable: bool, words: str, skipped: list[int]) -> None:
+        path = self.folder / str(step)
+        if unreachable:
+            raise RunError(
+                f"cannot read checkpoint {path}: {words}; nothing was changed, start again when it can be"
+            )
         skipped.append(step)
-        self._log(
-            f"checkpoint {self.folder / str(step)} is damaged or half-written ({one_line(error)}); "
-            "trying the one before it"
-        )
+        self._log(f"checkpoint {path} is damaged or half-written ({words}); trying the one before it")
 
     def _set_aside(self, step: int) -> None:
         if not is_lead():
             return
         folder = self.folder.parent / _DAMAGED
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / str(step)
-        if target.exists():
-            target.rmtree()
+        names = itertools.chain([str(step)], (f"{step}.{number}" for number in itertools.count(1)))
+        target = next(path for path in map(folder.joinpath, names) if not path.exists())
         move(self.folder / str(step), target)

@@ -41,6 +41,16 @@ def check_address(name: str, path: str) -> None:
         raise ValueError(f"{name} must be a local folder or gs://BUCKET/FOLDER, got {path!r}")
 
 
+def check_local(name: str, path: str | None) -> None:
+    """Raises ValueError for an address of object storage, where only a local folder serves.
+
+    Args:
+      name: the option, for the message.
+    """
+    if path is not None and is_remote(path):
+        raise ValueError(f"{name} must be a local folder, got {path!r}")
+
+
 def check_client(option: str, path: str | os.PathLike[str]) -> None:
     """Makes sure that object storage can be reached at all; called before a run's folder is used.
 

@@ -110,6 +110,8 @@ OTHERS = {
     ("train.lra", "listop"): "PRESET: got 'listop'; did you mean listops",
     ("train.lra", "listops --data_dir /nowhere"): "--data_dir",
     ("train.lra", "image --data_dir /nowhere"): "--data_dir",
+    ("train.lra", "listops --cache_dir gs://bucket/cache"): "--cache_dir must be a local folder",
+    ("train.graph", "acm-brl --cache_dir gs://bucket/cache"): "--cache_dir must be a local folder",
     ("train.lra", "listops --pooling sum"): "--pooling",
     ("train.lra", "listops --positions x"): "--positions",
     ("train.lra", "listops --mechanism local --mechanism.window 0"): "--mechanism.window must be",

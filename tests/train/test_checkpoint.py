@@ -181,6 +181,41 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
     _equal(_restore(folder).state, _state(9))
 
 
+def test_a_step_that_is_damaged_again_leaves_the_first_copy_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    _write(folder, [5])
+    for copies in (1, 2):
+        _write(folder, [9])
+        DAMAGES["no meta"](folder / "9")
+        assert _restore(folder, []).step == 5
+        assert len(list((tmp_path / "damaged_checkpoints").iterdir())) == copies
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "denied"),
+        ConnectionError("reset"),
+        ValueError("UNAVAILABLE: error reading gs://b/run"),
+    ],
+)
+def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, error):
+    """Neither where the metadata are read nor where the arrays are; nothing is moved."""
+    folder = tmp_path / "checkpoints"
+    _write(folder, [5, 9])
+
+    def refuse(*_, **__):
+        raise error
+
+    for method in ("_read", "_read_checked"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, method, refuse)
+            with pytest.raises(RunError, match=r"cannot read checkpoint .*/9: .*; nothing was changed"):
+                _restore(folder)
+    assert not (tmp_path / "damaged_checkpoints").exists()
+    assert _restore(folder).step == 9
+
+
 def test_the_best_is_known_to_the_next_run_and_a_damaged_one_is_not_it(tmp_path):
     _write(tmp_path, [5, 7, 9], losses={5: 2.0, 7: 1.0, 9: 1.5})
     _cut_meta(tmp_path / "7")

@@ -92,6 +92,15 @@ def test_columns_are_normalised_by_the_training_rows(table):
     assert load_series(config_for(table)).columns == ("OT",)
 
 
+def test_a_table_with_a_byte_order_mark(table, tmp_path):
+    """As spreadsheets write it."""
+    marked = tmp_path / "marked.csv"
+    marked.write_bytes(b"\xef\xbb\xbf" + gzip.decompress(table.read_bytes()))
+    np.testing.assert_array_equal(
+        load_series(config_for(marked)).values, load_series(config_for(table)).values
+    )
+
+
 def test_windows_hold_what_was_known_and_what_came(table):
     config = config_for(table)
     series = load_series(config)

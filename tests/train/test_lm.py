@@ -375,6 +375,9 @@ def test_a_prompt_outside_the_vocabulary(monkeypatch, capsys, text, words_run, t
     status, err, _ = _command(monkeypatch, capsys, train.lm.main, "train.lm", line)
     assert status == 2
     assert "--sample_prompt" in err
+    status, err, _ = _command(monkeypatch, capsys, train.lm.main, "train.lm", [*line[:-1], " "])
+    assert status == 2
+    assert "--sample_prompt: expected a text of at least one token, got ' '" in err
 
 
 def test_another_configuration_is_refused(monkeypatch, capsys, text, run):

@@ -47,9 +47,10 @@ class DataConfig:
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (likewise, of lower-case words), words,
     words:MIN_COUNT, words:max=SIZE or, likewise, chars; or one that exists: a tokenizer.json, a SentencePiece .model,
-    or hf:NAME of the Hugging Face hub."""
+    or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
     holdout: float = 0.05
-    """Share of the text held out for evaluation where it has no validation split of its own."""
+    """Share of the text held out for evaluation where it has no validation split of its own; of hf-stream these are
+    the first 1,000 documents, and shards (tokens:) have theirs."""
     documents: str = RECORDS
     """What a document of the text is: records (a row of a data set, a file), wikitext (which starts with a line
     " = Title = " between empty ones), or a regular expression that matches the whole of a document's first line. A
@@ -151,7 +152,7 @@ def load(
                 manifest = asked | {"splits": list(source.splits), "tokens": folder}
                 write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
-        option, place = ("--cache-dir", cache) if config.cache_dir else ("--workdir", run)
+        option, place = ("--cache_dir", cache) if config.cache_dir else ("--workdir", run)
         raise UserError(
             f"{option}: cannot write under {place}: {error.strerror or one_line(error)}"
         ) from error

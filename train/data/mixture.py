@@ -41,6 +41,9 @@ class Mixture:
         return range(sum(len(corpus.starts) for corpus in self.corpora))
 
 
+_WEIGHT = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+
+
 def parse_mixture(spec: str) -> dict[str, float]:
     """The texts of "0.7*A,0.3*B" and their weights, divided by the sum. A comma separates texts where a number and an
     asterisk follow it.
@@ -48,10 +51,10 @@ def parse_mixture(spec: str) -> dict[str, float]:
     Raises:
       UserError: there is no text, a weight is not above 0, or a text is named twice.
     """
-    parts = [part for part in re.split(r",(?=\s*[\d.]+\*)", spec) if part.strip()]
+    parts = [part for part in re.split(rf",(?=\s*{_WEIGHT}\*)", spec) if part.strip()]
     found: dict[str, float] = {}
     for part in parts:
-        match = re.fullmatch(r"\s*(\d*\.?\d+)\*(\S.*)", part)
+        match = re.fullmatch(rf"\s*({_WEIGHT})\*(\S.*)", part)
         if match is None or float(match[1]) <= 0 or match[2].startswith("mix:"):
             raise UserError(
                 f"--data mix: expected WEIGHT*TEXT,WEIGHT*TEXT with weights above 0, got {part!r}"

@@ -136,10 +136,11 @@ def _most_frequent(draws: int, values: int) -> float:
     def at_most(limit: int) -> float:
         """The probability that no value comes more often: the counts of the draws are independent Poisson counts under
         the condition that they add up to the number of draws."""
-        one, result, power = np.where(counts <= limit, poisson(draws / values), 0), None, values
+        one, power = np.where(counts <= limit, poisson(draws / values), 0), values
+        result = np.where(counts == 0, 1.0, 0.0)
         while power:
             if power % 2:
-                result = one if result is None else np.convolve(result, one)[: draws + 1]
+                result = np.convolve(result, one)[: draws + 1]
             one, power = np.convolve(one, one)[: draws + 1], power // 2
         return result[draws] / poisson(draws)[draws]
 

@@ -91,12 +91,12 @@ def load_series(config: SeriesConfig) -> Series:
     Raises:
       UserError: no such file, not a table as expected, no such column, or fewer rows than the split takes.
     """
-    path = Path(config.data)
+    path = Path(config.data).expanduser()
     if not config.data:
         raise UserError("--data: expected a .csv or .csv.gz file, got none")
     try:
         raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"--data: {path} cannot be read: {one_line(error)}") from error

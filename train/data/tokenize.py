@@ -31,7 +31,7 @@ from train.data.tokenizer import Tokenizer, text_pieces
 from train.data.tokenizers import check_tokenizer, load_tokenizer
 from train.errors import UserError, command
 from train.metrics import clock, log
-from train.storage import beside, is_remote, write_whole
+from train.storage import beside, check_local, write_whole
 
 _STARTED = "started.json"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -55,8 +55,11 @@ class TokenizeOptions(DataConfig):
         for name in ("workers", "shard_megabytes", "record"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if is_remote(self.out):
-            raise ValueError(f"out must be a local or mounted folder, got {self.out!r}")
+        check_local("out", self.out)
+        if self.cache_dir is not None:
+            raise ValueError(
+                f"cache_dir must be None for shards, which have no cache, got {self.cache_dir!r}"
+            )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 
 from brl_jax.decoding import generate
 from brl_jax.models import DecoderLM
-from train.data import Corpus, EvalStream, Tokenizer, load, load_tokenizer
+from train.data import Corpus, DataConfig, EvalStream, Tokenizer, load, load_tokenizer
 from train.data.batches import training_batches
 from train.data.pretrained import PretrainedTokenizer, is_pretrained
 from train.errors import UserError
@@ -96,6 +96,19 @@ def vocabulary(tokenizer: str) -> int:
     return int(size[1])
 
 
+def vocabulary_of(config: DataConfig, data: LmData | None) -> int:
+    """The size of the vocabulary of a run's text: that of the data where it has been read, else by its options.
+
+    Raises:
+      UserError: the options do not give it.
+    """
+    if data is not None:
+        return data.tokenizer.vocab_size
+    if config.data.startswith("tokens:"):
+        return load_tokenizer(Path(config.data.removeprefix("tokens:")).expanduser()).vocab_size
+    return vocabulary(config.tokenizer)
+
+
 class LmTask(Task[LmConfig, LmData]):
     """Next-token prediction; the memory of a row is carried from batch to batch."""
 
@@ -108,12 +121,7 @@ class LmTask(Task[LmConfig, LmData]):
 
     def sized(self, config: LmConfig, data: LmData | None = None) -> LmConfig:
         """The tokenizer decides the size of the vocabulary, and the length of the rows what follows it."""
-        if data is not None:
-            size = data.tokenizer.vocab_size
-        elif config.data.data.startswith("tokens:"):
-            size = load_tokenizer(Path(config.data.data.removeprefix("tokens:")).expanduser()).vocab_size
-        else:
-            size = vocabulary(config.data.tokenizer)
+        size = vocabulary_of(config.data, data)
         model = dataclasses.replace(config.model.for_training(config.loop.length), vocab_size=size)
         return dataclasses.replace(config, model=model)
 
@@ -221,9 +229,14 @@ def _sample_prompt(config: LmConfig, tokenizer: Tokenizer, held_out: Corpus) -> 
     if not config.sample_prompt:
         return np.asarray(held_out.tokens[:_SAMPLE_CONTEXT], np.int32)
     try:
-        return tokenizer.encode(config.sample_prompt)
+        prompt = tokenizer.encode(config.sample_prompt)
     except UserError as error:
         raise UserError(f"--sample_prompt: {error}") from error
+    if not len(prompt):
+        raise UserError(
+            f"--sample_prompt: expected a text of at least one token, got {config.sample_prompt!r}"
+        )
+    return prompt
 
 
 LM = LmTask()

@@ -37,7 +37,7 @@ from train.mup import make_rates
 from train.optimizer import OptimizerConfig
 from train.step import Batch, Objective, classification, means, perplexity, random_streams
 from train.task import Streams, Task
-from train.tasks.lm import LmData, vocabulary
+from train.tasks.lm import LmData, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
@@ -225,7 +225,7 @@ class MlmTask(Task[MlmConfig, LmData]):
     def sized(self, config: MlmConfig, data: LmData | None = None) -> MlmConfig:
         """The tokenizer and the two special tokens decide the size of the vocabulary, and the mechanism and the text
         whether rows are packed. A text that is not read is taken for one of many documents."""
-        size = vocabulary(config.data.tokenizer) if data is None else data.tokenizer.vocab_size
+        size = vocabulary_of(config.data, data)
         model = dataclasses.replace(config.model, vocab_size=size + SPECIAL, max_length=config.loop.length)
         pack = config.data.pack
         if pack == "auto":
@@ -316,7 +316,7 @@ class MlmTask(Task[MlmConfig, LmData]):
         counts = ", ".join(f"{len(corpus.tokens):,} tokens {split}" for split, corpus in data.corpora.items())
         documents = sum(len(corpus.starts) for corpus in data.corpora.values())
         packed = "" if config.data.pack == "never" else f", rows of {documents:,} documents kept apart"
-        return f"{config.data.data} as {config.data.tokenizer}, {counts}{packed}"
+        return f"{config.data.data} as {data.tokenizer.spec}, {counts}{packed}"
 
     def next_commands(self, config: MlmConfig, data: LmData) -> Sequence[Sequence[str]]:
         return (("eval.mlm", "--workdir", config.loop.workdir),)

@@ -234,7 +234,7 @@ def test_the_streamed_array_is_an_ordinary_npy(text, tmp_path, monkeypatch):
     assert np.load(path).tobytes() == (text / "train.txt").read_bytes()
 
 
-@pytest.mark.parametrize("option", ["workdir", "cache-dir"])
+@pytest.mark.parametrize("option", ["workdir", "cache_dir"])
 def test_a_place_that_cannot_be_written_is_named(text, tmp_path, option):
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "run"

@@ -155,6 +155,7 @@ def _corpus(letter, size):
 
 def test_a_mixture_has_its_weights_in_every_stretch():
     assert parse_mixture("3*text:a,b.txt,1*stdlib") == {"text:a,b.txt": 0.75, "stdlib": 0.25}
+    assert parse_mixture("1e-1*text:a,.3*stdlib") == pytest.approx({"text:a": 0.25, "stdlib": 0.75})
     for wrong in ("", "text:a", "0*stdlib", "1*stdlib,1*stdlib", "1*mix:1*stdlib"):
         with pytest.raises(UserError, match="--data mix: "):
             parse_mixture(wrong)

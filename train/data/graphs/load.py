@@ -19,7 +19,7 @@ from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
 from train.data.lra.files import file_stats
 from train.errors import UserError
 from train.fields import Free, Needed
-from train.storage import beside, user_cache
+from train.storage import beside, check_local, user_cache
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
 _FORMAT = 2
@@ -49,10 +49,11 @@ class GraphDataConfig:
     row_targets: int = 0
     """Networks over graphs: nodes of a row whose classes are learned; 0: all training nodes, shared by the rows."""
     cache_dir: Free[str | None] = None
-    """Folder of the arrays made from the files; by default ~/.cache/brl-jax/graphs."""
+    """Local folder of the arrays made from the files; by default ~/.cache/brl-jax/graphs."""
 
     def __post_init__(self):
         check_at_least(self, "features", "metapath_length")
+        check_local("cache_dir", self.cache_dir)
         for name in ("split_seed", "neighbours", "clusters", "nearest", "row_targets"):
             check_at_least(self, name, least=0)
 

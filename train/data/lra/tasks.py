@@ -18,6 +18,7 @@ from train.data.lra.examples import Examples, Source, open_examples
 from train.data.lra.listops import ListOpsSpec
 from train.errors import UserError
 from train.fields import Decided, Free
+from train.storage import check_local
 
 
 class TaskSizes(NamedTuple):
@@ -81,6 +82,7 @@ class LraDataConfig:
         check_at_least(
             self, "train_examples", "valid_examples", "test_examples", "data_seed", "processes", least=0
         )
+        check_local("cache_dir", self.cache_dir)
         if self.resolution not in pathfinder.SIZES:
             raise ValueError(
                 f"resolution must be one of {', '.join(map(str, pathfinder.SIZES))}, got {self.resolution}"
