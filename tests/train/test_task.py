@@ -6,10 +6,13 @@ import jax
 import pytest
 
 import train.lm
+import train.main
 from tests.train import parity
 from tests.train.logs import metrics_lines
+from tests.train.toy import ToyStream
 from train.errors import UserError
 from train.fields import Mark, marked
+from train.main import check_alike
 from train.task import read_config
 from train.tasks.every import TASKS
 
@@ -79,6 +82,15 @@ def test_a_command_that_failed_before_it_trained_binds_no_folder(tmp_path):
     train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt"])
     with pytest.raises(UserError, match=r"--tokenizer: the run in .* was started with 'bytes', got 'words'"):
         train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt", "--tokenizer", "words"])
+
+
+def test_processes_with_other_data_are_refused(monkeypatch):
+    states = [{"step": 0, "digest": name} for name in ("a", "a", "b", "c")]
+    stream = ToyStream()
+    check_alike(stream)
+    monkeypatch.setattr(train.main, "gather", lambda state: states)
+    with pytest.raises(UserError, match="^--data: process 2, 3 of 4 has other data than the first"):
+        check_alike(stream)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -15,7 +15,7 @@ from etils import epath
 
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
 from train.data.documents import RECORDS, check_documents
-from train.data.hf_stream import StreamedText, open_stream
+from train.data.hf_stream import StreamedText, file_versions, open_stream
 from train.data.mixture import Mixture, joined, parse_mixture
 from train.data.pretrained import is_pretrained
 from train.data.shards import MANIFEST as SHARDS
@@ -165,7 +165,7 @@ def _with_stream(config: DataConfig, splits: Sequence[str], tokenizer: Tokenizer
     if kind != "hf-stream" or "train" not in splits:
         return {}
     opened = open_stream(rest)
-    key = _key(config.data, opened.field, tokenizer.digest)
+    key = _key(config.data, opened.field, tokenizer.digest, *map(str, file_versions(rest)))
     return {"train": StreamedText(opened.raw, opened.field, tokenizer, key, opened.held_out)}
 
 

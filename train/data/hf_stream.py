@@ -108,12 +108,12 @@ def open_stream_source(spec: str, holdout: float) -> Source:
                 yield from document_blocks(document[field] for document in some)
 
     return Source(
-        digest("hf-stream", spec, field, _versions(spec)),
+        digest("hf-stream", spec, field, *file_versions(spec)),
         {split: Split(functools.partial(blocks, split), None) for split in splits},
     )
 
 
-def _versions(spec: str) -> list[tuple[str, int, int]]:
+def file_versions(spec: str) -> list[tuple[str, int, int]]:
     """What changes when the files of a local data set change."""
     folder = Path(spec).expanduser()
     files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []

@@ -120,6 +120,12 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
         part.close()
     with pytest.raises(UserError, match="input position is of length 100, now it is 50"):
         training_batches(corpora["train"], batch=4, length=50, seed=0).set_state(state)
+    # Other files are other data, for the held-out tokens of a new run too.
+    (tmp_path / "set" / "validation-0.jsonl").write_text(json.dumps({"text": "another", "id": 0}) + "\n")
+    _, others = load(DataConfig(data=spec, cache_dir=str(tmp_path / "run" / "data")), tmp_path / "new")
+    assert bytes(others["valid"].tokens) == b"another\n"
+    with pytest.raises(UserError, match="input position is of digest"):
+        training_batches(others["train"], **sizes).set_state(state)
 
 
 @pytest.mark.parametrize("files", [1, 3, 4])
