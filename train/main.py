@@ -122,7 +122,8 @@ def check_alike(stream: Stream) -> None:
     if differing:
         numbers = ", ".join(map(str, differing))
         raise UserError(
-            f"--data: process {numbers} of {len(others) + 1} has other data than the first; expected the same on all hosts"
+            f"--data: process {numbers} of {len(others) + 1} has other data than the first; expected the same "
+            "on all hosts"
         )
 
 

@@ -1,7 +1,12 @@
 """GPU kernels in Triton, reached through jax-triton: arrays in, arrays out, differentiable, forward and backward."""
 
 from pallas_kernels.gpu.compress.api import compress, compress_obstacle
-from pallas_kernels.gpu.core.bridge import LEAST_CAPABILITY, check_interpretation, obstacle, target_capability
+from pallas_kernels.gpu.core.bridge import (
+    LEAST_CAPABILITY,
+    check_interpretation,
+    obstacle,
+    target_capability,
+)
 from pallas_kernels.gpu.local.api import local_attention, local_obstacle
 from pallas_kernels.gpu.local.lists import Pattern
 from pallas_kernels.gpu.propagate.api import propagate, propagate_obstacle

@@ -89,7 +89,7 @@ def test_processes_with_other_data_are_refused(monkeypatch):
     stream = ToyStream()
     check_alike(stream)
     monkeypatch.setattr(train.main, "gather", lambda state: states)
-    with pytest.raises(UserError, match="^--data: process 2, 3 of 4 has other data than the first"):
+    with pytest.raises(UserError, match=r"^--data: process 2, 3 of 4 has other data than the first"):
         check_alike(stream)
 
 

@@ -37,6 +37,27 @@ from brl_jax.attention.core.scores import (
 _WHOLE = 4096
 
 
+def check_readers(
+    query: Any, key: Array, contrast_key: Array | None, value: Array, gamma: Any, score: Score
+) -> None:
+    """Raises ValueError where compressed tokens (B, M, N, H), or their ShapeDtypeStruct, do not fit what they read."""
+    check_qkv(query, key, value)
+    check_floating(query=query, key=key, value=value)
+    check_score(score)
+    heads = query.shape[2]
+    require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
+    require(
+        (contrast_key is None) == (gamma is None),
+        "gamma and contrast_key belong together: give both, or None for both to use a single attention",
+    )
+    if contrast_key is not None:
+        require(
+            contrast_key.shape == key.shape,
+            f"contrast_key must have key's shape {key.shape}, got {contrast_key.shape}",
+        )
+        check_floating(query=query, contrast_key=contrast_key)
+
+
 @attention_function
 def compress(
     query: Float[Array, "B M N H"],
@@ -89,22 +110,10 @@ def compress(
       NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
         another platform than a TPU.
     """
-    check_qkv(query, key, value)
-    check_floating(query=query, key=key, value=value)
-    check_score(score)
+    check_readers(query, key, contrast_key, value, gamma, score)
     batch, num_queries, heads, _ = query.shape
     length = key.shape[1]
-    require(key.shape[2] == heads, f"key must have query's {heads} heads, got {key.shape[2]}")
-    require(
-        (contrast_key is None) == (gamma is None),
-        "gamma and contrast_key belong together: give both, or None for both to use a single attention",
-    )
-    if contrast_key is not None:
-        require(
-            contrast_key.shape == key.shape,
-            f"contrast_key must have key's shape {key.shape}, got {contrast_key.shape}",
-        )
-        check_floating(query=query, contrast_key=contrast_key)
+    if gamma is not None:
         gamma = per_head(gamma, query)
     if scale is None:
         scale = default_scale(query)

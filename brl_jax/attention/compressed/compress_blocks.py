@@ -10,7 +10,13 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla_blocks
-from brl_jax.attention.compressed.compress import compress, compress_weights, default_scale, per_head
+from brl_jax.attention.compressed.compress import (
+    check_readers,
+    compress,
+    compress_weights,
+    default_scale,
+    per_head,
+)
 from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
@@ -59,12 +65,14 @@ def compress_blocks(
       (B, C, M, N, H) in the dtype of query.
 
     Raises:
-      ValueError: on shapes that do not match.
+      ValueError: on shapes that do not match, an unknown score, or gamma given without contrast_key (or the reverse).
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
     require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
     require(history_size >= 1, f"history_size must be at least 1, got {history_size}")
     batch, blocks = query.shape[:2]
+    of_a_block = jax.ShapeDtypeStruct((batch, *query.shape[2:]), query.dtype)
+    check_readers(of_a_block, key, contrast_key, value, gamma, score)
     needed = history_size + (blocks - 1) * block_size
     require(
         key.shape[1] >= needed,
@@ -84,7 +92,7 @@ def compress_blocks(
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(query.shape[2]), jnp.arange(history_size))
     operands = (query, key, contrast_key, value, gamma, bias, history_lengths)
-    static = {"block_size": block_size, "history_size": history_size, "scale": scale, "score": score}
+    static = {"block_size": block_size, "history_size": history_size, "scale": float(scale), "score": score}
     return _choose_blocks(*operands, **static, implementation=implementation)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.dispatch import Backend, bias_obstacle
+from brl_jax.attention.core.triton import triton_backend
 
 # Triton is imported where it is needed: it costs import time.
 
@@ -26,13 +27,12 @@ def compress_backend(query, value, bias, mask, *, axis_name: str | None, **stati
             return f"axis_name must be None, got {axis_name!r}"
         return bias_obstacle(bias) or gpu.compress_obstacle(query, value)
 
-    def run(query, key, contrast_key, value, gamma, bias, mask, lengths, *, interpret):
+    def run(query, key, contrast_key, value, gamma, bias, mask, lengths):
         from pallas_kernels import gpu
 
-        gpu.check_interpretation(interpret)
         return gpu.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
 
-    return Backend("triton", run, obstacle)
+    return triton_backend(run, obstacle)
 
 
 def compress_blocks_backend(
@@ -50,10 +50,9 @@ def compress_blocks_backend(
         rows = jax.ShapeDtypeStruct((1, tokens, *query.shape[3:]), query.dtype)
         return bias_obstacle(bias) or gpu.compress_obstacle(rows, value)
 
-    def run(query, key, contrast_key, value, gamma, bias, lengths, *, interpret):
+    def run(query, key, contrast_key, value, gamma, bias, lengths):
         from pallas_kernels import gpu
 
-        gpu.check_interpretation(interpret)
         batch, blocks = query.shape[:2]
         sizes = {"blocks": blocks, "block_size": block_size, "history_size": history_size}
 
@@ -75,7 +74,7 @@ def compress_blocks_backend(
         )
         return out.reshape(*query.shape[:4], value.shape[3])
 
-    return Backend("triton", run, obstacle)
+    return triton_backend(run, obstacle)
 
 
 def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
@@ -86,10 +85,9 @@ def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
 
         return bias_obstacle(bias) or gpu.propagate_obstacle(query, key, value)
 
-    def run(query, key, value, strength, bias, *, interpret):
+    def run(query, key, value, strength, bias):
         from pallas_kernels import gpu
 
-        gpu.check_interpretation(interpret)
         return gpu.propagate(query, key, value, strength=strength, **static)
 
-    return Backend("triton", run, obstacle)
+    return triton_backend(run, obstacle)

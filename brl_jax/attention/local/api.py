@@ -36,6 +36,7 @@ from brl_jax.attention.core.dispatch import (
     check_implementation,
     dispatch,
 )
+from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
@@ -156,6 +157,7 @@ def local_attention(
         lowered for another platform than a TPU.
     """
     check_qkv(query, key, value)
+    require(value.shape == key.shape, f"value must have key's shape {key.shape}, got {value.shape}")
     check_dtypes(query, key, value)
     pattern = _check_pattern(local_window_size, pattern, is_causal)
     _check_offset("query_offset", query_offset)
@@ -221,10 +223,10 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
 
         return bias_obstacle(x.bias) or gpu.obstacle(call, x)
 
-    def run_on_gpu(x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
+    def run_on_gpu(x: CallArrays) -> Array | tuple[Array, Array]:
         from brl_jax.attention.local import gpu
 
-        return gpu.attend(call, x, interpret=interpret)
+        return gpu.attend(call, x)
 
     def run_cudnn(x: CallArrays, *, interpret: bool) -> Array:
         return cudnn.attend(call, x)
@@ -233,7 +235,7 @@ def _choose(call: PatternCall, implementation: Implementation | None, x: CallArr
     few = call.num_queries < min(128, call.num_keys)
     backends = {
         "tpu": [Backend("pallas", run_on_tpu, tpu_obstacle, unsuited=few)],
-        "cuda": [Backend("triton", run_on_gpu, gpu_obstacle, unsuited=few)],
+        "cuda": [triton_backend(run_on_gpu, gpu_obstacle, unsuited=few)],
     }
     # By name, cuDNN serves more: see `local_attention`.
     if implementation is None:

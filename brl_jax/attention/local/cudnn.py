@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.cudnn import obstacle_of_cudnn
 from brl_jax.attention.local.call import CallArrays, PatternCall
@@ -26,7 +27,7 @@ def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     head_dim = x.query.shape[3]
     if x.bias is not None or x.query_lengths is not None or x.key_lengths is not None:
         return "cuDNN takes neither a bias nor lengths"
-    if head_dim % 8 or head_dim > 128 or x.value.shape[3] != head_dim:
+    if head_dim % 8 or head_dim > 128:
         return f"cuDNN takes a head_dim that is a multiple of 8 up to 128, got {head_dim}"
     if call.num_queries % 2:
         return f"cuDNN takes an even number of tokens, got {call.num_queries}"
@@ -45,10 +46,18 @@ def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
     missing = _missing(call, x)
     require(not missing, "implementation='cudnn' serves local attention only with " + "; with ".join(missing))
     assert isinstance(call.pattern, SlidingWindow)
-    return jax.nn.dot_product_attention(
-        x.query, x.key, x.value, x.bias, scale=call.scale, is_causal=True, query_seq_lengths=x.query_lengths,
+    # Padding may be NaN, and a weight of 0 times NaN is NaN.
+    query = zero_padding(x.query, x.query_lengths)
+    key, value = zero_padding(x.key, x.key_lengths), zero_padding(x.value, x.key_lengths)
+    out = jax.nn.dot_product_attention(
+        query, key, value, x.bias, scale=call.scale, is_causal=True, query_seq_lengths=x.query_lengths,
         key_value_seq_lengths=x.key_lengths, local_window_size=(call.pattern.left, 0), implementation="cudnn",
     )  # fmt: skip
+    if x.key_lengths is not None:  # what cuDNN writes where nothing is seen is not specified
+        first = jnp.maximum(jnp.arange(call.num_queries) - call.pattern.left, 0)
+        seen = first[None] < x.key_lengths[:, None]
+        out = jnp.where(seen[:, :, None, None], out, jnp.zeros((), out.dtype))
+    return zero_padding(out, x.query_lengths)
 
 
 def _missing(call: PatternCall, x: CallArrays) -> list[str]:

@@ -23,9 +23,8 @@ def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     return gpu.local_obstacle(x.query, x.key, x.value)
 
 
-def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
+def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
     """`local_attention` without a bias, on the kernel; with the residual in float32 if the call returns it."""
-    gpu.check_interpretation(interpret)
     return gpu.local_attention(
         x.query,
         x.key,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from brl_jax.attention.core.biases import PositionBias, RotaryBias
 from brl_jax.attention.core.dispatch import Backend
+from brl_jax.attention.core.triton import triton_backend
 from brl_jax.attention.recurrent.seen_ranges import score_factors, seen_ranges
 
 # Triton is imported where it is needed: it costs import time.
@@ -30,10 +31,9 @@ def gau_backend(query, key, value, bias: PositionBias | None, *, is_causal: bool
             features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
         return gpu.squared_relu_obstacle(features, key, value)
 
-    def run(query, key, value, bias, positions, segments, key_segments, *, interpret):
+    def run(query, key, value, bias, positions, segments, key_segments):
         from pallas_kernels import gpu
 
-        gpu.check_interpretation(interpret)
         ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
         # float16 has no room for small scores; the kernel computes it in TF32.
         dtype = jnp.float32 if query.dtype == jnp.float16 else query.dtype
@@ -41,4 +41,4 @@ def gau_backend(query, key, value, bias: PositionBias | None, *, is_causal: bool
         out = gpu.squared_relu_attention(rows, columns, value.astype(dtype), gpu.Ranges(*ranges))
         return out.astype(query.dtype)
 
-    return Backend("triton", run, obstacle, unsuited)
+    return triton_backend(run, obstacle, unsuited)

@@ -13,6 +13,7 @@ from brl_jax.attention.core.dispatch import Backend, Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.tpu_blocks import all_blocks
+from brl_jax.attention.core.triton import triton_backend
 from brl_jax.sharding import shard_call
 
 # Queries at a time: each has M * size keys of its own, which are the largest array in memory.
@@ -199,12 +200,11 @@ def _triton(query: Array, key: Array, value: Array, *, size: int, scale: float) 
             return f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}"
         return gpu.selected_obstacle(query, key)
 
-    def run(query, key, value, starts, offset, *, interpret):
+    def run(query, key, value, starts, offset):
         from pallas_kernels import gpu
 
-        gpu.check_interpretation(interpret)
         positions = offset + jnp.arange(query.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, query.shape[:2])
         return gpu.selected_attention(query, key, value, starts, positions, size=size, scale=scale)
 
-    return Backend("triton", run, obstacle)
+    return triton_backend(run, obstacle)

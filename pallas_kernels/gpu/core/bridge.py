@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,10 @@ from jaxtyping import Array
 DEFAULT_CAPABILITY = 90
 #: Below this the kernels are not offered: Triton's matrix products want at least Ampere's.
 LEAST_CAPABILITY = 80
+# From this on (GeForce RTX 50, RTX PRO, DGX Spark) a block has 99 KiB of shared memory, where a B200's has 227.
+_SMALL_MEMORY = 120
+# Kernels count the numbers of an array in int32.
+_ADDRESSABLE = 2**31
 #: What a launch needs.
 _PACKAGES = ("triton", "jax_triton")
 
@@ -73,6 +78,9 @@ def array_obstacle(query: Any, value: Any, *, most_head_dim: int) -> str | None:
         return f"head_dim must be at most {most_head_dim}, got {query.shape[3]}"
     if value.shape[3] != query.shape[3]:
         return f"value must have query's head_dim {query.shape[3]}, got {value.shape[3]}"
+    largest = max(math.prod(array.shape[1:]) for array in (query, value))
+    if largest >= _ADDRESSABLE:
+        return f"a row of query and of value must have fewer than 2^31 numbers, got {largest}"
     return None
 
 
@@ -89,8 +97,10 @@ def target_capability() -> int:
 
 
 def tuned_for(capabilities: Iterable[int]) -> int:
-    """The largest of a table's capabilities that the target has."""
+    """The largest of a table's capabilities that the target has; of GPUs without a data centre's shared memory, which
+    have 12.0 and more, the least."""
     target = max(target_capability(), LEAST_CAPABILITY)
+    target = LEAST_CAPABILITY if target >= _SMALL_MEMORY else target
     return max(capability for capability in capabilities if capability <= target)
 
 
@@ -254,12 +264,33 @@ def _interpret(kernel, grid, results, constants, *arrays):
     return tuple(outputs)
 
 
-# --- vmap ---
+# --- Long batches, and vmap ---
+
+# Numbers of one launch's largest input: a result may be larger than it.
+_NUMBERS = 2**30
+# Programs along the third axis of a CUDA grid, which is the batch's.
+_ROWS = 65_535
+
+
+def in_slices(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """`function` of arrays whose leading axis is the batch, in as many calls as its launches' limits take."""
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        batch = arrays[0].shape[0]
+        row = max(math.prod(x.shape[1:]) for x in arrays)
+        rows = max(1, min(_ROWS, _NUMBERS // max(row, 1)))
+        if batch <= rows:
+            return function(*arrays)
+        parts = [function(*(x[first : first + rows] for x in arrays)) for first in range(0, batch, rows)]
+        return tuple(jnp.concatenate(part) for part in zip(*parts))
+
+    return run
 
 
 def fold_vmap(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """`function` of arrays whose leading axis is the batch, mapped by `jax.vmap` as one call on a longer batch."""
-    batched = custom_vmap(function)
+    """`function` of arrays whose leading axis is the batch, mapped by `jax.vmap` as one call on a longer batch, and in
+    several calls where the batch is too long for one (`in_slices`)."""
+    batched = custom_vmap(in_slices(function))
 
     @batched.def_vmap
     def rule(size, mapped, *arguments):

@@ -102,6 +102,28 @@ def test_keys_that_no_block_reads_may_contain_anything(monkeypatch, step):
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla", "pallas_interpret"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gamma": None}, "gamma and contrast_key belong together"),
+        ({"contrast_key": None}, "gamma and contrast_key belong together"),
+        ({"contrast_key": jnp.ones((1, 8, 1, 4))}, "contrast_key must have key's shape"),
+        (
+            {"key": jnp.ones((1, 32, 2, 4)), "value": jnp.ones((1, 32, 2, 4))},
+            "the heads of query must be a multiple",
+        ),
+        ({"value": jnp.ones((1, 32, 1, 4), jnp.bfloat16)}, "value must have query's dtype"),
+        ({"score": "sigmoid"}, "score must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused_whatever_serves_the_call(change, message, implementation):
+    query, key = jnp.ones((1, 2, 4, 1, 4)), jnp.ones((1, 32, 1, 4))
+    given = {"query": query, "key": key, "contrast_key": key, "value": key, "gamma": 0.1} | change
+    with pytest.raises(ValueError, match=message):
+        compress_blocks(**given, block_size=16, history_size=16, implementation=implementation)
+
+
 def test_memory_does_not_grow_with_the_overlap_of_histories():
     """Copies of histories of 16 blocks would be 16 times the keys, and so would the logits of all blocks be."""
     batch, blocks, heads, width, block, history = 2, 64, 2, 32, 32, 512

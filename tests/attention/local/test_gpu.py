@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from brl_jax import (
@@ -75,6 +76,19 @@ def test_interpretation_is_chosen_for_a_process(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(NotImplementedError, match="TRITON_INTERPRET=1 must be set before Triton is imported"):
         local_attention(X, X, X, local_window_size=3, implementation="triton_interpret")
+
+
+@pytest.mark.usefixtures("installed")
+def test_who_interprets_kernels_of_their_own_gets_xla_by_default(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = jnp.sin(jnp.arange(float(X.size))).reshape(X.shape)
+    expected = local_attention(x, x, x, local_window_size=3, implementation="xla")
+    for function in (local_attention, jax.jit(local_attention, static_argnames="local_window_size")):
+        np.testing.assert_allclose(function(x, x, x, local_window_size=3), expected, rtol=1e-6)
+    with pytest.raises(
+        NotImplementedError, match="TRITON_INTERPRET=1 must be unset before Triton is imported"
+    ):
+        jax.eval_shape(lambda: local_attention(x, x, x, local_window_size=3, implementation="triton"))
 
 
 def test_the_default_does_without_triton(monkeypatch):

@@ -500,6 +500,7 @@ WINDOW = {"local_window_size": 3}
             r"bias must broadcast to .* got shape \(3, 10\)",
         ),
         ((Q, KV, KV), {**WINDOW, "bias": ALiBi(alibi_slopes(8))}, r"bias .* must give shape \(4,"),
+        ((Q, KV, KV[..., :4]), WINDOW, "value must have key's shape .*, got "),
         ((Q, KV, KV), {**WINDOW, "bias": 1.0}, "bias must be a PositionBias or an array, got float"),
         ((Q, KV, KV), {**WINDOW, "scale": "1"}, "scale must be a Python number"),
         ((Q, KV, KV), {**WINDOW, "query_offset": jnp.int32(1)}, "query_offset must be a static int"),

@@ -20,7 +20,7 @@ def launch(x):
 def test_the_target_is_given_or_else_hoppers(monkeypatch):
     monkeypatch.delenv("BRL_JAX_GPU_CAPABILITY", raising=False)
     assert bridge.target_capability() == 90
-    for given, tuned in (("75", 80), ("80", 80), ("89", 80), ("103", 100)):
+    for given, tuned in (("75", 80), ("80", 80), ("89", 80), ("103", 100), ("120", 80)):
         monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", given)
         assert bridge.target_capability() == int(given)
         assert bridge.tuned_for((100, 90, 80)) == tuned
@@ -41,6 +41,32 @@ def test_a_launch_runs_on_cuda_alone():
     with pytest.raises(NotImplementedError, match="runs on CUDA alone"):
         launch(x)
     np.testing.assert_array_equal(jax.jit(lambda x: (launch(x), x)[1])(x), x)
+
+
+def test_long_batches_are_several_calls(monkeypatch):
+    """By the rows that a grid takes, and by the numbers that int32 can count, in a mapped call too."""
+    rows = []
+
+    def run(x, y):
+        rows.append(len(x))
+        return x + y[:, None], 2 * y
+
+    x = jnp.arange(60.0).reshape(20, 3)
+    y = jnp.arange(20.0)
+    for limits, expected in (
+        (("_ROWS", 8), [8, 8, 4]),
+        (("_NUMBERS", 20), [6, 6, 6, 2]),
+        (("_NUMBERS", 2), [1] * 20),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(bridge, *limits)
+            for got in (bridge.fold_vmap(run)(x, y), jax.vmap(bridge.fold_vmap(run))(x[None], y[None])):
+                np.testing.assert_array_equal(jnp.squeeze(got[0]), x + y[:, None])
+                np.testing.assert_array_equal(jnp.squeeze(got[1]), 2 * y)
+                assert rows[-len(expected) :] == expected
+    large = jax.ShapeDtypeStruct((1, 2**21, 8, 128), jnp.bfloat16)
+    monkeypatch.setattr(bridge, "obstacle", lambda: None)
+    assert "fewer than 2^31 numbers" in bridge.array_obstacle(large, large, most_head_dim=256)
 
 
 def test_vmap_is_one_call_on_a_longer_batch():
