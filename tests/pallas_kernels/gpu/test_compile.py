@@ -81,7 +81,7 @@ def launches(jaxpr):
                 yield from launches(inner)
 
 
-def ptx(arrays, launch, capability):
+def compiled(arrays, launch, capability):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -94,7 +94,18 @@ def ptx(arrays, launch, capability):
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
     options = {name: launch[name] for name in ("num_warps", "num_stages")}
     source = ASTSource(function, signature, constants, aligned)
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def launches_of(operation):
+    """The launches of an operation and its backward pass."""
+    function, shapes = OPERATIONS[operation]
+
+    def both(*arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(out)
+
+    return [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -103,13 +114,7 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns without it
     monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", str(TARGETS[target].capability))
     monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
-    function, shapes = OPERATIONS[operation]
-
-    def both(*arrays):
-        out, pull = jax.vjp(function, *arrays)
-        return out, pull(out)
-
-    found = [*launches(jax.make_jaxpr(both)(*shapes).jaxpr)]
+    found = launches_of(operation)
     # An A100 has two kernels for the backward pass of compress where it is wide.
     wide = 3 if target == "a100" else 2
     expected = {
@@ -123,10 +128,21 @@ def test_compiles_without_spills(operation, target, monkeypatch, tmp_path):
     assert len(found) == expected[operation]
     for number, (arrays, launch) in enumerate(found):
         path = tmp_path / f"{number}.ptx"
-        path.write_text(ptx(arrays, launch, TARGETS[target].capability))
+        path.write_text(compiled(arrays, launch, TARGETS[target].capability).asm["ptx"])
         kernel = assemble(path, TARGETS[target].architecture)
         assert not kernel.error, kernel
         assert kernel.spilled == 0, kernel
+
+
+@pytest.mark.parametrize("capability", [86, 120])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_gpus_with_99_kib_of_shared_memory(operation, capability, monkeypatch):
+    """GeForce and workstation GPUs, whose blocks have less of it than an A100's, an H100's and a B200's."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", str(capability))
+    monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
+    for arrays, launch in launches_of(operation):
+        assert compiled(arrays, launch, capability).metadata.shared <= 99 * 1024
 
 
 def test_an_a100_compresses_wide_tokens_in_half_precision_alone(monkeypatch):
