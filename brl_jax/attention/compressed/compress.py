@@ -86,7 +86,7 @@ def compress(
     kernel does not serve they are read at once, with M S logits a head.
 
     Args:
-      query: (B, M, N, H), float32 or bfloat16 (float64 with jax_enable_x64).
+      query: (B, M, N, H), float32, bfloat16 or float16 (float64 with jax_enable_x64).
       key, contrast_key, value: (B, S, N, H). `contrast_key=None` with `gamma=None` omits the second attention.
       gamma: (N,) or a number, the weight of the second attention.
       scale: c; by default 1 / (M sqrt(H)), modification M1 of the paper.

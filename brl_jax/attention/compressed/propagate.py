@@ -53,7 +53,7 @@ def propagate(
     Time and memory are O(T M); the weights are recomputed in the backward pass.
 
     Args:
-      query: (B, T, N, H), z_Q = phi(x), float32 or bfloat16 (float64 with jax_enable_x64).
+      query: (B, T, N, H), z_Q = phi(x), float32, bfloat16 or float16 (float64 with jax_enable_x64).
       key, value: (B, M, N, H), linear in the compressed tokens.
       strength: (N,) or a number, lambda.
       scale: c; by default 1 / sqrt(H).

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from brl_jax.attention.core.checks import require
@@ -82,7 +83,7 @@ def batch_optional(function: Callable[P, R]) -> Callable[P, R]:
         for name in ("query_seq_lengths", "key_value_seq_lengths"):
             lengths = given.get(name)
             if lengths is not None:
-                given[name] = lengths[None] if getattr(lengths, "ndim", None) == 0 else lengths
+                given[name] = jnp.asarray(lengths)[None] if jnp.ndim(lengths) == 0 else lengths
         return jax.tree.map(lambda x: x[0], function(*bound.args, **bound.kwargs))
 
     return call

@@ -105,7 +105,7 @@ def dispatch(
                 )
                 operands = _mark(operands, _native, platform, message)
                 return serve(functools.partial(backend.run, interpret=False))(*operands)
-            if backend.unsuited or platform in rows:
+            if implementation is not None or backend.unsuited or platform in rows:
                 continue
             obstacle = backend.obstacle()
             if obstacle is None:

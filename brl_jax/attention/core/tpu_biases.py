@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from brl_jax.attention.core.biases import ALiBi, DistanceBias
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.dispatch import bias_obstacle
 from pallas_kernels import tpu
 
 
@@ -37,9 +36,8 @@ def obstacle(bias: Any) -> str | None:
     """Why the kernel cannot add a bias; None if it can."""
     if bias is None or isinstance(bias, DistanceBias):
         return None
-    if callable(bias):
-        return f"bias must depend on the distance alone (`DistanceBias`), got {type(bias).__name__}"
-    return bias_obstacle(bias)
+    given = type(bias).__name__ if callable(bias) else "an array"
+    return f"bias must be None or depend on the distance alone (`DistanceBias`), got {given}"
 
 
 def described(bias: Any, distances: Distances) -> tpu.RelativeBias | None:

@@ -63,7 +63,7 @@ def vmem_limit(kernel: str, needed: int, chip: str | None, advice: str) -> int |
     """
     capacity = vmem_mib(chip) * MIB
     if needed > capacity:
-        where = chip or "a chip that was not named (pass chip=)"
+        where = chip or "the smallest chip"
         raise ValueError(
             f"{kernel} needs {needed / MIB:.1f} MiB of VMEM, {where} has {capacity / MIB:.0f} MiB: {advice}"
         )
