@@ -62,7 +62,7 @@ def test_a_line_starts_a_document_wherever_blocks_are_cut(size):
 def test_long_lines_hide_no_first_line_and_are_none(monkeypatch, size):
     """Neither before nor behind a line that is too long to wait for; a part of one that looks like a first line."""
     monkeypatch.setattr(documents_module, "_LONGEST", 16)
-    text = "# 1\n" + 50 * "a" + "\n# 2\n" + 31 * "b" + "# 3\n\n# 4\nc\n" + 40 * "d" + "\n# 5\n" + 20 * "e"
+    text = "# 1\n" + 50 * "a" + "\n# 2\n" + 34 * "b" + "# 3\n\n# 4\nc\n" + 40 * "d" + "\n# 5\n" + 20 * "e"
     blocks = [text.encode()[i : i + size] for i in range(0, len(text), size)]
     found = documents_of(cut_documents(blocks, first_line=check_documents(r"# \d"), keep=False))
     assert found == parts_of(text, ("# 1", "# 2", "# 4", "# 5"))
