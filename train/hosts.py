@@ -147,7 +147,8 @@ def _shared_file(folder: epath.Path, token: np.ndarray) -> epath.Path:
 
 def _in_a_cluster() -> bool:
     """Whether the environment says that there are other processes, or may know of some, as on a TPU slice."""
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+    # A batch script that has not called srun has the number of its tasks too, and is alone.
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in os.environ:
         return True
     if len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
         return True

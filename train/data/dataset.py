@@ -41,7 +41,7 @@ class DataConfig:
 
     data: str = "stdlib"
     """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz, local or gs://...;
-    names with train, valid or test in them are those splits), tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or a
+    names with the word train, valid, val, dev or test in them are those splits), tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or a
     folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize) or
     mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
