@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train import watchdog
+from train import hosts, watchdog
 from train.hosts import HostsConfig
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +167,18 @@ def test_a_stuck_process_ends_with_a_line(limit, signum, status, line):
     assert done.returncode == status, done.stderr
     assert f"process 0 of 1 {line}" in done.stderr
     assert done.stderr.endswith("all resume from the last checkpoint in runs/x\n")
+
+
+def test_a_batch_script_without_srun_is_alone(monkeypatch):
+    """It has the number of the tasks that srun would start, too."""
+    for name in ("SLURM_STEP_NODELIST", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_NTASKS", "8"), ("SLURM_PROCID", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hosts.glob, "glob", lambda pattern: [])
+    assert not hosts._in_a_cluster()
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-8]")
+    assert hosts._in_a_cluster()
 
 
 def test_ctrl_c_shortens_the_time_that_sigterm_leaves(monkeypatch):

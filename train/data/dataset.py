@@ -41,9 +41,9 @@ class DataConfig:
 
     data: str = "stdlib"
     """The text: stdlib (the Python standard library's sources), text:GLOB[,GLOB...] (.txt, .gz, local or gs://...;
-    names with the word train, valid, val, dev or test in them are those splits), tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG] (or a
-    folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize) or
-    mix:WEIGHT*TEXT,WEIGHT*TEXT."""
+    names with the word train, valid, val, dev or test in them are those splits), tfds:NAME[/CONFIG][:FIELD],
+    hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize)
+    or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (likewise, of lower-case words), words,
     words:MIN_COUNT, words:max=SIZE or, likewise, chars; or one that exists: a tokenizer.json, a SentencePiece .model,
