@@ -20,6 +20,7 @@ from brl_jax.decoding import (
     check_rows,
     check_sampling,
     check_stop_tokens,
+    is_greedy,
     is_int,
     prefill,
     sample,
@@ -120,7 +121,7 @@ def generate_requests(
         numbered = iter(known)
     rng = jax.random.key(0) if rng is None else rng
     settings = _Settings(jnp.float32(temperature), jnp.asarray(stops, jnp.int32))
-    choice = {"greedy": temperature == 0, "top_k": top_k, "top_p": top_p}
+    choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
     return _Batch(model, variables, int(length), vocabulary, rng, settings, choice).run(
         numbered, int(slots), int(every)
     )

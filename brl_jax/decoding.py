@@ -217,7 +217,7 @@ class _Run(NamedTuple):
             temperature=jnp.float32(temperature),
             stop_tokens=jnp.asarray(stops, jnp.int32),
         )
-        choice = {"greedy": temperature == 0, "top_k": top_k, "top_p": top_p}
+        choice = {"greedy": is_greedy(temperature), "top_k": top_k, "top_p": top_p}
         return cls(model, variables, prompts[:, :common], steps, state, settings, choice)
 
     def advance(self, state: _State, until: int) -> _State:
@@ -302,6 +302,11 @@ def check_rows(
             wrong.size == 0, f"{name} must hold tokens from 0 to {vocabulary - 1}, got {wrong[:5].tolist()}"
         )
     return rows, lengths
+
+
+def is_greedy(temperature: float) -> bool:
+    """Whether a temperature takes the likeliest token: 0, or so little that logits divided by it overflow float32."""
+    return temperature < 1e-6
 
 
 def check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any) -> None:

@@ -46,6 +46,14 @@ def test_a_row_ends_with_its_stop_token(variables, whole):
     np.testing.assert_array_equal(generate(MODEL, variables, PROMPTS, **likeliest, stop_tokens=others), free)
 
 
+@pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-50])
+def test_hardly_any_temperature_takes_the_likeliest(variables, temperature):
+    """Where logits divided by it would overflow, or it is 0 in float32."""
+    options = {"max_new_tokens": 3, "rng": jax.random.key(0), "lengths": LENGTHS}
+    found = generate(MODEL, variables, PROMPTS, **options, temperature=temperature)
+    np.testing.assert_array_equal(found, generate(MODEL, variables, PROMPTS, **options, temperature=0))
+
+
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_stream_gives_the_columns_of_generate(variables, whole, every):
     pieces = list(stream(MODEL, variables, PROMPTS, **SETTINGS, every=every))

@@ -124,7 +124,7 @@ class Encoder(nn.Module):
                 raise ValueError("segment_ids must be None with a prefix, which belongs to one sequence")
             # Rotary positions start again too: the features that Performer draws change when all are turned.
             positions = places_in_sequences(jnp.asarray(segment_ids))
-        x = self.inputs.place(inputs, positions)
+        x = self.inputs.place(self.inputs.clear(inputs, lengths), positions)
         return self.transform(x, lengths, prefix, deterministic, segment_ids, positions)
 
     def transform(

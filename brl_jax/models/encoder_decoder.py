@@ -56,6 +56,14 @@ class EncoderDecoderConfig(DecoderConfig):
             )
         _ = self.encoder_dimensions  # refuses mechanisms that cannot serve
 
+    def for_training(self, length: int) -> Self:
+        config, encoder = super().for_training(length), self.encoder_mechanism
+        return (
+            config
+            if encoder is None
+            else dataclasses.replace(config, encoder_mechanism=encoder.for_training(length))
+        )
+
     @property
     def dimensions(self) -> Dimensions:
         """The dimensions that each layer of the decoder is built with."""

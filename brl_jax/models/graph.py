@@ -212,6 +212,8 @@ class NodeClassifier(nn.Module):
                 f"features must have shape (batch, {len(c.kinds)}, {c.num_features}), got {features.shape}"
             )
         present = present.astype(bool)
+        # What is absent may be NaN, which would get into the gradient of the projection.
+        features = jnp.where(present[..., None], features, jnp.zeros((), features.dtype))
         x = Projection(c, d, name="projection")(features, deterministic)
         if c.network in ("tokens", "nodes"):
             x = SetEncoder(c, name="encoder")(x, present, deterministic)

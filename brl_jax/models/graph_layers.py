@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.derivatives import differentiable
+from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions
 
@@ -31,8 +32,10 @@ def add_loops(
 
 
 def sum_at(values: Float[Array, "E *D"], receivers: Int[Array, "E"], nodes: int) -> Float[Array, "n *D"]:
-    """The sum of the edges' values at each receiver; edges that do not exist are left out."""
-    return jax.ops.segment_sum(values, receivers, num_segments=nodes)
+    """The sum of the edges' values at each receiver, kept in float32 for 16-bit types; edges that do not exist are left
+    out."""
+    exact = values.astype(accumulation_dtype(values.dtype))
+    return jax.ops.segment_sum(exact, receivers, num_segments=nodes).astype(values.dtype)
 
 
 EDGES_OF_BLOCK = 8192
@@ -69,9 +72,10 @@ def _sum_in_blocks(x: Array, weights: Array, edges: Array) -> Array:
     def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
         ends, weight = block
         messages = weight[..., None] * x.at[ends[:, 0]].get(mode="clip")
-        return total.at[ends[:, 1]].add(messages), None
+        return total.at[ends[:, 1]].add(messages.astype(total.dtype)), None
 
-    return lax.scan(add, jnp.zeros_like(x), _in_blocks(edges, weights, x.shape[0]))[0]
+    zeros = jnp.zeros_like(x, accumulation_dtype(x.dtype))
+    return lax.scan(add, zeros, _in_blocks(edges, weights, x.shape[0]))[0].astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -97,10 +101,11 @@ def _gradients_in_blocks(x: Array, weights: Array, edges: Array, d_sum: Array) -
         d_messages = d_sum.at[ends[:, 1]].get(mode="fill", fill_value=0)
         products = x.at[ends[:, 0]].get(mode="clip") * d_messages
         d_weight = products.reshape(-1, heads * features) @ sums
-        return d_x.at[ends[:, 0]].add(weight[..., None] * d_messages), d_weight
+        return d_x.at[ends[:, 0]].add((weight[..., None] * d_messages).astype(d_x.dtype)), d_weight
 
-    d_x, d_weights = lax.scan(add, jnp.zeros_like(x), _in_blocks(edges, weights, x.shape[0]))
-    return d_x, d_weights.reshape(-1, weights.shape[1])[: weights.shape[0]]
+    zeros = jnp.zeros_like(x, accumulation_dtype(x.dtype))
+    d_x, d_weights = lax.scan(add, zeros, _in_blocks(edges, weights, x.shape[0]))
+    return d_x.astype(x.dtype), d_weights.reshape(-1, weights.shape[1])[: weights.shape[0]]
 
 
 def _forward(x: Array, weights: Array, edges: Array) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -118,12 +123,16 @@ _sum_of_messages.defvjp(_forward, _backward)
 
 
 def softmax_at(scores: Float[Array, "E N"], receivers: Int[Array, "E"], nodes: int) -> Float[Array, "E N"]:
-    """The softmax over the edges that end in one node; edges that do not exist get weights without meaning."""
+    """The softmax over the edges that end in one node, in float32 for 16-bit types; edges that do not exist get weights
+    without meaning."""
+    dtype = scores.dtype
+    scores = scores.astype(accumulation_dtype(dtype))
     highest = jax.lax.stop_gradient(jax.ops.segment_max(scores, receivers, num_segments=nodes))
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
     shares = jnp.exp(jnp.minimum(scores - highest.at[receivers].get(mode="clip"), 0.0))
     total = sum_at(shares, receivers, nodes)
-    return shares / jnp.maximum(total.at[receivers].get(mode="clip"), jnp.finfo(shares.dtype).tiny)
+    weights = shares / jnp.maximum(total.at[receivers].get(mode="clip"), jnp.finfo(shares.dtype).tiny)
+    return weights.astype(dtype)
 
 
 class GCNLayer(nn.Module):
@@ -140,8 +149,8 @@ class GCNLayer(nn.Module):
     def __call__(self, x: Float[Array, "n I"], edges: Int[Array, "E 2"]) -> Float[Array, "n O"]:
         nodes = x.shape[0]
         receivers = edges[:, 1]
-        degree = 1.0 + sum_at(jnp.ones(edges.shape[0], x.dtype), receivers, nodes)
-        scale = jax.lax.rsqrt(degree)[:, None]
+        degree = 1.0 + sum_at(jnp.ones(edges.shape[0], accumulation_dtype(x.dtype)), receivers, nodes)
+        scale = jax.lax.rsqrt(degree)[:, None].astype(x.dtype)
         # The narrower of the two widths crosses the edges.
         project = dense(self.dimensions, self.features, ("embed", "outputs"), name="kernel", use_bias=False)
         before = self.features < x.shape[1]
@@ -153,7 +162,7 @@ class GCNLayer(nn.Module):
         if not before:
             x = project(x)
         bias = parameter(self, "bias", nn.initializers.zeros_init(), (self.features,), ("outputs",))
-        return x + bias[None]
+        return x + bias.astype(x.dtype)[None]
 
 
 class GATLayer(nn.Module):
@@ -196,8 +205,9 @@ class GATLayer(nn.Module):
         to_receiver = parameter(self, "receiver", unit, shape, axes)
         to_sender = parameter(self, "sender", unit, shape, axes)
         senders, receivers = edges[:, 0], edges[:, 1]
-        own = jnp.einsum("nhf,hf->nh", projected, to_receiver)
-        others = jnp.einsum("nhf,hf->nh", projected, to_sender)
+        exact = projected.astype(accumulation_dtype(projected.dtype))
+        own = jnp.einsum("nhf,hf->nh", exact, to_receiver)
+        others = jnp.einsum("nhf,hf->nh", exact, to_sender)
         scores = own.at[receivers].get(mode="clip") + others[senders]
         if self.relations:
             table = parameter(self, "relation", unit, (self.relations, *shape), (None, *axes))
@@ -207,4 +217,4 @@ class GATLayer(nn.Module):
         if earlier is not None:
             weights = (1.0 - self.beta) * weights + self.beta * earlier
         kept = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
-        return sum_of_messages(projected, kept, edges), weights
+        return sum_of_messages(projected, kept.astype(projected.dtype), edges), weights

@@ -157,6 +157,13 @@ class Inputs(nn.Module):
             f"tokens must be 0 to vocab_size-1={self.size - 1}, got {known[wrong][:5].tolist()}",
         )
 
+    def clear(self, inputs: Array, lengths: Int[Array, "B"] | None) -> Array:
+        """Features with zeros beyond the lengths: NaN there would get into the gradient of the linear map."""
+        if self.kind != "features" or lengths is None:
+            return inputs
+        there = existing(lengths, inputs.shape[1])[..., None]
+        return jnp.where(there, inputs, jnp.zeros((), jnp.asarray(inputs).dtype))
+
     def embed(self, inputs: Array) -> Float[Array, "B T D"]:
         """The rows without what is added for their positions; the inputs are not checked."""
         return self._finish(self._map(inputs))
@@ -189,4 +196,4 @@ class Inputs(nn.Module):
 
     def __call__(self, inputs: Array, lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
         self.check(inputs, lengths)
-        return self.place(inputs)
+        return self.place(self.clear(inputs, lengths))

@@ -271,7 +271,9 @@ class Stack(nn.Module):
         if not isinstance(cache, StackCache):
             return self._in_segments(x, cache, call, deterministic)
         check_room(x.shape[1], cache.num_tokens, cache.room)
-        if x.shape[1] == 1 and deterministic and not self._is_observed():
+        # Keys are drawn in the loop over the layers, which a single step goes without.
+        is_random = not deterministic or self.has_rng("projection")
+        if x.shape[1] == 1 and not is_random and not self._is_observed():
             return self._run(x, cache, call, deterministic)
         y, new = self._in_segments(x, cache.stacked(), call, deterministic)
         return y, new.separate([repeats for _, repeats in group_layers(self.mechanisms)])
@@ -358,7 +360,8 @@ class Stack(nn.Module):
         """The streams after a group of layers, none of whose activations stays for the gradient."""
         params = nn.unbox(group.variables["params"])
         repeats = jax.tree.leaves(params)[0].shape[0]
-        keys = {name: self.make_rng(name) for name in ("dropout", "sample") if self.has_rng(name)}
+        names = ("dropout", "projection", "sample")
+        keys = {name: self.make_rng(name) for name in names if self.has_rng(name)}
         layers = range(len(group.mechanisms))
         operands = Operands(
             params=tuple(params[f"block_{i}"] for i in layers),

@@ -493,15 +493,23 @@ def test_law_7_composes(name, is_causal):
 
 
 @pytest.mark.parametrize("name", slow_unless(ENGINES, FAST_ENGINES))
-def test_law_7_remat_and_64_bits(name):
-    """Checkpoints change no gradient, and 64-bit mode traces."""
+def test_law_7_remat(name):
+    """Checkpoints change no gradient."""
     net = network(name, CASES[name].causal)
     weight = np.random.default_rng(0).standard_normal(net.x.shape).astype(np.float32)
     arguments = (net.variables, net.x, weight)
     remat = jax.jit(both_of(net.stack.clone(remat="full")))
     for a, b in zip(*(jax.tree.leaves(both(*arguments)) for both in (net.both, remat)), strict=True):
         assert relative_error(a, b) < 1e-4
-    # Where a Python int becomes an int64, which users mix with int32 by JAX's usual rules.
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless(dict.fromkeys((*LEADING, *ENGINES)), (*FAST_ENGINES, "skyformer"))
+)
+def test_law_7_traces_in_64_bits(name):
+    """Where a Python int becomes an int64, which users mix with int32 by JAX's usual rules, and a Python float's array
+    a float64."""
+    net = network(name, CASES[name].causal)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         jax.eval_shape(jax.grad(lambda v: net.stack.apply(v, net.x)[0].sum()), net.variables)
 

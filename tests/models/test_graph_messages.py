@@ -7,6 +7,7 @@ import pytest
 
 from brl_jax.models import graph_layers
 from brl_jax.models.graph_layers import sum_of_messages
+from tests.laws.cases import dimensions
 
 NODES, HEADS, FEATURES = 11, 3, 5
 
@@ -76,6 +77,32 @@ def test_gradients_and_their_derivatives(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     moved = jax.jvp(lambda x: sum_of_messages(x, weights, ends), (x,), (d_sum,))[1]
     close(moved, dense(d_sum, weights, ends, d_sum)[0], jnp.float32)
+
+
+def test_a_thousand_neighbours_in_bfloat16():
+    """A sum in bfloat16 stops at 256: counts, messages, their gradients and weights are summed in float32."""
+    number = 1000
+    ends = jnp.stack([jnp.arange(number) % 7 + 1, jnp.zeros(number, jnp.int32)], axis=-1).astype(jnp.int32)
+    ones = jnp.ones((number, 1), jnp.bfloat16)
+    assert graph_layers.sum_at(ones, ends[:, 1], 8)[0] == 1000
+    weights = graph_layers.softmax_at(jnp.zeros_like(ones), ends[:, 1], 8)
+    assert weights.dtype == jnp.bfloat16
+    assert weights.astype(jnp.float32).sum() == pytest.approx(1, abs=1e-2)
+    x = jnp.ones((8, 1, 1), jnp.bfloat16)
+    for forward, backward in (
+        (graph_layers._sum_in_blocks, graph_layers._gradients_in_blocks),
+        (graph_layers._sum_at_once, graph_layers._gradients_at_once),
+    ):
+        assert forward(x, ones, ends)[0, 0, 0] == 1000
+        d_x, _ = backward(x, ones, ends[:, ::-1], x)
+        assert d_x[0, 0, 0] == 1000
+    layer = graph_layers.GCNLayer(dimensions(False, dtype=jnp.bfloat16), features=1)
+    variables = layer.init(jax.random.key(0), x[:, 0], ends)
+    # The sender has no neighbours; the receiver's own scale is that of its 1001 with itself.
+    out = layer.apply(variables, x[:, 0], ends) / layer.apply(variables, x[:, 0], ends[:0])
+    expected = (number + 1001**-0.5) / 1001**0.5
+    assert out.dtype == jnp.bfloat16
+    assert out[0, 0].astype(jnp.float32) == pytest.approx(expected, rel=2e-2)
 
 
 def test_no_message_of_all_edges_exists_at_once():

@@ -105,6 +105,27 @@ def test_a_set_of_vectors_has_no_order(kind):
     assert relative_error(back, there) > 1e-4
 
 
+@pytest.mark.parametrize("network", ["classifier", "regressor"])
+def test_padded_vectors_that_are_nan_reach_no_gradient(network):
+    """As a mark of missing values. A weight's gradient is a product with the input: 0 times NaN is NaN."""
+    if network == "classifier":
+        model = Classifier(encoder_config(inputs="features", num_features=3))
+    else:
+        model = Regressor(RegressorConfig(num_inputs=3, is_causal=False, **SIZE))
+    lengths = jnp.array([4, 6])
+    variables = make(model, VECTORS)
+
+    def loss(variables, vectors):
+        out = model.apply(variables, vectors, lengths=lengths)
+        return jnp.sum(jnp.sin(out[:, :4] + 1))
+
+    clean = jax.grad(loss)(variables, VECTORS.at[0, 4:].set(0.0))
+    for a, b in zip(
+        *map(jax.tree.leaves, (jax.grad(loss)(variables, VECTORS.at[0, 4:].set(jnp.nan)), clean))
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_pairs_of_sets():
     config = encoder_config(inputs="features", num_features=3)
     model, pairs = PairClassifier(config), VECTORS.reshape(1, 2, 6, 3)

@@ -66,12 +66,14 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
     is_sized_by_data = True
 
     def sized(self, config: CopyConfig, data: TextPairs | None = None) -> CopyConfig:
-        """The symbols or the tokenizer, and the two special tokens, decide the size of the vocabulary."""
+        """The symbols or the tokenizer, and the two special tokens, decide the size of the vocabulary, and the longest
+        text what follows the length."""
         if not config.data.data_dir:
             size = config.data.vocabulary
         else:
             size = vocabulary(config.data.tokenizer) if data is None else data.tokenizer.vocab_size
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size + SPECIAL))
+        model = config.model.for_training(config.data.longest + 1)
+        return dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=size + SPECIAL))
 
     def model(self, config: CopyConfig) -> EncoderDecoder:
         return EncoderDecoder(config.model)

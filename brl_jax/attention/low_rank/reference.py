@@ -54,7 +54,7 @@ def nystrom_attention(
 
     between = weights(query_landmarks, key_landmarks)
     inverse = jnp.swapaxes(between, 2, 3) / (between.sum(2).max(-1) * between.sum(3).max(-1))[..., None, None]
-    identity = jnp.eye(count)[None, None]
+    identity = jnp.eye(count, dtype=between.dtype)[None, None]
     for _ in range(iterations):
         product = between @ inverse
         inner = 15 * identity - product @ (7 * identity - product)
@@ -88,7 +88,8 @@ def skyformer_attention(
     def kernel(x: Array, y: Array) -> Float[Array, "B N x y"]:
         return jnp.exp(-scale * jnp.square(x[:, :, None] - y[:, None]).sum(-1) / 2).transpose(0, 3, 1, 2)
 
-    between = kernel(chosen, chosen) + ridge * jnp.eye(samples.shape[0])[None, None]
+    between = kernel(chosen, chosen)
+    between += ridge * jnp.eye(samples.shape[0], dtype=between.dtype)[None, None]
     mixed = kernel(query, chosen) @ jnp.linalg.inv(between) @ kernel(chosen, key)
     return jnp.einsum("bnts,bsnv->btnv", mixed, value)
 

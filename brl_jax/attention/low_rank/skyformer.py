@@ -106,7 +106,8 @@ def skyformer_attention(
     chosen = jnp.concatenate([queries, jnp.repeat(keys, group, axis=2)], axis=1)
 
     read = kernelized_attention(chosen, key, value, scale=scale)
-    between = gaussian_kernel(chosen, chosen, scale) + ridge * jnp.eye(samples.shape[0])[None, None]
+    between = gaussian_kernel(chosen, chosen, scale)
+    between += ridge * jnp.eye(samples.shape[0], dtype=between.dtype)[None, None]
     root = lax.rsqrt(between.sum(-1))
     inverse = iterative_pseudo_inverse(between * root[..., None] * root[..., None, :], iterations)
     inverse = inverse * root[..., None] * root[..., None, :]

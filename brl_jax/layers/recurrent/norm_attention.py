@@ -60,7 +60,9 @@ class NormAttention(StateLayer):
             **rotary_options(d, positions),
         }
         return StateAttention(
-            functools.partial(norm_attention, query, key, norm=m.norm, norm_scale=scale, **options),
+            functools.partial(
+                norm_attention, query, key, norm=m.norm, norm_scale=scale, epsilon=d.norm_epsilon, **options
+            ),
             value,
             linear_part=functools.partial(linear_attention, query, key, normalize=False, **options),
         )

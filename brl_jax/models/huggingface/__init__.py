@@ -67,7 +67,7 @@ def save(
     *,
     tokenizer: str | os.PathLike[str] | None = None,
     dtype: ComputationType = "float32",
-    max_length: int = 8192,
+    max_length: int | None = None,
 ) -> str:
     """Writes a decoder in the layout of transformers, for `AutoModelForCausalLM.from_pretrained(path)`.
 
@@ -78,7 +78,9 @@ def save(
       config, params: of a `DecoderLM`, such as `load` returns or training makes.
       tokenizer: a folder whose tokenizer files are copied.
       dtype: of the weights in the file.
-      max_length: what config.json gives as max_position_embeddings.
+      max_length: what config.json gives as max_position_embeddings; by default 8,192, or with scaled rotary
+        frequencies (llama3, yarn) the original length times the factor. Some releases of transformers take YaRN's
+        factor from these two lengths.
 
     Returns:
       The `model_type` that was written.

@@ -16,7 +16,13 @@ from brl_jax.layers.recurrent.gated_deltanet import GatedDeltaNetConfig
 from brl_jax.models.config import ComputationType
 from brl_jax.models.decoder import DecoderConfig
 from brl_jax.models.huggingface.architectures import ARCHITECTURES, EXPERTS, Architecture, architecture_of
-from brl_jax.models.huggingface.rope import layer_rotation, rotary_dim, rotary_factor, rotation_fields
+from brl_jax.models.huggingface.rope import (
+    layer_rotation,
+    longest,
+    rotary_dim,
+    rotary_factor,
+    rotation_fields,
+)
 
 LAYER_TYPES: Mapping[type, str] = MappingProxyType(
     {LocalConfig: "sliding_attention", GatedDeltaNetConfig: "linear_attention"}
@@ -215,7 +221,7 @@ def _schedule(kinds: Sequence[str], mechanisms: Mapping[str, Mechanism]) -> dict
     )
 
 
-def write_config(config: DecoderConfig, max_length: int) -> tuple[str, dict[str, Any]]:
+def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, dict[str, Any]]:
     """The `model_type` and the config.json of the architecture that computes what the decoder computes.
 
     Raises:
@@ -291,7 +297,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _describe(
-    kind: str, architecture: Architecture, config: DecoderConfig, max_length: int
+    kind: str, architecture: Architecture, config: DecoderConfig, max_length: int | None
 ) -> dict[str, Any]:
     """The config.json of an architecture with a decoder's sizes and options, as far as it has them."""
     d, mechanisms = config.dimensions, config.mechanisms
@@ -335,7 +341,7 @@ def _describe(
         "intermediate_size": d.d_ff,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": d.num_heads,
-        "max_position_embeddings": max_length,
+        "max_position_embeddings": longest(either) if max_length is None else max_length,
         **{name: value for name, value in options.items() if name in architecture.defaults},
         **rotation_fields(kind, d.rope_theta or 1e4, full, local),
     }

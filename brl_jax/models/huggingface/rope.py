@@ -103,6 +103,13 @@ def _scaling(parameters: dict[str, Any]) -> RopeScaling:
     return RopeScaling("yarn", factor, length, float(slow), float(fast), float(multiplier))
 
 
+def longest(mechanism: SoftmaxConfig) -> int:
+    """The tokens that a mechanism's rotary frequencies are scaled for, or 8,192."""
+    scaling = mechanism.rope_scaling
+    scaled = scaling.kind in ("llama3", "yarn")
+    return round(scaling.factor * scaling.original_length) if scaled else 8192
+
+
 def rotation_fields(
     model_type: str, theta: float, full: SoftmaxConfig | None, local: SoftmaxConfig | None
 ) -> dict[str, Any]:

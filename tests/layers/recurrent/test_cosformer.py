@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import CosformerConfig
+from brl_jax.layers import CosformerConfig, FullConfig
+from brl_jax.models import EncoderDecoderConfig
 from tests.laws.cases import dimensions
 
 
@@ -44,6 +45,9 @@ def test_a_text_shorter_than_the_rows_of_training_is_read_as_in_training():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert int(cache.max_length) == 13
     # Beyond the rows of training distances are weighed as in a row of that length, and `max_length` is for all.
+    pair = EncoderDecoderConfig(mechanism=FullConfig(), encoder_mechanism=CosformerConfig(chunk_size=4))
+    assert pair.for_training(13).encoder.mechanism == trained
+    assert EncoderDecoderConfig(mechanism=trained).for_training(9).encoder_mechanism is None
     assert (trained.furthest(20), trained.for_training(9).furthest(9)) == (20, 13)
     assert CosformerConfig(max_length=26).for_training(13).furthest(8) == 26
     with pytest.raises(ValueError, match="min_length must be at least 1, got 0"):
