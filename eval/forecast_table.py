@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
+from eval.groups import alike
 from eval.plotting import line_styles
 from train.data.series import Series
 
@@ -31,10 +32,14 @@ class Example(NamedTuple):
 
 def markdown(results: Sequence[Result]) -> str:
     """A row for each model and horizon, averaged over seeds with their standard deviation, and the naive forecasts."""
-    groups: dict[tuple[Any, ...], list[Result]] = {}
+    places: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
-        place = tuple(result[name] for name in ("data", "features", "horizon"))
-        groups.setdefault((*place, result["model"], result["parameters"]), []).append(result)
+        places.setdefault(tuple(result[name] for name in ("data", "features", "horizon")), []).append(result)
+    groups = {
+        (*place, model): runs
+        for place, own in places.items()
+        for model, runs in alike(own, lambda result: result["model"]).items()
+    }
     lines = [
         "| data | horizon | forecast | MAE | MSE | within the 80% band | seeds |",
         "|---|---|---|---|---|---|---|",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval.groups import alike
 from eval.plotting import line_styles
 from train.data.glue import GLUE_TASKS
 
@@ -29,12 +30,15 @@ _PAPER_COLUMNS = ("MNLI", "MNLI-mm", "QNLI", "QQP", "SST-2", "MRPC", "CoLA", "av
 def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[float, float, int]]]:
     """By network, and by task and metric: the mean in percent, its standard error (of the seeds; 0 of one), and the
     number of seeds."""
+
+    def name(result: Mapping[str, Any]) -> str:
+        return f"{result['model']}, {'pretrained' if result['pretrained'] else 'from scratch'}"
+
     grouped: dict[str, dict[str, list[float]]] = {}
-    for result in results:
-        start = "pretrained" if result["pretrained"] else "from scratch"
-        row = grouped.setdefault(f"{result['model']}, {start}", {})
-        for metric in result["metrics"]:
-            row.setdefault(f"{result['task']} {metric}", []).append(result[metric])
+    for task in dict.fromkeys(result["task"] for result in results):
+        for network, runs in alike([r for r in results if r["task"] == task], name).items():
+            for metric in runs[0]["metrics"]:
+                grouped.setdefault(network, {})[f"{task} {metric}"] = [run[metric] for run in runs]
     return {
         name: {
             column: (

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval.groups import alike
 from eval.plotting import line_styles
 from train.metrics import read_metrics
 
@@ -71,10 +72,10 @@ def summarise(
     """By data set and network, and by metric: the mean, the standard deviation of the seeds as the paper has it (0 of
     one), and the number of seeds."""
     grouped: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for result in results:
-        row = grouped.setdefault((result["dataset"], result["network"]), {})
-        for metric in _METRICS:
-            row.setdefault(metric, []).append(result[metric])
+    for dataset in dict.fromkeys(result["dataset"] for result in results):
+        own = [result for result in results if result["dataset"] == dataset]
+        for network, runs in alike(own, lambda result: result["network"]).items():
+            grouped[dataset, network] = {metric: [run[metric] for run in runs] for metric in _METRICS}
     return {
         name: {
             metric: (float(np.mean(v)), float(np.std(v, ddof=1)) if len(v) > 1 else 0.0, len(v))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval.groups import alike
 from eval.lra_figures import AVERAGES, PAPERS
 from eval.plotting import line_styles
 from train.data.lra import LRA_TASKS
@@ -19,22 +20,15 @@ Row = dict[str, str]
 def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[float, float, int]]]:
     """By model and task: accuracy and standard error in percent, and the number of seeds averaged.
 
-    Runs that differ only in their seed are averaged; a run of another size or on other data has a row with its folder
-    in the name. The error of an average is that of its runs' test answers, or the spread of the seeds where that is
-    larger."""
-    grouped: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
-    for result in results:
-        same = grouped.setdefault(result["model"], {}).setdefault(result["task"], [])
-        if any(not _differ_in_seed(result, other) for other in same):
-            name = f"{result['model']} ({result['workdir']})"
-            same = grouped.setdefault(name, {}).setdefault(result["task"], [])
-        same.append(result)
-    return {model: {task: _average(runs) for task, runs in tasks.items()} for model, tasks in grouped.items()}
-
-
-def _differ_in_seed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    alike = all(one[name] == other[name] for name in ("data", "parameters", "examples"))
-    return alike and one["seed"] != other["seed"]
+    Runs that differ only in their seed are averaged; where others of one model and task differ in more, the name goes
+    on with what that is. The error of an average is that of its runs' test answers, as if they were independent, or the
+    spread of the seeds where that is larger."""
+    rows: dict[str, dict[str, tuple[float, float, int]]] = {}
+    for task in dict.fromkeys(result["task"] for result in results):
+        own = [result for result in results if result["task"] == task]
+        for model, runs in alike(own, lambda result: result["model"]).items():
+            rows.setdefault(model, {})[task] = _average(runs)
+    return rows
 
 
 def _average(runs: Sequence[Mapping[str, Any]]) -> tuple[float, float, int]:
@@ -55,7 +49,8 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     ]
     rows.append({"model": "chance (the most frequent class)", **{t: f"{chance[t]:.2f}" for t in tasks}})
     parts = [
-        f"Accuracy on the {results[0]['split']} split, percent ± standard error.",
+        f"Accuracy on the {results[0]['split']} split, percent ± standard error. Seeds answer the same examples: the "
+        "error of one mean alone lies between the one here and that of a single run.",
         "",
         *_table(tasks, rows),
     ]

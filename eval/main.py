@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 from etils import epath
 from matplotlib.figure import Figure
 
+from eval.groups import compared
 from eval.plotting import picture_path, save
 from eval.runs import Run, open_run
 from train.checkpoint import Checkpoints
@@ -179,6 +180,9 @@ class Evaluation(Generic[P]):
                     log(f"{self.name}: {path} is left out: {error}")
                     continue
             self._mention_unfinished(path)
+            # Of the run as it is here and now; the measures may have been kept elsewhere.
+            task, config = read_config(self.tasks, epath.Path(path) / "config.json")
+            kept.result.update(workdir=str(path), configuration=compared(task, config))
             measured.append(kept)
         if not measured:
             raise UserError(f"--table: none of the {len(paths)} runs under {folder} can be measured")

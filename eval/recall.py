@@ -25,8 +25,8 @@ from eval.recall_table import draw, markdown
 from eval.runs import Run, run_facts
 from train.config_file import flatten, to_json
 from train.data.recall import Case, RecallDataConfig, obstacle
-from train.errors import UserError, command
-from train.metrics import read_metrics
+from train.errors import UserError, command, one_line
+from train.metrics import log, read_metrics
 from train.tasks.recall import RECALL
 
 # A run has learned its task where the held-out accuracy reaches this.
@@ -73,6 +73,15 @@ def state_bytes(model: DecoderLM, length: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 
+def _refusal(model: DecoderLM, length: int) -> str | None:
+    """Why a network cannot read rows of a length; None if it can."""
+    try:
+        state_bytes(model, length)
+    except ValueError as error:
+        return one_line(error)
+    return None
+
+
 def learned_at(workdir: str) -> int | None:
     """The step of the first evaluation while training with an accuracy of 90%; None if there is none.
 
@@ -93,6 +102,13 @@ class _RecallEvaluation(Evaluation[RecallEvalOptions]):
         """The accuracies of a run on test rows and what was measured."""
         config = run.config
         cases = chosen_cases(config.data, options.length, options.pairs)
+        refused = {length: _refusal(run.model, length) for length in {case.length for case in cases}}
+        for length, error in sorted(refused.items()):
+            if error is not None and options.length:
+                raise UserError(f"--length: {error}")
+            if error is not None:
+                log(f"eval.recall: {config.loop.workdir} is not measured at {length} tokens: {error}")
+        cases = tuple(case for case in cases if refused[case.length] is None)
         mechanism = config.model.mechanism
         measured = RECALL.measure_cases(config, run.model, run.params, "test", cases)
         settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}

@@ -68,7 +68,9 @@ def read_curve(workdir: str, pairs: int) -> dict[str, list[float]]:
       UserError: the run's metrics are missing.
     """
     lines = read_metrics(workdir)
-    seconds = np.cumsum([pairs / line["tokens_per_second"] for line in lines])
+    rates = [line["tokens_per_second"] for line in lines]
+    rates[:1] = rates[1:2] or rates[:1]  # the first step compiles the program
+    seconds = np.cumsum([pairs / rate for rate in rates])
     measured = [i for i, line in enumerate(lines) if "val_loss" in line]
     return {
         "step": [lines[i]["step"] for i in measured],

@@ -9,13 +9,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from eval.groups import alike
 from eval.plotting import label_points, line_styles, plain_log_axis
 from train.data.in_context import one_step_errors
 
 Result = Mapping[str, Any]
-
-# What runs have in common that differ only in their seed.
-_SAME = ("model", "num_heads", "d_model", "num_layers", "input_dim", "prompt", "learning_rate", "batch")
 
 
 def label(result: Result) -> str:
@@ -26,10 +24,8 @@ def label(result: Result) -> str:
 
 def grouped(results: Sequence[Result]) -> list[list[Result]]:
     """The runs, grouped where they differ only in their seed; ordered by width within a mechanism."""
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        groups.setdefault((*(result[name] for name in _SAME), len(result["errors"])), []).append(result)
-    return sorted(groups.values(), key=lambda runs: (label(runs[0]), runs[0]["d_model"], runs[0]["batch"]))
+    groups = alike(results, label).values()
+    return sorted(groups, key=lambda runs: (label(runs[0]), runs[0]["d_model"], runs[0]["batch"]))
 
 
 def _spread(values: Sequence[float]) -> str:

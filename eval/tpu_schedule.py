@@ -612,20 +612,25 @@ def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
             "s.compile_chip(s.ScheduleOptions(**o), sys.argv[2], pathlib.Path(sys.argv[3]))"
         )
         given = json.dumps(dataclasses.asdict(options))
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, given, chip, folder],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        _, errors = process.communicate()
+        # A file, because a pipe that nobody reads stops the process when it is full.
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                [sys.executable, "-c", code, given, chip, folder],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            process.wait()
+            errors.seek(0)
+            lines = errors.read().strip().splitlines() or ["no message"]
         if process.returncode:
-            lines = errors.strip().splitlines() or ["no message"]
             raise RunError(f"compiling for {chip} failed: {lines[-1][:200]}")
 
 

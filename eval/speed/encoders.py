@@ -26,7 +26,7 @@ from brl_jax.layers import (
     PerformerConfig,
 )
 from brl_jax.models.stack import Stack
-from eval.speed.functions import TORCH, has_torch
+from eval.speed.functions import TORCH, has_torch, torch_device
 from eval.speed.measure import Candidate, Case, NoNumber, Program, check_equal, check_finite, compile_program
 
 if TYPE_CHECKING:
@@ -91,12 +91,15 @@ def _make_torch(options: SpeedOptions, length: int) -> Candidate:
     if length <= 4096:
         expected = jax.jit(lambda variables, x: stack.apply(variables, x)[0])(variables, x)
         with torch.inference_mode():
-            got = jnp.asarray(forward().float().numpy())
+            got = jnp.asarray(forward().float().cpu().numpy())
         check_equal("PyTorch's encoder", got, expected, options.dtype)
 
     def run() -> Any:
         with torch.inference_mode():
-            return forward()
+            out = forward()
+        if out.is_cuda:  # the call returns before it is computed
+            torch.cuda.synchronize()
+        return out
 
     return Candidate({"forward": Program(run, None)})
 
@@ -116,15 +119,14 @@ def torch_encoder(params: Any, dimensions: Dimensions, x: jax.Array) -> Callable
         raise NoNumber(f"PyTorch's encoder has another network than {d}")
 
     def load(array: Any) -> Any:
-        return torch.from_numpy(np.array(array.astype(jnp.float32))).to(
-            getattr(torch, jnp.dtype(d.dtype).name)
-        )
+        dtype = getattr(torch, jnp.dtype(d.dtype).name)
+        return torch.from_numpy(np.array(array.astype(jnp.float32))).to(torch_device(), dtype)
 
     block = jax.tree.map(load, params["layers_0"]["block_0"])
     final, start, length = load(params["final_norm"]["scale"]), load(x), x.shape[1]
     frequency = d.rope_theta ** (-torch.arange(0, d.head_dim, 2, dtype=torch.float64) / d.head_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
-    cos, sin = angle.cos().to(start.dtype), angle.sin().to(start.dtype)
+    cos, sin = angle.cos().to(start), angle.sin().to(start)  # its type and device
 
     def norm(x: Any, scale: Any) -> Any:
         return F.layer_norm(x, (d.d_model,), scale, eps=1e-5)

@@ -346,14 +346,19 @@ def jax_candidate(function: Callable, arrays: Arrays, options: SpeedOptions) -> 
     )
 
 
+def torch_device() -> str:
+    """Where PyTorch computes beside JAX: on a GPU if JAX does, and PyTorch can."""
+    import torch
+
+    return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+
+
 def torch_candidate(arrays: Arrays, options: SpeedOptions) -> Candidate:
     """PyTorch's full causal attention, on its own threads, or on the GPU where JAX computes on one."""
     import torch
 
-    on_gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-    device = "cuda" if on_gpu else "cpu"
-    return gpu_references.programs(attend, arrays, options.dtype, device, heads_first=True)
+    return gpu_references.programs(attend, arrays, options.dtype, torch_device(), heads_first=True)
 
 
 def to_numpy(x: Any) -> np.ndarray:

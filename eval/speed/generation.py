@@ -201,6 +201,19 @@ class _CarriedCache:
 
 
 def _at(cache: Any, **places: int) -> Any:
+    """A cache with the arrays of these names filled with these numbers.
+
+    Raises:
+      KeyError: it has no array of a name.
+    """
+    found = {
+        jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(cache)
+    }
+    if not found >= set(places):
+        raise KeyError(
+            f"the cache has no {', '.join(sorted(set(places) - found))}, only {', '.join(sorted(found))}"
+        )
+
     def place(path, leaf):
         name = jax.tree_util.keystr(path[-1:], simple=True)
         return jnp.full(leaf.shape, places[name], leaf.dtype) if name in places else leaf
@@ -278,7 +291,7 @@ def _plain_prompt(options: GenerationOptions, params: Any, length: int) -> Candi
     prefill = _compile(read, params, _token(piece), carried.cache)
 
     def first_token():
-        carried.cache = _at(carried.cache, index=0)
+        carried.cache = _at(carried.cache, num_tokens=0)
         for _ in range(length // piece):
             out, carried.cache = prefill(params, _token(piece), carried.cache)
         return jax.block_until_ready(out)

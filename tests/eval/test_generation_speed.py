@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from eval.speed.__main__ import main
-from eval.speed.generation import lines
+from eval.speed.generation import GenerationOptions, _at, _parameters, _plain_prompt, lines
 from eval.speed.generation_pictures import picture
 from train.errors import UserError
 
@@ -37,6 +38,16 @@ def test_times_both_networks_and_draws(tmp_path, capsys):
     assert rows["plain decoder"]["cache_bytes"] > 4 * 24 * 2 * 16 * 4
     assert (tmp_path / "new" / "generation.png").stat().st_size > 10_000
     assert "plain" in capsys.readouterr().out
+
+
+def test_every_round_reads_the_prompt_from_an_empty_cache():
+    """The second time too: its last token has the same logits then."""
+    options = GenerationOptions(heads=2, head_dim=8, layers=4, window=8, context=4, vocabulary=11)
+    program = _plain_prompt(options, _parameters(options), 16).programs["first_token"]
+    first, second = (np.asarray(program.run()) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    with pytest.raises(KeyError, match=r"the cache has no index, only .*num_tokens"):
+        _at(options.model("plain decoder").init_cache(1, 16), index=0)
 
 
 def test_pictures_draw_no_curve_of_one_point():

@@ -26,7 +26,7 @@ import train.lm
 from brl_jax.models import DecoderLM
 from eval.lm import read_run
 from tests.train.logs import metrics_lines
-from train.data import load
+from train.data import Corpus, load
 from train.errors import UserError, command
 from train.tasks.lm import LM, held_out_stream, lm_objective
 from train.tasks.lm_config import PRESETS
@@ -419,3 +419,14 @@ def test_held_out_rows_are_no_shorter_than_a_batch(text, tmp_path):
     batch = next(iter(held_out_stream(corpora["valid"], config, 0)))
     assert batch["tokens"].shape == (max(1, len(corpora["valid"].tokens) // 512), 512)
     assert held_out_stream(corpora["valid"], config, 5).num_targets == 4
+    # So few rows that a memory has batches to be carried into, also where a part of the text is read.
+    text = np.zeros(4096, np.uint8)
+    corpus = Corpus(text, np.ones(256, np.int64), np.zeros((0, 2), np.int64), "zeros")
+    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, batch=16, length=64))
+    assert [held_out_stream(corpus, config, limit).batch for limit in (0, 4096, 2048, 300, 100)] == [
+        16,
+        16,
+        8,
+        1,
+        1,
+    ]

@@ -17,6 +17,7 @@ import eval.lra
 import train.lra
 from brl_jax.layers import FlowformerConfig
 from brl_jax.models import EncoderConfig, TokenClassifier
+from eval.groups import compared
 from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.lra_table import average_note, markdown
 from eval.main import Measured
@@ -300,14 +301,29 @@ def test_seeds_are_averaged():
         "examples": 5,
         "split": "test",
     }
-    result |= {"parameters": 7, "workdir": "runs/x"}
+    result |= {"configuration": {"model.mechanism.beta": 0.5, "loop.steps": 600}}
     runs = [result | {"accuracy": accuracy, "seed": seed} for seed, accuracy in enumerate((0.2, 0.3, 0.4))]
     # Their spread, 10 points / sqrt(3), is larger than the error of 15 answers.
     assert "| m | 30.00 ± 5.77 (3 seeds) |" in markdown(runs)
     assert markdown(runs).startswith("Accuracy on the test split")
     assert "- image: d, 5 valid examples" in markdown([each | {"split": "valid"} for each in runs])
-    other = runs[0] | {"parameters": 8, "workdir": "runs/wide"}
-    assert "| m (runs/wide) | 20.00 ± 1.00 |" in markdown([*runs, other])
+    # What does not show in a model's name separates runs too, and seeds of both are averaged.
+    other = {"configuration": {"model.mechanism.beta": 0.0, "loop.steps": 600}}
+    table = markdown([runs[0], runs[1] | other, runs[2], runs[0] | other])
+    assert "| m, beta 0.5 | 30.00 ± 10.00 (2 seeds) |" in table
+    assert "| m, beta 0.0 | 25.00 ± 5.00 (2 seeds) |" in table
+
+
+def test_what_is_compared_of_runs():
+    """Neither the seed nor what a resumed run may change, but for the steps."""
+    config = parse(PRESETS, "listops", [], prog="", about="")
+    settings = compared(LRA, config)
+    assert settings["loop.steps"] == config.loop.steps
+    assert settings["optimizer.learning_rate"] == config.optimizer.learning_rate
+    assert "model.mechanism.beta" in settings
+    assert not {"loop.seed", "loop.workdir", "loop.eval_every", "data.cache_dir", "data.data_dir"} & set(
+        settings
+    )
 
 
 def test_every_row_of_the_papers_tables_is_there_and_averages_to_what_they_print():

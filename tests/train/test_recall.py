@@ -309,6 +309,10 @@ def test_state_and_cases():
     assert eval.recall.state_bytes(full, 400) > 9 * eval.recall.state_bytes(full, 40)
     assert eval.recall.state_bytes(local, 400) == eval.recall.state_bytes(local, 40)
     assert RecallDataConfig(length=(64,), pairs=(1, 2)).cases == (Case(64, 1), Case(64, 2))
+    # Rows that a network cannot read are left out of those that are measured by default.
+    _, short = tiny_model("--mechanism synthesizer --mechanism.max_length 48")
+    assert eval.recall._refusal(short, 48) is None
+    assert "max_length" in eval.recall._refusal(short, 96)
     data = RecallDataConfig(length=(32, 64), pairs=(2, 8))
     assert eval.recall.chosen_cases(data, (), ()) == (
         Case(32, 2), Case(64, 8), Case(128, 2), Case(128, 8), Case(256, 2), Case(256, 8)

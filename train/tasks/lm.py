@@ -67,11 +67,16 @@ def lm_objective(model: DecoderLM) -> Objective:
     return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
 
 
+# The fewest batches of a pass over held-out text that has as many rows as a batch of training.
+_BATCHES = 4
+
+
 def held_out_stream(corpus: Corpus, config: LmConfig, limit: int, mesh: Mesh | None = None) -> EvalStream:
     """One pass over a held-out corpus, or its first `limit` tokens (0: all), in batches of a microbatch's
     shape; on a mesh, the rows of this process."""
-    # A row needs a few targets: a short text in many rows would be read almost without past.
-    rows = max(1, min(config.loop.microbatch, len(corpus.tokens) // config.loop.length))
+    # A short text in many rows would be read almost without past, and without a batch into which a memory is carried.
+    tokens = min(len(corpus.tokens), limit or len(corpus.tokens))
+    rows = max(1, min(config.loop.microbatch, tokens // (_BATCHES * config.loop.length)))
     return EvalStream(
         corpus,
         batch=rows,
