@@ -1453,8 +1453,8 @@ MUTANTS = (
     Mutant(
         "decoding/a step scans over the layers",
         "brl_jax/models/stack.py",
-        "if x.shape[1] == 1 and deterministic",
-        "if x.shape[1] == 0 and deterministic",
+        "if x.shape[1] == 1 and not is_random",
+        "if x.shape[1] == 0 and not is_random",
         ("tests/models/test_caches_in_place.py",),
     ),
     Mutant(
@@ -2380,5 +2380,96 @@ MUTANTS = (
         "    check_readers(of_a_block, key, contrast_key, value, gamma, score)\n",
         "",
         ("tests/attention/compressed/test_blocks.py", "-k", "fit"),
+    ),
+    Mutant(
+        "graphs/sums over edges stop at 256",
+        "brl_jax/models/graph_layers.py",
+        "    exact = values.astype(accumulation_dtype(values.dtype))\n",
+        "    exact = values\n",
+        (
+            "tests/models/test_graph_messages.py",
+            "-k",
+            "thousand",
+        ),
+    ),
+    Mutant(
+        "inputs/padded features reach the gradient",
+        "brl_jax/models/inputs.py",
+        'if self.kind != "features" or lengths is None:',
+        "if True:",
+        (
+            "tests/models/test_inputs.py",
+            "-k",
+            "reach_no_gradient",
+        ),
+    ),
+    Mutant(
+        "stack/single tokens draw no features",
+        "brl_jax/models/stack.py",
+        'is_random = not deterministic or self.has_rng("projection")',
+        "is_random = not deterministic",
+        ("tests/layers/recurrent/test_performer.py",),
+    ),
+    Mutant(
+        "stack/reversible layers draw no features",
+        "brl_jax/models/stack.py",
+        'names = ("dropout", "projection", "sample")',
+        'names = ("dropout", "sample")',
+        ("tests/layers/recurrent/test_performer.py",),
+    ),
+    Mutant(
+        "eval/runs of other settings are seeds",
+        "eval/groups.py",
+        'settings = json.dumps(result.get("configuration", {}), sort_keys=True)',
+        'settings = ""',
+        (
+            "tests/train/test_lra.py",
+            "-k",
+            "seeds_are_averaged",
+        ),
+    ),
+    Mutant(
+        "eval/a prompt is read behind the last one",
+        "eval/speed/generation.py",
+        "        carried.cache = _at(carried.cache, num_tokens=0)\n",
+        "",
+        (
+            "tests/eval/test_generation_speed.py",
+            "-k",
+            "every_round",
+        ),
+    ),
+    Mutant(
+        "lm/few tokens are read in many rows",
+        "train/tasks/lm.py",
+        "tokens = min(len(corpus.tokens), limit or len(corpus.tokens))",
+        "tokens = len(corpus.tokens)",
+        (
+            "tests/train/test_lm.py",
+            "-k",
+            "held_out_rows",
+        ),
+    ),
+    Mutant(
+        "decoding/hardly any temperature overflows",
+        "brl_jax/decoding.py",
+        "return temperature < 1e-6",
+        "return temperature == 0",
+        (
+            "tests/test_decoding.py",
+            "-k",
+            "hardly_any",
+        ),
+    ),
+    Mutant(
+        "low_rank/a float64 identity in Skyformer",
+        "brl_jax/attention/low_rank/skyformer.py",
+        "jnp.eye(samples.shape[0], dtype=between.dtype)",
+        "jnp.eye(samples.shape[0])",
+        (
+            "tests/laws/test_laws.py",
+            "-k",
+            "traces_in_64 and skyformer",
+        ),
     ),
 )
