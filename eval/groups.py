@@ -26,28 +26,29 @@ def compared(task: Task[Any, Any], config: Any) -> dict[str, Any]:
     }
 
 
-def alike(results: Sequence[Result], name: Callable[[Result], str]) -> dict[str, list[Result]]:
+def alike(
+    results: Sequence[Result], name: Callable[[Result], str], settings: str = "configuration"
+) -> dict[str, list[Result]]:
     """The results of runs that differ in their seed alone, by name; where several groups have one name, it goes on with
     the settings in which they differ.
 
     Args:
-      results: each with "configuration", the `compared` settings of its run. name: what a result's row is called.
+      results: those of the runs. name: what a result's row is called. settings: where a result has its run's settings,
+        by dotted name; "configuration" has those that are `compared`.
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        settings = json.dumps(result.get("configuration", {}), sort_keys=True)
-        groups.setdefault((name(result), settings), []).append(result)
-    named = {}
+        key = json.dumps(result.get(settings, {}), sort_keys=True)
+        groups.setdefault((name(result), key), []).append(result)
+    named: dict[str, list[Result]] = {}
     for (title, _), runs in groups.items():
-        own = runs[0].get("configuration", {})
-        others = [other[0].get("configuration", {}) for (one, _), other in groups.items() if one == title]
-        fields = sorted({field for other in others for field in other})
+        others = [other[0].get(settings, {}) for (one, _), other in groups.items() if one == title]
         differing = [
-            f"{field.rsplit('.', 1)[-1]} {_plain(own.get(field))}"
-            for field in fields
-            if any(other.get(field) != own.get(field) for other in others)
+            f"{field.rsplit('.', 1)[-1]} {_plain(value)}"
+            for field, value in runs[0].get(settings, {}).items()
+            if any(other.get(field) != value for other in others)
         ]
-        named[", ".join([title, *differing])] = runs
+        named.setdefault(", ".join([title, *differing]), []).extend(runs)
     return named
 
 

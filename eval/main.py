@@ -179,18 +179,17 @@ class Evaluation(Generic[P]):
                     # It has just begun, is damaged, lacks its data, or the options don't fit it.
                     log(f"{self.name}: {path} is left out: {error}")
                     continue
-            self._mention_unfinished(path)
             # Of the run as it is here and now; the measures may have been kept elsewhere.
             task, config = read_config(self.tasks, epath.Path(path) / "config.json")
+            self._mention_unfinished(path, config)
             kept.result.update(workdir=str(path), configuration=compared(task, config))
             measured.append(kept)
         if not measured:
             raise UserError(f"--table: none of the {len(paths)} runs under {folder} can be measured")
         return measured
 
-    def _mention_unfinished(self, workdir: Path) -> None:
+    def _mention_unfinished(self, workdir: Path, config: Any) -> None:
         """Logs that a run of a table has steps left to train."""
-        config = read_config(self.tasks, epath.Path(workdir) / "config.json")[1]
         checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints")
         steps = checkpoints.steps()
         if not steps or steps[-1] >= config.loop.steps:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval.groups import alike
 from eval.plotting import line_styles, plain_log_axis, shared_legend
 from train.errors import UserError
 
@@ -36,22 +37,8 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
 
     A label is the names of the mechanisms and the settings in which the runs shown with these mechanisms differ.
     """
-    labels: dict[str, list[Result]] = {}
-    for result in sorted(results, key=lambda result: _network(result["settings"])):
-        settings = result["settings"]
-        network = _network(settings)
-        alike = [other["settings"] for other in results if _network(other["settings"]) == network]
-        differing = [
-            f"{name.rsplit('.', 1)[-1]} {_plain(value)}"
-            for name, value in settings.items()
-            if any(other.get(name) != value for other in alike)
-        ]
-        labels.setdefault(", ".join([network, *differing]), []).append(result)
-    return labels
-
-
-def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    ordered = sorted(results, key=lambda result: _network(result["settings"]))
+    return alike(ordered, lambda result: _network(result["settings"]), "settings")
 
 
 def _case(result: Result, length: int, pairs: int) -> Mapping[str, Any] | None:

@@ -2420,8 +2420,8 @@ MUTANTS = (
     Mutant(
         "eval/runs of other settings are seeds",
         "eval/groups.py",
-        'settings = json.dumps(result.get("configuration", {}), sort_keys=True)',
-        'settings = ""',
+        "key = json.dumps(result.get(settings, {}), sort_keys=True)",
+        'key = ""',
         (
             "tests/train/test_lra.py",
             "-k",
