@@ -227,3 +227,13 @@ def test_bad_options(options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", options)
     assert not (tmp_path / "run").exists()
+
+
+def test_compilation_is_no_training(tmp_path):
+    """The rate of the first step has it; the step counts like the next one."""
+    lines = [
+        {"step": step, "tokens_per_second": rate, "val_loss": 1.0}
+        for step, rate in enumerate((1.0, 100.0, 50.0), 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert eval.regression.read_curve(str(tmp_path), 100)["seconds"] == [1.0, 2.0, 4.0]
