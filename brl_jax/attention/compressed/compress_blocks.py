@@ -65,7 +65,8 @@ def compress_blocks(
       (B, C, M, N, H) in the dtype of query.
 
     Raises:
-      ValueError: on shapes that do not match, an unknown score, or gamma given without contrast_key (or the reverse).
+      ValueError: on shapes that do not match, lengths that are no ints, an unknown score, or gamma given without
+        contrast_key (or the reverse).
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
     require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
@@ -80,11 +81,14 @@ def compress_blocks(
     )
 
     if history_lengths is not None:
-        history_lengths = jnp.atleast_2d(history_lengths)
+        history_lengths = jnp.atleast_2d(jnp.asarray(history_lengths))
         require(
-            history_lengths.shape in ((1, blocks), (batch, blocks)),
-            f"history_lengths must have shape ({blocks},) or {(batch, blocks)}, got {history_lengths.shape}",
+            history_lengths.shape in ((1, blocks), (batch, blocks))
+            and jnp.issubdtype(history_lengths.dtype, jnp.integer),
+            f"history_lengths must be ints of shape ({blocks},) or {(batch, blocks)}, got {history_lengths.dtype} "
+            f"of shape {history_lengths.shape}",
         )
+        history_lengths = history_lengths.astype(jnp.int32)  # 8 bits do not hold the history's places
     if gamma is not None:
         gamma = per_head(gamma, query)
     if scale is None:

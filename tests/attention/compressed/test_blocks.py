@@ -115,6 +115,11 @@ def test_keys_that_no_block_reads_may_contain_anything(monkeypatch, step):
         ),
         ({"value": jnp.ones((1, 32, 1, 4), jnp.bfloat16)}, "value must have query's dtype"),
         ({"score": "sigmoid"}, "score must be"),
+        (
+            {"history_lengths": jnp.ones(3, jnp.int32)},
+            r"history_lengths must be ints of shape \(2,\) or \(1, 2\)",
+        ),
+        ({"history_lengths": jnp.ones(2)}, "history_lengths must be ints .*, got float32"),
     ],
 )
 def test_what_does_not_fit_is_refused_whatever_serves_the_call(change, message, implementation):
@@ -122,6 +127,17 @@ def test_what_does_not_fit_is_refused_whatever_serves_the_call(change, message, 
     given = {"query": query, "key": key, "contrast_key": key, "value": key, "gamma": 0.1} | change
     with pytest.raises(ValueError, match=message):
         compress_blocks(**given, block_size=16, history_size=16, implementation=implementation)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_lengths_are_ints_of_any_kind(dtype):
+    """A history may have more places than 8 bits count, and a length beyond it means all of it, unsigned as well."""
+    q, k1, k2, v = (jnp.asarray(x, jnp.float32) for x in arrays(5, (1, 2, 3, 1, 4), *[(1, 250, 1, 4)] * 3))
+    options = {"gamma": 0.3, "block_size": 50, "history_size": 200}
+    lengths = [100, 127] if dtype == "int8" else [100, 255]
+    expected = on_xla(q, k1, k2, v, history_lengths=jnp.asarray(lengths, jnp.int32), **options)
+    for given in (np.asarray(lengths, dtype), lengths):
+        np.testing.assert_array_equal(on_xla(q, k1, k2, v, history_lengths=given, **options), expected)
 
 
 def test_memory_does_not_grow_with_the_overlap_of_histories():
