@@ -144,6 +144,36 @@ def test_bad_input():
         brl_jax.local_attention_step(*_inputs("local"), (1, 2, 3))
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_one_token_of_a_window_is_checked_as_several_are(length):
+    query, key, value = (x[:, :length] for x in _inputs("local"))
+    state = state_functions("local", window=3).init(B, K, H)
+    for changes, message in (
+        ({"implementation": "palas"}, "implementation must be .*, got 'palas'"),
+        ({"value": value[..., :4]}, r"value must have key's shape \(2, .*, 8\), got \(2, .*, 4\)"),
+        ({"value": value.astype(jnp.bfloat16)}, "value must have query's dtype float32, got bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            brl_jax.local_attention_step(
+                **{"query": query, "key": key, "value": value, "state": state} | changes
+            )
+    with pytest.raises(NotImplementedError, match="implementation='pallas' runs on the platform 'tpu' alone"):
+        brl_jax.local_attention_step(query, key, value, state, implementation="pallas")
+
+
+def test_one_token_of_a_window_takes_the_kernel_that_it_asks_for():
+    query, key, value = _inputs("local")
+    state = state_functions("local", window=3).init(B, K, H)
+    outs = {"xla": [], "pallas_interpret": []}
+    for implementation, out in outs.items():
+        own = state
+        for t in range(6):
+            part = (x[:, t : t + 1] for x in (query, key, value))
+            y, own = brl_jax.local_attention_step(*part, own, implementation=implementation)
+            out.append(y)
+    np.testing.assert_allclose(*(jnp.concatenate(out, 1) for out in outs.values()), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_steps_under_scan_have_the_gradients_of_the_sequence(name):

@@ -41,6 +41,9 @@ from brl_jax.attention.local import cudnn, xla
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import Pattern, SlidingWindow
 
+#: The implementations that `local_attention` takes.
+IMPLEMENTATIONS = (None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret")
+
 
 @overload
 def local_attention(
@@ -170,9 +173,7 @@ def local_attention(
     sinks = check_sinks(sinks, query.shape[2])
     soft_cap = check_soft_cap(logits_soft_cap)
 
-    check_implementation(
-        implementation, None, "xla", "cudnn", "pallas", "pallas_interpret", "triton", "triton_interpret"
-    )
+    check_implementation(implementation, *IMPLEMENTATIONS)
     call = PatternCall(
         pattern,
         bool(is_causal),

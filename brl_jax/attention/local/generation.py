@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.arguments import check_dtypes, check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.dense.full import full_attention
-from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.api import IMPLEMENTATIONS, local_attention
 
 
 class LocalState(NamedTuple):
@@ -64,7 +64,8 @@ def local_attention_step(
         out, state = local_attention_step(query, key, value, state)
 
     Args:
-      query, key, value, scale, implementation: as for `local_attention`.
+      query, key, value, scale: as for `local_attention`.
+      implementation: as for `local_attention`; a single token takes a kernel only where it is asked for by name.
       state: from `init_local_state`, which also says the window, or from the step before.
 
     Raises:
@@ -75,6 +76,9 @@ def local_attention_step(
         f"state must be a LocalState, made by init_local_state, got {type(state).__name__}",
     )
     check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    check_implementation(implementation, *IMPLEMENTATIONS)
+    require(value.shape == key.shape, f"value must have key's shape {key.shape}, got {value.shape}")
     slots = state.key.shape[1]
     expected = (key.shape[0], slots, *key.shape[2:])
     for name, old in (("key", state.key), ("value", state.value)):
@@ -84,7 +88,7 @@ def local_attention_step(
         )
     length = query.shape[1]
     require(key.shape[1] == length, f"key must have {length} tokens, as query has, got {key.shape[1]}")
-    if length == 1:
+    if length == 1 and implementation in (None, "xla"):
         place = state.tokens % slots
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(old, new, place, axis=1)
@@ -92,7 +96,9 @@ def local_attention_step(
         )
         # The order of the keys does not matter to one query. Slots fill from the first one on.
         filled = jnp.full((key.shape[0],), jnp.minimum(state.tokens + 1, slots), jnp.int32)
-        out = full_attention(query, keys, values, scale=scale, key_value_seq_lengths=filled)
+        out = full_attention(
+            query, keys, values, scale=scale, key_value_seq_lengths=filled, implementation=implementation
+        )
         return out, LocalState(keys, values, state.tokens + 1)
     oldest_first = (state.tokens + jnp.arange(slots)) % slots
     keys, values = (
