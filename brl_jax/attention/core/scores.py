@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from brl_jax.attention.core.softmax import softmax_weights
+from brl_jax.attention.core.softmax import MASKED, softmax_weights
 from pallas_kernels import scores
 from pallas_kernels.scores import Score, check_score
 
@@ -34,11 +34,17 @@ def elementwise_weights(logits, mask, score: Score):
     return weights if mask is None else jnp.where(mask, weights, jnp.zeros((), weights.dtype))
 
 
+def seen_with_bias(bias):
+    """Where a bias does not hide its key: -inf does, and so does the lowest finite float32 or bfloat16, beside which
+    the score of a masked key would be the larger one."""
+    return ~(bias <= MASKED / 2)
+
+
 def hide_infinite_bias(bias, mask):
     """The mask, in which a bias of -inf hides a key too, so that rows with no other keys give 0 and not NaN."""
     if bias is None:
         return mask
-    finite = ~jnp.isneginf(bias)
+    finite = seen_with_bias(bias)
     return finite if mask is None else mask & finite
 
 

@@ -94,7 +94,8 @@ def full_attention(
       key: (B, S, K, H) of the same dtype; K divides N.
       value: (B, S, K, V) of the same dtype.
       bias: added to the scaled scores: a `PositionBias` (called on all positions: an (N, T, S) array) or an
-        array that broadcasts to (B, N, T, S). Both receive gradients. A query does not see a key with a bias of -inf.
+        array that broadcasts to (B, N, T, S). Both receive gradients. A query does not see a key with a bias of -inf,
+        or below -1.2e38, as the lowest finite float32 and bfloat16 are.
       mask: bools that broadcast to (B, N, T, S); a query sees only keys where it is True.
       scale: the scale of the scores; 1 / sqrt(H) by default.
       is_causal: query i sees keys up to index i + query_offset only.

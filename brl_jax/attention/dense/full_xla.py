@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
-from brl_jax.attention.core.scores import soft_cap
+from brl_jax.attention.core.scores import seen_with_bias, soft_cap
 from brl_jax.attention.core.softmax import MASKED
 
 # Groups of causal queries, each with a program of its own.
@@ -72,7 +72,7 @@ def attend_at_once(
         split = scores.shape[1:3] if bias.shape[1] > 1 else (1, 1)
         bias = bias.astype(jnp.float32)
         scores = scores + bias.reshape(bias.shape[0], *split, *bias.shape[2:])
-        visible.append(~jnp.isneginf(bias))
+        visible.append(seen_with_bias(bias))
     if visible:
         mask = functools.reduce(jnp.logical_and, visible)
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], num_queries, num_keys))

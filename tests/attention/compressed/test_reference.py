@@ -75,14 +75,15 @@ def test_values_of_another_width_compress_at_any_length(length):
         assert relative_error(x, y) < 1e-4
 
 
+@pytest.mark.parametrize("lowest", [-jnp.inf, jnp.finfo(jnp.float32).min])
 @pytest.mark.parametrize("length", [21, 5000])
-def test_rows_whose_bias_is_minus_infinity_give_zero(length):
+def test_rows_whose_bias_is_minus_infinity_give_zero(length, lowest):
     """One answer on every path, forward and backward; other rows see what their finite biases leave."""
     query, key, value, gamma = (
         jnp.asarray(x, jnp.float32)
         for x in arrays(5, (1, 3, 2, 8), (1, length, 2, 8), (1, length, 2, 8), (2,))
     )
-    bias = jnp.zeros((1, 2, 3, length)).at[:, :, 1].set(-jnp.inf).at[:, :, 2, :7].set(-jnp.inf)
+    bias = jnp.zeros((1, 2, 3, length)).at[:, :, 1].set(lowest).at[:, :, 2, :7].set(lowest)
 
     def compressed(query, key, value, bias):
         return compress(query, key, key, value, gamma=gamma, bias=bias, implementation="xla")
@@ -95,7 +96,7 @@ def test_rows_whose_bias_is_minus_infinity_give_zero(length):
     out = compressed(query, key, value, bias)
     assert not np.asarray(out[:, 1]).any()
     assert np.asarray(out[:, 2]).any()
-    every = bias.at[:, :, :, 4].set(-jnp.inf)
+    every = bias.at[:, :, :, 4].set(lowest)
     assert not np.asarray(propagated(query, key, value, every)[:, 4]).any()
     for function, b in ((compressed, bias), (propagated, every)):
         grads = jax.grad(lambda *x, f=function: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3))(

@@ -195,6 +195,23 @@ def test_rows_whose_bias_is_minus_infinity_give_zero():
 
 
 @pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_lowest_bias_hides_a_key_as_minus_infinity_does(dtype):
+    """A query whose keys all have it gives 0: keys that a causal query or a length hides have the larger scores."""
+    query, key, value, _ = random_qkv(12)
+    lowest = jnp.zeros((2, 1, 1, 12), dtype).at[:, :, :, :4].set(jnp.finfo(dtype).min)
+    for bias in (lowest, jnp.broadcast_to(lowest, (2, 4, 12, 12))):
+        options = {"is_causal": True, "key_value_seq_lengths": jnp.asarray([12, 3]), "return_residual": True}
+        got, expected = (
+            full_attention(query, key, value, b, **options)
+            for b in (bias, jnp.where(bias < 0, -jnp.inf, bias))
+        )
+        assert not np.asarray(got[0][0, :4]).any()
+        assert not np.asarray(got[0][1]).any()
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_sinks_and_soft_cap(implementation):
     """With a bias after the cap, and rows that see nothing but the sink."""
