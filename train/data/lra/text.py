@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,8 @@ def open_tfds_source() -> Source:
 
 def open_files(folder: Path) -> Source | None:
     """Reviews in a folder: {train,test}.jsonl (or .jsonl.gz), or aclImdb's {train,test}/{pos,neg}/*.txt, in the folder
-    or its aclImdb; every tenth training review is for validation. None where there are none.
+    or its aclImdb; every tenth training review is for validation, of aclImdb's every tenth of each class. None where
+    there are none.
 
     Raises:
       UserError: one of the two splits is missing; while reading, a damaged file or line (with its number).
@@ -59,7 +61,7 @@ def open_files(folder: Path) -> Source | None:
                 for split, name in SPLIT_OF.items()
             }
             stats = [
-                [file_stats(path for path, _ in paths), [label for _, label in paths]]
+                [file_stats(path for path, _ in paths), [label for _, label in paths], "by class"]
                 for paths in files.values()
             ]
             return _source(f"texts of {place}", stats, readers)
@@ -102,8 +104,10 @@ def _review_files(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _read_reviews(files: list[tuple[Path, int]], split: str) -> Iterator[tuple[bytes, int]]:
-    for number, (path, label) in enumerate(files):
-        if belongs(number, split):
+    # Counted by class: as the classes alternate, every tenth of all files would mostly be of one of them.
+    counts = [itertools.count() for _ in _CLASSES]
+    for path, label in files:
+        if belongs(next(counts[label]), split):
             try:
                 yield path.read_bytes(), label
             except OSError as error:

@@ -127,10 +127,13 @@ def test_the_releases_reviews(tmp_path):
         for label in ("pos", "neg"):
             (tmp_path / "aclImdb" / split / label).mkdir(parents=True)
             for i in range(10):
-                (tmp_path / "aclImdb" / split / label / f"{i}_7.txt").write_text(f"{label} {i}")
+                # The classes alternate by name, as the release's files do.
+                stars = 7 if label == "pos" else 2
+                (tmp_path / "aclImdb" / split / label / f"{i}_{stars}.txt").write_text(f"{label} {i}")
     for folder in (tmp_path, tmp_path / "aclImdb"):
         _, found = read(tmp_path, "text", folder)
         assert [len(found[split]) for split in SPLITS] == [18, 2, 20]
+        assert sorted(found["valid"].labels.tolist()) == [0, 1]
         for sequence, label in zip(found["test"], found["test"].labels):
             assert bytes(sequence[0]).startswith(b"pos" if label else b"neg")
     for path in (tmp_path / "aclImdb" / "test" / "neg").iterdir():
