@@ -1,10 +1,11 @@
 """Measures forecasts on the test split beside naive ones: python -m eval.forecast --workdir DIR [DIR ...].
 
 A JSON object a run: mean absolute and mean squared error (`mae`, `mse`) over all windows, rows and columns, in the
-usual normalised units, those of repeating the last row (`naive`) and the last day (`seasonal_naive`), and the share of
-the true values that lie within the band of 80% (`coverage`). A decoder of tokens is sampled: its forecast is the median
-(for `mse` the mean) of --samples continuations and its band is theirs; an encoder's band is that of its errors on the
-validation split. The object is kept as forecast_test.json in the run's folder.
+usual normalised units, those of repeating the last row (`naive`) and the last day (`seasonal_naive`, null where the
+known rows are less than a day or the rows no part of one), and the share of the true values that lie within the band of
+80% (`coverage`). A decoder of tokens is sampled: its forecast is the median (for `mse` the mean) of --samples
+continuations and its band is theirs; an encoder's band is that of its errors on the validation split. The object is
+kept as forecast_test.json in the run's folder.
 
 --picture FILE.png draws forecasts with their bands. python -m eval.forecast --table DIR measures the runs under DIR
 that have not been measured, and prints a table of them as markdown, averaged over seeds.
@@ -41,7 +42,6 @@ from train.tasks.forecast import (
     forecast,
 )
 
-_DAY = 24
 _BAND = (0.1, 0.9)
 
 
@@ -182,8 +182,8 @@ class _ForecastEvaluation(Evaluation[ForecastEvalOptions]):
             "windows": len(rows),
             **run_facts(run),
         }
-        if config.data.lookback >= _DAY:
-            seasonal = naive_forecast(known, config.data.horizon, _DAY)
+        if series.day is not None and config.data.lookback >= series.day:
+            seasonal = naive_forecast(known, config.data.horizon, series.day)
             result["seasonal_naive"] = errors_of(seasonal, seasonal, true)
         return Measured(result, Example(series, made.origin, true, made.median, made.low, made.high))
 

@@ -99,7 +99,7 @@ def draw(runs: Sequence[tuple[Result, Example]]) -> Figure:
             axes.grid(True, alpha=0.3)
         row[0].set_ylabel(series.columns[-1])
     for axes in panels[-1]:
-        axes.set_xlabel("hours from the forecast's start")
+        axes.set_xlabel("rows from the forecast's start")
     handles, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
     return figure

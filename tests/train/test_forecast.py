@@ -43,15 +43,20 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A table by the hour of two columns: a wave of a day, and another one that climbs."""
-    path = tmp_path_factory.mktemp("data") / "waves.csv.gz"
+    return write_table(tmp_path_factory.mktemp("data") / "waves.csv.gz", 60)
+
+
+def write_table(path, minutes):
+    """A table of two columns, a wave of a day and another one that climbs, with a row every so many minutes."""
     start = datetime.datetime(2016, 7, 1)
     with gzip.open(path, "wt", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["date", "load", "OT"])
         for i in range(ROWS):
-            wave = np.sin(2 * np.pi * i / 24)
-            writer.writerow([start + datetime.timedelta(hours=i), 3 * wave + 5, 10 + wave + 0.01 * i])
+            wave = np.sin(2 * np.pi * i * minutes / (24 * 60))
+            writer.writerow(
+                [start + datetime.timedelta(minutes=i * minutes), 3 * wave + 5, 10 + wave + 0.01 * i]
+            )
     return path
 
 
@@ -205,6 +210,21 @@ def test_commands(runs, capsys):
     text = capsys.readouterr().out
     assert "| waves, multivariate | 6 | the last row |" in text
     assert "| waves, univariate | 6 | tokens: full |" in text
+
+
+@pytest.mark.parametrize(("minutes", "rows"), [(15, 96), (60, 24), (90, 16), (7, None), (1440, None)])
+def test_the_dates_say_how_many_rows_a_day_has(tmp_path, minutes, rows):
+    path = write_table(tmp_path / "waves.csv.gz", minutes)
+    assert load_series(config_for(path)).day == rows
+
+
+@pytest.mark.slow
+def test_the_naive_forecast_of_a_day_follows_the_dates(tmp_path, capsys):
+    """A wave of a day, in rows of an hour and a half: the last day repeated is right."""
+    run(tmp_path / "run", write_table(tmp_path / "waves.csv.gz", 90), "encoder", "--target load")
+    eval.forecast.main(["--workdir", str(tmp_path / "run")])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["seasonal_naive"]["mae"] < 1e-5 < result["naive"]["mae"]
 
 
 @pytest.mark.slow

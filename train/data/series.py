@@ -1,4 +1,4 @@
-"""Time series for forecasting: a table of hourly numbers, cut in windows of known rows and rows to forecast.
+"""Time series for forecasting: a table of numbers by date, cut in windows of known rows and rows to forecast.
 
 The standard protocol of the ETT data (Zhou et al. 2021, arXiv:2012.07436): the first 12 months train (of 30 days: 8640
 hours), the next 4 validate, the 4 after them test; every column is normalised by its mean and deviation over the
@@ -14,6 +14,7 @@ import datetime
 import gzip
 import hashlib
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -70,12 +71,14 @@ class SeriesConfig:
 
 
 class Series(NamedTuple):
-    """A table: names of its columns, their numbers, (R, 4) the time of each row (see CLOCK), and by column the mean and
-    the standard deviation of the training rows."""
+    """A table: names of its columns, their numbers, (R, 4) the time of each row (see CLOCK), the number of rows in a
+    day (None where a row is a day or more, or a day no whole number of rows), and by column the mean and the standard
+    deviation of the training rows."""
 
     columns: tuple[str, ...]
     values: Float[np.ndarray, "R C"]
     clock: Float[np.ndarray, "R 4"]
+    day: int | None
     mean: Float[np.ndarray, " C"]
     deviation: Float[np.ndarray, " C"]
     digest: str
@@ -136,10 +139,18 @@ def load_series(config: SeriesConfig) -> Series:
         columns=tuple(names[column] for column in chosen),
         values=values,
         clock=clock.astype(np.float32),
+        day=_rows_of_a_day(times),
         mean=training.mean(axis=0),
         deviation=np.where(deviation > 0, deviation, 1.0),
         digest=hashlib.sha256(raw).hexdigest()[:16],
     )
+
+
+def _rows_of_a_day(times: Sequence[datetime.datetime]) -> int | None:
+    """See `Series`. The median decides, as rows may be missing."""
+    steps = sorted(after - before for before, after in itertools.pairwise(times))
+    rows, rest = divmod(datetime.timedelta(days=1), steps[len(steps) // 2])
+    return rows if rows > 1 and not rest else None
 
 
 def origins(config: SeriesConfig, split: str, stride: int = 1) -> Int[np.ndarray, " W"]:
