@@ -97,6 +97,16 @@ def test_columns_are_normalised_by_the_training_rows(table):
     assert load_series(config_for(table)).columns == ("OT",)
 
 
+def test_a_column_that_training_rows_do_not_change_keeps_its_unit(tmp_path):
+    """The deviation of 120 numbers of 3.3 is not 0 but some 1e-15, by which later rows would be divided."""
+    start, path = datetime.datetime(2016, 7, 1), tmp_path / "level.csv"
+    rows = [(start + datetime.timedelta(hours=i), 3.3 if i < 120 else 4.3) for i in range(ROWS)]
+    path.write_text("date,OT\n" + "".join(f"{time},{value}\n" for time, value in rows))
+    assert np.full((120, 1), 3.3).std(axis=0) > 0
+    normalised = load_series(config_for(path)).normalised[:, 0]
+    np.testing.assert_allclose(normalised, np.arange(ROWS) >= 120, atol=1e-6)
+
+
 def test_a_table_with_a_byte_order_mark(table, tmp_path):
     """As spreadsheets write it."""
     marked = tmp_path / "marked.csv"

@@ -134,14 +134,15 @@ def load_series(config: SeriesConfig) -> Series:
         [wave(2 * np.pi * phase) for phase in (hours, days) for wave in (np.sin, np.cos)], axis=1
     )
     training = values[: config.split[0]]
-    deviation = training.std(axis=0)
+    # Not by the deviation: rounding gives that of equal numbers a size too.
+    varies = training.min(axis=0) < training.max(axis=0)
     return Series(
         columns=tuple(names[column] for column in chosen),
         values=values,
         clock=clock.astype(np.float32),
         day=_rows_of_a_day(times),
         mean=training.mean(axis=0),
-        deviation=np.where(deviation > 0, deviation, 1.0),
+        deviation=np.where(varies, training.std(axis=0), 1.0),
         digest=hashlib.sha256(raw).hexdigest()[:16],
     )
 
