@@ -16,6 +16,7 @@ from eval.plotting import picture_path, save
 from eval.runs import Run, open_run
 from train.checkpoint import Checkpoints
 from train.config import parse_options
+from train.config_file import flatten
 from train.errors import UserError, one_line
 from train.main import keep_programs
 from train.metrics import log
@@ -155,22 +156,24 @@ class Evaluation(Generic[P]):
         measured = self.measure(run, options)
         if self.kept is not None and self.is_standard(options):
             path = epath.Path(run.config.loop.workdir) / self.kept
+            kept = {**measured.result, "configuration": _measured_settings(run.task, run.config)}
             try:
                 with as_os_errors():
-                    write_whole(path, json.dumps(measured.result, indent=1) + "\n")
+                    write_whole(path, json.dumps(kept, indent=1) + "\n")
             except OSError as error:  # a full disk, or a run of somebody else's
                 log(f"{self.name}: the measures are not kept in {path}: {error.strerror or one_line(error)}")
         return measured
 
     def _measure_all(self, folder: str, options: P) -> list[Measured]:
         """The measures of all runs under a folder. Those that are kept are not measured again, unless the run has gone
-        on since: its best checkpoint is another one then."""
+        on since, so that its best checkpoint is another one, or with other held-out data."""
         paths = find_runs(self.tasks, Path(folder))
         if not paths:
             raise UserError(f"--table: no run of train.{self.tasks[0].name} under {folder}")
         measured = []
         for i, path in enumerate(paths):
-            kept = self._kept(path) if self.is_standard(options) else None
+            task, config = read_config(self.tasks, epath.Path(path) / "config.json")
+            kept = self._kept(path, task, config) if self.is_standard(options) else None
             if kept is None:
                 log(f"{self.name}: measuring {path}, run {i + 1} of {len(paths)}")
                 try:
@@ -180,7 +183,6 @@ class Evaluation(Generic[P]):
                     log(f"{self.name}: {path} is left out: {error}")
                     continue
             # Of the run as it is here and now; the measures may have been kept elsewhere.
-            task, config = read_config(self.tasks, epath.Path(path) / "config.json")
             self._mention_unfinished(path, config)
             kept.result.update(workdir=str(path), configuration=compared(task, config))
             measured.append(kept)
@@ -202,20 +204,33 @@ class Evaluation(Generic[P]):
                 "the table has its best checkpoint so far"
             )
 
-    def _kept(self, workdir: Path) -> Measured | None:
+    def _kept(self, workdir: Path, task: Task[Any, Any], config: Any) -> Measured | None:
         """The measures in a run's folder; None if there are none, if they cannot be read, or if they are of another
-        checkpoint than is the best one now."""
+        checkpoint than is the best one now, or of other settings."""
         if self.kept is None or not (workdir / self.kept).exists():
             return None
         try:
             result = json.loads((workdir / self.kept).read_text())
-            step = result["step"]
+            step, settings = result["step"], result["configuration"]
         except (ValueError, KeyError, TypeError):
+            return None
+        if settings != _measured_settings(task, config):
             return None
         checkpoints = Checkpoints(workdir / "checkpoints")
         if checkpoints.steps() and checkpoints.choose("best")[0] != step:
             return None
         return Measured(result)
+
+
+def _measured_settings(task: Task[Any, Any], config: Any) -> dict[str, Any]:
+    """The settings on which the measures of a checkpoint depend, by dotted name: those that a resumed run may not
+    change, and those of its data, of which it may change the number of test examples."""
+    free = task.free_fields()
+    return {
+        name: value
+        for name, value in flatten(task.to_json(config)).items()
+        if name.startswith("data.") or not any(name == x or name.startswith(f"{x}.") for x in free)
+    }
 
 
 def measure_split(run: Run, split: str) -> dict[str, Any]:

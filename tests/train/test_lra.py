@@ -95,7 +95,9 @@ def test_measuring(runs, capsys):
     assert result["standard_error"] == pytest.approx(math.sqrt(p * (1 - p) / 60))
     assert result["errors_above_chance"] == pytest.approx((p - result["chance"]) / result["standard_error"])
     assert result["model"] == "local, w = 4"
-    assert json.loads((runs / "local" / "lra_test.json").read_text()) == result
+    kept = json.loads((runs / "local" / "lra_test.json").read_text())
+    assert kept.pop("configuration")["data.task"] == "listops"
+    assert kept == result
     best = max(
         (line for line in lines(runs / "local") if "val_accuracy" in line),
         key=lambda line: line["val_accuracy"],
@@ -159,12 +161,13 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
         again.append(run.config.loop.workdir)
         return Measured(result)
 
-    result = eval.lra.measure_run(str(runs / "local"))
-    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", measure)
     shutil.copytree(runs / "local", tmp_path / "local")
+    result = eval.lra.measure_run(str(tmp_path / "local"))
+    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", measure)
     kept = tmp_path / "local" / "lra_test.json"
+    written = json.loads(kept.read_text())
     for step, measured in ((result["step"], []), (result["step"] - 1, [str(tmp_path / "local")])):
-        kept.write_text(json.dumps(result | {"step": step}))
+        kept.write_text(json.dumps(written | {"step": step}))
         eval.lra.main(["--table", str(tmp_path)])
         assert again == measured
     again.clear()
@@ -188,6 +191,26 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     eval.lra.main(["--table", str(tmp_path)])
     assert again == []
     assert "| local, w = 4 |" in capsys.readouterr().out
+
+
+def test_the_table_measures_a_run_anew_whose_test_data_are_others(runs, tmp_path, monkeypatch):
+    """A finished run may be given another number of test examples, which leaves its best checkpoint what it was."""
+    shutil.copytree(runs / "local", tmp_path / "local")
+    result = eval.lra.measure_run(str(tmp_path / "local"))
+    again = []
+
+    def measure(self, run, options):
+        again.append(run.config.data.test_examples)
+        return Measured(result)
+
+    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", measure)
+    config = json.loads((tmp_path / "local" / "config.json").read_text())
+    config["loop"]["steps"] = 9
+    for examples, measured in ((config["data"]["test_examples"], []), (7, [7]), (7, [7])):
+        config["data"]["test_examples"] = examples
+        (tmp_path / "local" / "config.json").write_text(json.dumps(config))
+        eval.lra.main(["--table", str(tmp_path)])
+        assert again == measured
 
 
 def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
