@@ -1,5 +1,6 @@
 """GLUE: its files, rows of one and two sentences, metrics, the paper's table, and fine-tuning as a user runs it."""
 
+import dataclasses
 import gzip
 import json
 
@@ -11,6 +12,7 @@ import pytest
 import eval.glue
 import train.glue
 import train.mlm
+from brl_jax.layers import CosformerConfig, MLRConfig
 from eval.glue import task_metrics
 from eval.glue_table import PAPER, markdown, summarise
 from eval.runs import open_run
@@ -135,6 +137,38 @@ def test_missing_files_and_empty_splits(tmp_path):
     cola(tmp_path, rows=5)
     with pytest.raises(UserError, match="has no valid examples of cola"):
         read(tmp_path, "cola")
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "rows"), [(CosformerConfig(), 24), (MLRConfig(), 24), (MLRConfig(), 64)]
+)
+def test_a_sentence_is_read_alike_in_every_bucket(tmp_path, mechanism, rows):
+    """Also by mechanisms whose settings follow the length of the rows: they keep those of pretraining."""
+    small = MLM.presets["mlm-full"]
+    model = dataclasses.replace(small.model, d_model=16, num_heads=2, d_ff=16, mechanism=mechanism)
+    pretraining = dataclasses.replace(
+        small,
+        loop=dataclasses.replace(small.loop, length=rows),
+        data=dataclasses.replace(small.data, tokenizer="bytes"),
+        model=model,
+    )
+    pretraining = MLM.sized(pretraining)
+    (tmp_path / "config.json").write_text(json.dumps(MLM.to_json(pretraining)))
+    preset = GLUE.presets["cola"]
+    config = GLUE.sized(
+        dataclasses.replace(
+            preset, data=dataclasses.replace(preset.data, length=32), pretrained=str(tmp_path)
+        )
+    )
+    classifier = GLUE.model(config)
+    lengths, logits = np.array([7]), []
+    params = classifier.init(jax.random.key(0), np.zeros((1, 1), np.int32))
+    for width in (8, 16, 32):
+        tokens = np.zeros((1, width), np.int32)
+        tokens[:, :7] = np.arange(7) * 20
+        logits.append(classifier.apply(params, tokens, lengths=lengths))
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)
 
 
 def test_metrics_are_the_tasks_own():

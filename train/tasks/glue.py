@@ -164,7 +164,9 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(EncoderConfig)}
         max_length = found.max_length if found.positions == "learned" else config.data.length
         fields |= {"max_length": max_length, "dropout": config.dropout, "num_classes": classes}
-        return dataclasses.replace(config, model=EncoderConfig(**fields))
+        # A row is read alike in every bucket that it may be padded to.
+        model = EncoderConfig(**fields).for_training(config.data.length)
+        return dataclasses.replace(config, model=model)
 
     def model(self, config: GlueConfig) -> Classifier:
         return Classifier(config.model)

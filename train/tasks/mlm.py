@@ -226,7 +226,9 @@ class MlmTask(Task[MlmConfig, LmData]):
         """The tokenizer and the two special tokens decide the size of the vocabulary, and the mechanism and the text
         whether rows are packed. A text that is not read is taken for one of many documents."""
         size = vocabulary_of(config.data, data)
-        model = dataclasses.replace(config.model, vocab_size=size + SPECIAL, max_length=config.loop.length)
+        # Of the rows' length here, so that it is the same network on the shorter rows of train.glue.
+        model = config.model.for_training(config.loop.length)
+        model = dataclasses.replace(model, vocab_size=size + SPECIAL, max_length=config.loop.length)
         pack = config.data.pack
         if pack == "auto":
             many = data is None or any(len(corpus.starts) > 1 for corpus in data.corpora.values())
