@@ -22,10 +22,20 @@ def label(result: Result) -> str:
     return f"{result['model']}, {heads} head{'s' if heads > 1 else ''}"
 
 
-def grouped(results: Sequence[Result]) -> list[list[Result]]:
-    """The runs, grouped where they differ only in their seed; ordered by width within a mechanism."""
-    groups = alike(results, label).values()
-    return sorted(groups, key=lambda runs: (label(runs[0]), runs[0]["d_model"], runs[0]["batch"]))
+def grouped(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    """The runs, grouped where they differ only in their seed; ordered by width within a mechanism. Each group has its
+    label, which goes on with the settings in which it differs from others of its width and batch."""
+
+    def place(result: Result) -> str:
+        return f"{label(result)}, width {result['d_model']}, batch {result['batch']}"
+
+    groups = [
+        (label(runs[0]) + name.removeprefix(place(runs[0])), runs)
+        for name, runs in alike(results, place).items()
+    ]
+    return sorted(
+        groups, key=lambda each: (label(first := each[1][0]), first["d_model"], first["batch"], each[0])
+    )
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -39,12 +49,12 @@ def markdown(results: Sequence[Result]) -> str:
         "| mechanism | width | head | batch | parameters | TFLOP | seconds | seeds | error | error of the last |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for runs in grouped(results):
+    for name, runs in grouped(results):
         first = runs[0]
         flops = [run["flops_per_step"] * run["curve"]["step"][-1] / 1e12 for run in runs]
         seconds = [run["curve"]["seconds"][-1] for run in runs]
         lines.append(
-            f"| {label(first)} | {first['d_model']} | {first['d_model'] // first['num_heads']} "
+            f"| {name} | {first['d_model']} | {first['d_model'] // first['num_heads']} "
             f"| {first['batch']} | {first['parameters']} "
             f"| {np.mean(flops):.1f} | {np.mean(seconds):.0f} | {', '.join(str(run['seed']) for run in runs)} "
             f"| {_spread([run['error'] for run in runs])} | {_spread([run['errors'][-1] for run in runs])} |"
@@ -76,16 +86,16 @@ def draw(results: Sequence[Result]) -> Figure:
     many_widths = len({run["d_model"] for run in results}) > 1
     many_batches = len({run["batch"] for run in results}) > 1
 
-    def name_of(run: Result, width: bool) -> str:
+    def name_of(title: str, run: Result, width: bool) -> str:
         width_words = f", width {run['d_model']}" if width else ""
-        return label(run) + width_words + (f", batch {run['batch']}" if many_batches else "")
+        return title + width_words + (f", batch {run['batch']}" if many_batches else "")
 
-    styles = line_styles([name_of(runs[0], many_widths) for runs in groups])
+    styles = line_styles([name_of(title, runs[0], many_widths) for title, runs in groups])
     # For each panel, the points that are named: the ends of curves.
     ends: dict[Axes, list[tuple[str, float, float, str]]] = {axes: [] for axes in panels.ravel()}
     by_mechanism: dict[str, list[tuple[int, float, str]]] = {}
-    for runs in groups:
-        name = name_of(runs[0], many_widths)
+    for title, runs in groups:
+        name = name_of(title, runs[0], many_widths)
         style = {**styles[name], "markersize": 4}
         colour = style["color"]
         errors = np.mean([run["errors"] for run in runs], axis=0)
@@ -99,7 +109,9 @@ def draw(results: Sequence[Result]) -> Figure:
                 if i == 0:
                     ends[axes].append((name, x[-1], curve["error"][-1], colour))
         points = [(run["d_model"], run["error"]) for run in runs]
-        by_mechanism.setdefault(name_of(runs[0], False), []).extend((*point, colour) for point in points)
+        by_mechanism.setdefault(name_of(title, runs[0], False), []).extend(
+            (*point, colour) for point in points
+        )
         by_width.plot(*zip(*points), **{**style, "linestyle": "none"})
     for name, named in by_mechanism.items():
         named.sort()

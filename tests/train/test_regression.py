@@ -10,6 +10,7 @@ import pytest
 
 import eval.regression
 import train.regression
+from eval.regression_table import draw, markdown
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.config import parse
@@ -197,6 +198,28 @@ def test_measuring_and_the_table(runs, capsys):
     assert "| one step of gradient descent, 3 inputs, 5 pairs |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (runs / "full" / "regression_test.json").exists()
+
+
+def test_the_table_names_what_runs_differ_in():
+    """Of one mechanism and width: in the table and in the picture. Widths have a column of their own."""
+
+    def result(rate, width, seed):
+        return {
+            "model": "full", "num_heads": 2, "d_model": width, "batch": 8, "input_dim": 3, "seed": seed,
+            "parameters": 7, "flops_per_step": 1e12, "curve": {"step": [6], "seconds": [1.0], "error": [1.0]},
+            "error": 1.0, "errors": [1.0] * 5, "least_squares": [0.5] * 5, "least_squares_error": 0.5,
+            "configuration": {"optimizer.learning_rate": rate, "model.d_model": width},
+        }  # fmt: skip
+
+    results = [result(*each) for each in ((0.1, 16, 0), (0.1, 16, 1), (0.2, 16, 0), (0.1, 32, 0))]
+    rows = markdown(results).splitlines()[2:5]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| full, 2 heads, learning_rate 0.1", "16", "8"],
+        ["| full, 2 heads, learning_rate 0.2", "16", "8"],
+        ["| full, 2 heads", "32", "16"],
+    ]
+    texts = {text.get_text() for axes in draw(results).axes for text in axes.texts}
+    assert {f"full, 2 heads, learning_rate {rate}, width 16" for rate in (0.1, 0.2)} < texts
 
 
 @pytest.mark.parametrize("preset", ["btt-8", "mlr-8"])
