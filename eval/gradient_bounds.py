@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Sequence
@@ -45,7 +44,6 @@ from matplotlib.figure import Figure
 
 from brl_jax.attention.core.implied_weights import implied_weights
 from brl_jax.attention.recurrent.linear import linear_attention
-from brl_jax.attention.recurrent.norm_attention import norm_attention
 from brl_jax.layers import (
     DiagConfig,
     Dimensions,
@@ -67,9 +65,6 @@ from train.summary import mechanism_names
 from train.tasks.lm import LM
 
 Kind = Literal["softmax", "linear", "norm"]
-
-#: The constant under the root of NormAttention's norm.
-EPSILON = inspect.signature(norm_attention).parameters["epsilon"].default
 
 # The collection of variables that the layers' scan keeps apart by layer and nothing else here reads.
 _COLLECTION = "intermediates"
@@ -170,7 +165,7 @@ def _explicit(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorCo
     mean_square: Array = jnp.zeros(out.shape[:2], out.dtype)
     if kind == "norm":
         mean_square = jnp.mean(jnp.square(out), axis=(2, 3))
-        out = out * jax.lax.rsqrt(mean_square + EPSILON)[:, :, None, None]
+        out = out * jax.lax.rsqrt(mean_square + function.keywords["epsilon"])[:, :, None, None]
     out = moved("moved_output", out)
     for name, array in zip(LayerGradients._fields, (weights, scores, repeated, mean_square)):
         module.put_variable(_COLLECTION, name, array)
@@ -216,8 +211,9 @@ def layer_gradients(
     }
 
 
-def summary(kind: Kind, g: LayerGradients) -> tuple[dict[str, Any], Float[np.ndarray, " P"]]:
-    """The measures of the module's text, and |dL / ds_ij| / (c_1 c_2) of every pair that a token sees."""
+def summary(kind: Kind, g: LayerGradients, epsilon: float) -> tuple[dict[str, Any], Float[np.ndarray, " P"]]:
+    """The measures of the module's text, and |dL / ds_ij| / (c_1 c_2) of every pair that a token sees; `epsilon` is
+    what NormAttention's norm adds to the mean square."""
     weights, scores, value, mean_square, by_score, by_output = (x.astype(np.float64) for x in g)
     length = weights.shape[-1]
     seen = np.tril(np.ones((length, length), bool)) & (np.isfinite(scores) if kind == "softmax" else True)
@@ -243,7 +239,7 @@ def summary(kind: Kind, g: LayerGradients) -> tuple[dict[str, Any], Float[np.nda
                 entry_bound = 1 / (4 * np.abs(scores))
                 entry_share = entry / entry_bound
             case "norm":
-                bound = np.full_like(unit, 1.5 * value.shape[2] * value.shape[3] / math.sqrt(EPSILON))
+                bound = np.full_like(unit, 1.5 * value.shape[2] * value.shape[3] / np.sqrt(epsilon))
     relative = size if kind == "softmax" else size * np.abs(scores)
     measures = {
         "kind": kind,
@@ -259,7 +255,7 @@ def summary(kind: Kind, g: LayerGradients) -> tuple[dict[str, Any], Float[np.nda
     if kind == "linear":
         measures["smallest_score"] = float(least.min())
     if kind == "norm":
-        row = (of_outputs / np.sqrt(mean_square + EPSILON)[:, None])[..., None] * of_values[..., None, :]
+        row = (of_outputs / np.sqrt(mean_square + epsilon)[:, None])[..., None] * of_values[..., None, :]
         measures["share_of_row_bound"] = float((np.abs(by_score) / row)[seen].max())
     return measures, size[seen]
 
@@ -287,7 +283,7 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[np.ndarray]) -> 
         for part in parts:
             kind = kinds[layer]
             assert kind is not None
-            measures, size = summary(kind, part)
+            measures, size = summary(kind, part, config.norm_epsilon)
             layers.append({"layer": layer, **measures})
             sizes.append(size)
     kept.append(np.concatenate(sizes))

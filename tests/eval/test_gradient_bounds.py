@@ -12,14 +12,14 @@ import pytest
 import train.lm
 from brl_jax.layers import FullConfig, LinearConfig, LocalConfig, NormConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.gradient_bounds import EPSILON, kind_of, layer_gradients, main, summary
+from eval.gradient_bounds import _explicit, kind_of, layer_gradients, main, summary
 from tests.laws.oracles import feed_forward, layers, norm, project, softmax
 from tests.laws.state_oracles import FEATURES
 from train.errors import UserError
 
 LENGTH, WIDTH, HEADS, VOCABULARY = 5, 8, 2, 11
 SEEN = np.tril(np.ones((LENGTH, LENGTH), bool))
-STEP = 1e-30
+STEP, EPSILON = 1e-30, DecoderConfig().norm_epsilon
 
 
 def _mix(kind, u, p, change):
@@ -111,7 +111,7 @@ def test_gradients_and_both_sides_of_the_bounds(kind, mechanism):
 
 
 def _check_summary(kind, got, rows):
-    measures, sizes = summary(kind, got)
+    measures, sizes = summary(kind, got, EPSILON)
     largest, share, bounds, relative, entries, entry_shares, every = [], [], [], [], [], [], []
     for (by_score, scores, weights, unit), head in ((row, head) for row in rows for head in range(HEADS)):
         pairs = [(i, j) for i in range(LENGTH) for j in range(i + 1)]
@@ -146,6 +146,26 @@ def _check_summary(kind, got, rows):
     for name, value in expected.items():
         assert measures[name] == pytest.approx(value, rel=5e-3), name
     np.testing.assert_allclose(np.sort(sizes), np.sort(every), rtol=5e-3, atol=1e-5)
+
+
+def test_norm_attention_follows_norm_epsilon():
+    """The network whose gradients are measured is the one that was trained, and the bound is that of its epsilon."""
+    epsilon = 0.5
+    model = DecoderLM(
+        DecoderConfig(
+            num_layers=1, d_model=WIDTH, num_heads=HEADS, d_ff=8, vocab_size=VOCABULARY, mechanism=NormConfig(),
+            norm_epsilon=epsilon,
+        )
+    )  # fmt: skip
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH)).astype(np.int32)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
+    expected, _ = model.apply({"params": params}, tokens)
+    with nn.intercept_methods(_explicit):
+        (got, _), _ = model.apply({"params": params}, tokens, mutable=["intermediates"])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    (found,) = layer_gradients(model, params, tokens, tokens)[0]
+    measures, _ = summary("norm", found, epsilon)
+    assert measures["bound"] == pytest.approx(1.5 * WIDTH / math.sqrt(epsilon))
 
 
 @pytest.mark.slow
