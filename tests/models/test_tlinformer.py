@@ -1,6 +1,7 @@
 """TLinFormer as a network: what it shares with a plain decoder, what its outputs depend on, what its cache costs."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -196,6 +197,18 @@ def test_more_tokens_than_a_cache_has_room_for(variables):
         model.apply(variables, tokens(2), cache=cache._replace(num_tokens=jnp.int32(3)))
     with pytest.raises(ValueError, match="positions must be None with a cache of TLinFormer"):
         model.apply(variables, tokens(1), cache=cache, positions=jnp.array([[0]]))
+
+
+def test_dropout_with_a_cache_is_refused(variables):
+    """It was ignored. A network without dropout takes the argument."""
+    for rate in (0.0, 0.5):
+        model = decoder(dropout=rate)
+        call = functools.partial(model.apply, variables, tokens(2), cache=model.init_cache(2, LENGTH))
+        if rate:
+            with pytest.raises(ValueError, match="deterministic must be True with a cache of TLinFormer"):
+                call(deterministic=False, rngs={"dropout": jax.random.key(0)})
+        else:
+            np.testing.assert_array_equal(call(deterministic=False)[0], call()[0])
 
 
 def test_auto_context_grows_with_the_history():

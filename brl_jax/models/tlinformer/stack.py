@@ -70,7 +70,8 @@ class TLinFormerStack(Stack):
     """A `Stack` whose layers TLinFormer arranges; the same call, and the same parameters as with full attention.
 
     Raises:
-      ValueError: with `cross_attention`, which has no place in its blocks.
+      ValueError: with `cross_attention`, which has no place in its blocks; for a call with a cache, positions, and
+        dropout, which would differ between a token and its later readings.
     """
 
     def __post_init__(self):
@@ -128,6 +129,11 @@ class TLinFormerStack(Stack):
                 raise ValueError(
                     "positions must be None with a cache of TLinFormer, whose windows have their own"
                 )
+            if self.dimensions.dropout > 0 and not call.get("deterministic", True):
+                raise ValueError(
+                    "deterministic must be True with a cache of TLinFormer, which reads earlier tokens again, got "
+                    "False"
+                )
             check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
             cache = _note_tokens(cache, recall)
         return super().__call__(x, cache=cache, recall=recall, **call)
@@ -154,7 +160,7 @@ class TLinFormerStack(Stack):
     def _run(self, x, cache, call: StackCall, deterministic):
         if cache is None:
             return super()._run(x, cache, call, deterministic)
-        layers = self._layers(True)
+        layers = self._layers(True)  # `__call__` refuses dropout with a cache
         batch, length, _ = x.shape
         count = length if call.count is None else call.count
         index, m = cache.num_tokens, self._mechanism
