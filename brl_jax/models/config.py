@@ -116,7 +116,7 @@ class StackConfig:
             raise ValueError(f"d_model must be a multiple of num_heads={self.num_heads}, got {self.d_model}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={self.num_heads}, got {self.num_kv_heads}")
-        if self.rope_theta is not None and self._head_dim % 2:
+        if self.rotary_base is not None and self._head_dim % 2:
             source = "d_model / num_heads = " if self.head_dim is None else ""
             raise ValueError(f"rotary positions need an even head_dim, got {source}{self._head_dim}")
         if not 0.0 <= self.dropout < 1.0:
@@ -158,6 +158,11 @@ class StackConfig:
                     f"early_layers must be {ends[0]} to {ends[1]} with schedule {self.schedule!r} over "
                     f"{self.num_layers} layers, got {self.early_layers}"
                 )
+
+    @property
+    def rotary_base(self) -> float | None:
+        """The base of the frequencies by which layers rotate; None where they do not."""
+        return self.rope_theta
 
     @property
     def _head_dim(self) -> int:
@@ -215,7 +220,7 @@ class StackConfig:
             d_ff=4 * self.d_model if self.d_ff is None else self.d_ff,
             ffn=self.ffn,
             is_causal=is_causal,
-            rope_theta=self.rope_theta,
+            rope_theta=self.rotary_base,
             norm=self.norm,
             norm_epsilon=self.norm_epsilon,
             output_norms=self.output_norms,

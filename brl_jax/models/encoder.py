@@ -15,15 +15,7 @@ from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
-from brl_jax.models.inputs import (
-    InputKind,
-    Inputs,
-    Positions,
-    check_ints,
-    check_lengths,
-    existing,
-    without_rotation,
-)
+from brl_jax.models.inputs import InputKind, Inputs, Positions, check_ints, check_lengths, existing
 from brl_jax.models.networks import make_stack
 from brl_jax.models.pooling import Pooling, PoolingKind
 
@@ -62,7 +54,11 @@ class EncoderConfig(StackConfig):
     @property
     def dimensions(self) -> Dimensions:
         """The dimensions that each layer is built with."""
-        return without_rotation(self.make_dimensions(is_causal=False), self.positions)
+        return self.make_dimensions(is_causal=False)
+
+    @property
+    def rotary_base(self) -> float | None:
+        return self.rope_theta if self.positions == "rope" else None
 
     @property
     def packs(self) -> bool:

@@ -14,7 +14,7 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.config import StackConfig, check_mechanism
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
 from brl_jax.models.decoder import DecoderConfig, DecoderLM
-from brl_jax.models.inputs import Positions, existing, without_rotation
+from brl_jax.models.inputs import Positions, existing
 from brl_jax.models.networks import make_stack
 
 SequencePositions = Literal["rope", "sinusoidal", "none"]
@@ -65,9 +65,8 @@ class EncoderDecoderConfig(DecoderConfig):
         )
 
     @property
-    def dimensions(self) -> Dimensions:
-        """The dimensions that each layer of the decoder is built with."""
-        return without_rotation(super().dimensions, self.positions)
+    def rotary_base(self) -> float | None:
+        return self.rope_theta if self.positions == "rope" else None
 
     @property
     def encoder(self) -> StackConfig:
@@ -80,13 +79,14 @@ class EncoderDecoderConfig(DecoderConfig):
             "schedule": "split",
             "early_layers": None,
             "swap_mechanisms": False,
+            "rope_theta": self.rotary_base,
         }
         return StackConfig(**(shared | own))
 
     @property
     def encoder_dimensions(self) -> Dimensions:
         """The dimensions that each layer of the encoder is built with."""
-        return without_rotation(self.encoder.make_dimensions(is_causal=False), self.positions)
+        return self.encoder.make_dimensions(is_causal=False)
 
     @property
     def num_summary(self) -> int:

@@ -66,8 +66,12 @@ class GraphConfig(StackConfig):
 
     @property
     def dimensions(self) -> Dimensions:
-        """The dimensions that each layer is built with: tokens are a set, without positions."""
-        return dataclasses.replace(self.make_dimensions(is_causal=False), rope_theta=None)
+        """The dimensions that each layer is built with."""
+        return self.make_dimensions(is_causal=False)
+
+    @property
+    def rotary_base(self) -> None:
+        return None  # tokens are a set, without positions
 
 
 def first_present(present: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, Literal
 
@@ -32,11 +31,6 @@ def sinusoidal_positions(places: Int[Array, "*B T"], width: int) -> Float[Array,
     angle = places.astype(jnp.float32)[..., None] * frequency.reshape(*[1] * places.ndim, width)
     is_even = jnp.broadcast_to(feature % 2 == 0, angle.shape)
     return jnp.where(is_even, jnp.sin(angle), jnp.cos(angle))
-
-
-def without_rotation(dimensions: Dimensions, positions: Positions) -> Dimensions:
-    """The dimensions without rotary positions, unless `positions` asks for them."""
-    return dimensions if positions == "rope" else dataclasses.replace(dimensions, rope_theta=None)
 
 
 def check_lengths(lengths: Any, shape: tuple[int, ...], longest: int) -> None:

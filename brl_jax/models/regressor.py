@@ -13,7 +13,7 @@ from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
-from brl_jax.models.inputs import Inputs, Positions, without_rotation
+from brl_jax.models.inputs import Inputs, Positions
 from brl_jax.models.networks import make_stack
 
 
@@ -41,7 +41,11 @@ class RegressorConfig(StackConfig):
     @property
     def dimensions(self) -> Dimensions:
         """The dimensions that each layer is built with."""
-        return without_rotation(self.make_dimensions(self.is_causal), self.positions)
+        return self.make_dimensions(self.is_causal)
+
+    @property
+    def rotary_base(self) -> float | None:
+        return self.rope_theta if self.positions == "rope" else None
 
 
 class Regressor(nn.Module):

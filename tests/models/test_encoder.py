@@ -13,8 +13,11 @@ from brl_jax.models import (
     Classifier,
     Encoder,
     EncoderConfig,
+    EncoderDecoderConfig,
+    GraphConfig,
     MaskedLM,
     PairClassifier,
+    RegressorConfig,
     TokenClassifier,
     transnormer,
 )
@@ -225,6 +228,26 @@ def test_without_compressed_tokens_brl_is_local_attention():
 def test_bad_configurations(changes, message):
     with pytest.raises(ValueError, match=message):
         EncoderConfig(**(SIZE | changes))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EncoderConfig(positions="learned", mechanism=BRLConfig(), **SIZE | {"d_model": 12}),
+        RegressorConfig(positions="none", d_model=12, num_heads=4, mechanism=FullConfig()),
+        GraphConfig(d_model=12, num_heads=4, mechanism=FullConfig()),
+        EncoderDecoderConfig(positions="sinusoidal", d_model=12, num_heads=4, mechanism=FullConfig()),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_heads_may_be_odd_where_nothing_is_rotated(config):
+    assert config.dimensions.rope_theta is None
+    assert config.dimensions.head_dim == 3
+    if isinstance(config, EncoderConfig):
+        tokens = jnp.zeros((1, 4), jnp.int32)
+        assert jax.jit(Classifier(config).init_with_output)(jax.random.key(0), tokens)[0].shape == (1, 2)
+    if isinstance(config, EncoderDecoderConfig):
+        assert config.encoder_dimensions.rope_theta is None
 
 
 def test_bad_calls():
