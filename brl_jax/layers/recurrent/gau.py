@@ -70,10 +70,11 @@ class FlashConfig(GauConfig):
 class GatedAttention(StateLayer):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
-    Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias`. Their initial
-    values give useful attention from the start: the bias is 1/2 between a token and itself and decreases with the
-    distance, and the factors of Z are 1 / sqrt(key_dim). Drawn from N(0, 0.02^2), as in the authors' code, they would
-    make all attention weights start below 1e-4, because the squared ReLU squares small scores.
+    Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias` of the same base
+    (10,000 in a network without rotary positions). Their initial values give useful attention from the start: the bias
+    is 1/2 between a token and itself and decreases with the distance, and the factors of Z are 1 / sqrt(key_dim). Drawn
+    from N(0, 0.02^2), as in the authors' code, they would make all attention weights start below 1e-4, because the
+    squared ReLU squares small scores.
     """
 
     def init_state(self, batch: int, length: int) -> Any:
@@ -95,14 +96,14 @@ class GatedAttention(StateLayer):
 
     def around(self, function: Any, x: Float[Array, "B T D"], maps: list[Array]) -> StateAttention:
         """`function` of the maps, with this layer's bias and values."""
-        m = self.mechanism
+        m, d = self.mechanism, self.dimensions
         value = self.widened(x, "value")[:, :, None]
         half = nn.initializers.constant((2 * m.key_dim) ** -0.5)
         left, right = (
             parameter(self, f"bias_{side}", half, (1, m.key_dim), (None, "head_dim"))
             for side in ("left", "right")
         )
-        bias = RotaryBias(left, right)
+        bias = RotaryBias(left, right) if d.rope_theta is None else RotaryBias(left, right, d.rope_theta)
         return StateAttention(functools.partial(function, *maps, bias=bias, chunk_size=m.chunk_size), value)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T 1 V"]) -> Float[Array, "B T D"]:
