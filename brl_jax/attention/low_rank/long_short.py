@@ -62,6 +62,7 @@ def long_short_attention(
     window: int = 128,
     chunk_size: int = 16,
     norms: Norms = PLAIN_NORMS,
+    epsilon: float = 1e-5,
     normalize_values: bool = True,
     positions: Int[Array, "#B T"] | None = None,
     rope_theta: float = 10000.0,
@@ -96,6 +97,7 @@ def long_short_attention(
       projection: the logits of P, R for each token and key head.
       window, chunk_size: as above; counted from the first token.
       norms: the scales of the LayerNorms.
+      epsilon: what these add to the variance.
       normalize_values: False leaves the values as they are, so that outputs are linear in them, for inspection.
       positions: (B, T) or (1, T) ints, with rotary positions; None without. They rotate the queries and the normalised
         keys of the window. A projected key has no position, and meets queries as they are.
@@ -122,15 +124,15 @@ def long_short_attention(
     tokens = Tokens(key, value)
     if is_causal:
         whole = length // chunk_size * chunk_size
-        projected = project_chunks(tokens, projection, whole, chunk_size, norms, normalize_values)
+        projected = project_chunks(tokens, projection, whole, chunk_size, norms, epsilon, normalize_values)
     else:
         inside = None if lengths is None else jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
         projected = _project(tokens, projection, inside)
-        projected = _normalise_tokens(projected, norms.projected, normalize_values)
+        projected = _normalise_tokens(projected, norms.projected, epsilon, normalize_values)
     far = attend_to_projected(
         query, projected, scale, chunk=(projection.shape[3], chunk_size) if is_causal else None
     )
-    near = local_tokens(tokens, norms, positions, rope_theta, normalize_values)
+    near = local_tokens(tokens, norms, epsilon, positions, rope_theta, normalize_values)
     query = query if positions is None else rotate(query, positions, rope_theta)
     call = PatternCall(window_pattern(window, is_causal), is_causal, scale, length, length, 0, 0)
     out = xla.attend_beside(call, CallArrays(query, *near, key_lengths=lengths), *far)
@@ -143,10 +145,15 @@ def window_pattern(window: int, is_causal: bool) -> Pattern:
 
 
 def local_tokens(
-    tokens: Tokens, norms: Norms, positions: Any, rope_theta: float, normalize_values: bool = True
+    tokens: Tokens,
+    norms: Norms,
+    epsilon: float,
+    positions: Any,
+    rope_theta: float,
+    normalize_values: bool = True,
 ) -> Tokens:
     """The window's tokens, normalised, the keys rotated to their positions."""
-    near = _normalise_tokens(tokens, norms.local, normalize_values)
+    near = _normalise_tokens(tokens, norms.local, epsilon, normalize_values)
     return near if positions is None else near._replace(key=rotate(near.key, positions, rope_theta))
 
 
@@ -176,6 +183,7 @@ def project_chunks(
     whole: int,
     chunk_size: int,
     norms: Norms,
+    epsilon: float,
     normalize_values: bool = True,
 ) -> Tokens:
     """The normalised projections of the chunks of the first `whole` tokens, R of each in turn."""
@@ -183,7 +191,7 @@ def project_chunks(
     cut = lambda x: x[:, :whole].reshape(-1, chunk_size, *x.shape[2:])  # noqa: E731
     projected = _project(Tokens(*map(cut, tokens)), cut(projection), None)
     join = lambda x: x.reshape(batch, whole // chunk_size * rank, *x.shape[2:])  # noqa: E731
-    return _normalise_tokens(Tokens(*map(join, projected)), norms.projected, normalize_values)
+    return _normalise_tokens(Tokens(*map(join, projected)), norms.projected, epsilon, normalize_values)
 
 
 def attend_to_projected(
@@ -238,14 +246,16 @@ def _project(tokens: Tokens, projection: Float[Array, "B S K R"], inside: Array 
     return Tokens(*map(apply, tokens))
 
 
-def _normalise_tokens(tokens: Tokens, scale: Array | None, normalize_values: bool) -> Tokens:
-    value = _layer_norm(tokens.value, scale) if normalize_values else tokens.value
-    return Tokens(_layer_norm(tokens.key, scale), value)
+def _normalise_tokens(tokens: Tokens, scale: Array | None, epsilon: float, normalize_values: bool) -> Tokens:
+    value = _layer_norm(tokens.value, scale, epsilon) if normalize_values else tokens.value
+    return Tokens(_layer_norm(tokens.key, scale, epsilon), value)
 
 
-def _layer_norm(x: Float[Array, "B S K H"], scale: Float[Array, "K H"] | None) -> Float[Array, "B S K H"]:
+def _layer_norm(
+    x: Float[Array, "B S K H"], scale: Float[Array, "K H"] | None, epsilon: float
+) -> Float[Array, "B S K H"]:
     """LayerNorm over all heads together, with statistics in float32."""
     centred = x.astype(jnp.float32)
     centred = centred - centred.mean((2, 3), keepdims=True)
-    out = centred * lax.rsqrt(jnp.square(centred).mean((2, 3), keepdims=True) + 1e-5)
+    out = centred * lax.rsqrt(jnp.square(centred).mean((2, 3), keepdims=True) + epsilon)
     return (out if scale is None else out * scale.astype(jnp.float32)[None, None]).astype(x.dtype)

@@ -89,6 +89,7 @@ def long_short_step(
     *,
     count: Any = None,
     norms: Norms = PLAIN_NORMS,
+    epsilon: float = 1e-5,
     positions: Int[Array, "#B T"] | None = None,
     rope_theta: float = 10000.0,
     scale: float | None = None,
@@ -103,7 +104,7 @@ def long_short_step(
         out, state = long_short_step(query, key, value, projection, state)
 
     Args:
-      query, key, value, projection, norms, positions, rope_theta, scale: as there, of the new tokens.
+      query, key, value, projection, norms, epsilon, positions, rope_theta, scale: as there, of the new tokens.
       state: from `init_long_short_state` or an earlier call.
       count: how many of the new tokens exist, the first ones; None for all. The outputs of the others are undefined.
 
@@ -142,14 +143,14 @@ def long_short_step(
     places = number[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None] - start + size
     places = jnp.clip(places, 0, size + length - 1).reshape(-1)
     key_chunks, value_chunks, logits = (jnp.take(x, places, axis=1) for x in raw)
-    done = project_chunks(Tokens(key_chunks, value_chunks), logits, places.shape[0], size, norms)
+    done = project_chunks(Tokens(key_chunks, value_chunks), logits, places.shape[0], size, norms, epsilon)
     room = state.projected.key.shape[1]
     slots = number[:, None] * rank + jnp.arange(rank, dtype=jnp.int32)[None]
     slots = jnp.where((number[:, None] + 1) * size <= start + count, slots, room).reshape(-1)
     projected = Tokens(*(write_places(x, new, slots) for x, new in zip(state.projected, done)))
     far = attend_to_projected(query, projected, scale, chunk=(rank, size), query_offset=start)
 
-    near = local_tokens(Tokens(key, value), norms, positions, rope_theta)
+    near = local_tokens(Tokens(key, value), norms, epsilon, positions, rope_theta)
     (near_key, last_key), (near_value, last_value) = map(slide, state.window, near)
     query = query if positions is None else rotate(query, positions, rope_theta)
     reach = last_key.shape[1]

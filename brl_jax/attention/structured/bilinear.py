@@ -96,8 +96,10 @@ def bilinear_mlr_features(
     *,
     norm_scales: Sequence[Float[Array, " _"]] | None = None,
     normalize: bool = True,
+    epsilon: float = 1e-5,
 ) -> Float[Array, "B T N F"]:
-    """The F = sum_l r_l p_l features of all levels, concatenated; arguments as for `bilinear_mlr_attention`."""
+    """The F = sum_l r_l p_l features of all levels, concatenated; arguments as for `bilinear_mlr_attention`, and what
+    the LayerNorms add to the variance."""
     require(x.ndim == 3, f"x must have shape (batch, length, width), got {x.shape}")
     require(len(weights) > 0, "weights must have at least one level, got none")
     batch, length, width = x.shape
@@ -115,7 +117,7 @@ def bilinear_mlr_features(
         )
         y = y.reshape(batch, length, heads, blocks * rank)
         if normalize:
-            y = _layer_norm(y, None if norm_scales is None else norm_scales[level])
+            y = _layer_norm(y, None if norm_scales is None else norm_scales[level], epsilon)
         levels.append(y.astype(x.dtype))
     return jnp.concatenate(levels, -1)
 
@@ -194,10 +196,12 @@ def bilinear_btt_keys(
     *,
     norm_scale: Float[Array, " D"] | None = None,
     normalize: bool = True,
+    epsilon: float = 1e-5,
 ) -> Float[Array, "B T N D"]:
     """LN(BTT(x)) for each head: y[a, b] = sum_{c, t} left[b, a, c, t] sum_e right[c, e, b, t] x[c, e] (eq. 35).
 
     The D x D matrix of full rank of each head costs two products of small blocks, 2 D b t + 2 D c t FLOPs per token.
+    `epsilon` is what the LayerNorm adds to the variance.
     """
     require(x.ndim == 3, f"x must have shape (batch, length, width), got {x.shape}")
     batch, length, width = x.shape
@@ -217,7 +221,7 @@ def bilinear_btt_keys(
     y = jnp.einsum(
         "bsnpct,npact->bsnap", inner, left.astype(x.dtype), preferred_element_type=jnp.float32
     ).reshape(batch, length, heads, width)
-    return (_layer_norm(y, norm_scale) if normalize else y).astype(x.dtype)
+    return (_layer_norm(y, norm_scale, epsilon) if normalize else y).astype(x.dtype)
 
 
 def btt_factors(width: int) -> tuple[int, int]:
@@ -252,9 +256,9 @@ def _has_factors(width: int) -> bool:
     return a > 1 and b <= _LARGEST_RATIO * a
 
 
-def _layer_norm(x: Array, scale: Array | None) -> Array:
+def _layer_norm(x: Array, scale: Array | None, epsilon: float) -> Array:
     """LayerNorm over the last axis without a bias, with statistics in float32."""
     wide = x.astype(accumulation_dtype(x.dtype))
     wide = wide - wide.mean(-1, keepdims=True)
-    y = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)
+    y = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)
     return y if scale is None else y * scale.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))

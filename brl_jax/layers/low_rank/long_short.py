@@ -74,7 +74,11 @@ class LongShortAttention(MechanismLayer):
         rank = m.chunk_rank if d.is_causal else m.num_projected
         axes = ("embed", "kv_heads", "projected")
         projection = dense(d, (d.num_kv_heads, rank), axes, name="projection")(x)
-        options: dict[str, Any] = {"norms": self._norms(), **rotary_options(d, call.positions)}
+        options: dict[str, Any] = {
+            "norms": self._norms(),
+            "epsilon": d.norm_epsilon,
+            **rotary_options(d, call.positions),
+        }
         if call.cache is not None:
             out, state = long_short_step(
                 query, key, value, projection, call.cache, count=call.count, **options

@@ -180,7 +180,9 @@ class BilinearMLRAttention(BilinearLayer):
                     )
             sides.append((weights, scales if m.normalize else None))
         query, key = (
-            bilinear_mlr_features(x, weights, norm_scales=scales, normalize=m.normalize)
+            bilinear_mlr_features(
+                x, weights, norm_scales=scales, normalize=m.normalize, epsilon=d.norm_epsilon
+            )
             for weights, scales in sides
         )
         scale = m.score_scale * d.head_score_factor
@@ -206,5 +208,7 @@ class BilinearBTTAttention(BilinearLayer):
         scale = None
         if m.normalize:
             scale = parameter(self, "key_norm", nn.initializers.ones_init(), (width,), ("embed",))
-        key = bilinear_btt_keys(x, right, left, norm_scale=scale, normalize=m.normalize)
+        key = bilinear_btt_keys(
+            x, right, left, norm_scale=scale, normalize=m.normalize, epsilon=d.norm_epsilon
+        )
         return bilinear_btt_queries(x, heads, m.score_scale * d.width_score_factor * width**-0.5), key

@@ -1,11 +1,14 @@
 """The feed-forward networks against their formulas."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, LongShortConfig, NormConfig
 from brl_jax.layers.core.modules import FeedForward, GatedNorm
 from tests.laws.cases import dimensions
 from tests.laws.networks import as_float64, relative_error
@@ -43,3 +46,33 @@ def test_gated_norm(activation):
     opened = opened * as_float64(gate) if activation == "silu" else opened
     root = np.sqrt((as_float64(x) ** 2).mean(-1, keepdims=True) + 0.1)
     assert relative_error(got, as_float64(x) / root * as_float64(scale) * opened) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "normalised"),
+    [
+        (BilinearMLRConfig(ranks=(3, 1), limit_weights=False), ("query_0", "query_1", "key_0", "key_1")),
+        (BilinearBTTConfig(limit_weights=False), ("left",)),
+        (LongShortConfig(window=3, chunk_size=2), ("key", "value")),
+        (NormConfig(), ("value",)),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, tuple) else "",
+)
+def test_norms_inside_mechanisms_follow_norm_epsilon(mechanism, normalised):
+    """What they normalise three times as large, with nine times the epsilon, gives the same; with the same epsilon it
+    does not. In training and in generation."""
+    x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+
+    @functools.partial(jax.jit, static_argnums=(0, 2))
+    def outputs(epsilon, params, cached):
+        layer = mechanism.layer(dimensions(True, norm_epsilon=epsilon))
+        cache = layer.init_cache(1, 6) if cached else None
+        return layer.apply({"params": params}, x, cache=cache)[0]
+
+    init = jax.jit(mechanism.layer(dimensions(True)).init)
+    params = nn.unbox(init(jax.random.key(1), x))["params"]
+    larger = params | {name: jax.tree.map(lambda leaf: 3 * leaf, params[name]) for name in normalised}
+    for cached in (False, True):
+        expected = outputs(0.1, params, cached)
+        assert relative_error(outputs(0.9, larger, cached), expected) < 1e-5
+        assert relative_error(outputs(0.1, larger, cached), expected) > 1e-3
