@@ -4,7 +4,8 @@ One decoder at several widths trains for a few steps at several learning rates, 
 muP (docs/mup.md). Under muP the best rate of the narrowest is the best of the widest.
 
 Prints a JSON object for each parametrisation: `loss`, for each width a list over the rates of the mean loss of the last
-tenth of the steps (null where it is not finite), averaged over seeds, and `best`, the best rate of each width.
+tenth of the steps (null where it is not finite), averaged over seeds, and `best`, the best rate of each width (null
+where no rate has a finite loss).
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def measure(options: RateOptions, parametrization: str) -> dict[str, Any]:
         "widths": list(options.widths),
         "rates": list(options.rates),
         "loss": [[float(value) if math.isfinite(value) else None for value in row] for row in finite],
-        "best": [options.rates[int(np.argmin(row))] for row in finite],
+        "best": [options.rates[int(np.argmin(row))] if np.isfinite(row).any() else None for row in finite],
     }
 
 
@@ -112,6 +113,8 @@ def draw(results: Sequence[dict[str, Any]]) -> Figure:
         for (label, style), row, best in zip(styles.items(), result["loss"], result["best"]):
             values = [math.nan if value is None else value for value in row]
             axes.plot(result["rates"], values, label=label, markersize=5, **style)
+            if best is None:
+                continue
             at = result["rates"].index(best)
             axes.plot(best, values[at], marker="o", markersize=12, fillstyle="none", color=style["color"])
         axes.set_xscale("log", base=2)

@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from eval.learning_rates import RateOptions, losses, main
+import eval.learning_rates
+from eval.learning_rates import RateOptions, draw, losses, main, measure
 from train.errors import UserError
 
 TINY = "--widths 16 32 --num_heads 2 --num_layers 1 --steps 4 --batch 2 --length 16 --rates 0.001 0.01"
@@ -32,6 +34,18 @@ def test_rates_do_not_touch_each_other():
     assert both[1] == pytest.approx(alone[0], rel=1e-5)
     assert both[0, 0] == pytest.approx(both[1, 0], rel=1e-6)
     assert both[0, -1] > both[1, -1]  # the larger rate has got further
+
+
+def test_no_rate_is_best_where_none_has_a_finite_loss(monkeypatch):
+    tables = {16: [[1.0], [np.nan]], 32: [[np.nan], [np.inf]]}
+    monkeypatch.setattr(
+        eval.learning_rates, "losses", lambda options, width, *_: np.array(tables[width], np.float32)
+    )
+    result = measure(RateOptions(widths=(16, 32), rates=(0.001, 0.01), steps=1), "muP")
+    assert result["loss"] == [[1.0, None], [None, None]]
+    assert result["best"] == [0.001, None]
+    rings = [line for line in draw([result]).axes[0].lines if line.get_fillstyle() == "none"]
+    assert len(rings) == 1
 
 
 def test_bad_options():
