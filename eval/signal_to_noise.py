@@ -205,7 +205,7 @@ def draw(kept: Sequence[tuple[str, np.ndarray, dict[str, Any]]]) -> Figure:
     figure = Figure(figsize=(9, 2.4 * len(kept) + 0.6), layout="constrained")
     panels = figure.subplots(len(kept), 1, squeeze=False, sharex=True)[:, 0]
     for axes, (name, change, measures) in zip(panels, kept):
-        axes.hist(np.log2(np.maximum(change, 2.0**-8)), bins=np.linspace(-8, 8, 81), color="#0072B2")
+        axes.hist(np.log2(np.clip(change, 2.0**-8, 2.0**8)), bins=np.linspace(-8, 8, 81), color="#0072B2")
         axes.axvline(0, color="#999999", linestyle=":")
         axes.set_title(
             f"{name}: {measures['undefined']:.0%} undefined, {measures['raised']:.0%} of all raised",
@@ -213,7 +213,7 @@ def draw(kept: Sequence[tuple[str, np.ndarray, dict[str, Any]]]) -> Figure:
         )
         axes.set_ylabel("weights")
     panels[-1].set_xlabel(
-        "log2 of the ratio with difference (18) over the ratio without (17); the first bar is -8 and everything below"
+        "log2 of the ratio with difference (18) over the ratio without (17); the first and the last bar have all beyond"
     )
     return figure
 

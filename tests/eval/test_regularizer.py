@@ -16,7 +16,7 @@ import eval.regularizer
 import eval.signal_to_noise
 from eval.regularizer import layer_maps, reconstructed_score, summary
 from eval.runs import Run, first_rows
-from eval.signal_to_noise import compare, relevant_tokens
+from eval.signal_to_noise import compare, draw, relevant_tokens
 from tests.laws.oracles import norm, project, softmax
 from train.checkpoint import Checkpoints
 from train.config import parse
@@ -128,6 +128,16 @@ def test_two_keys_give_equations_17_and_18(delta, one, two, gamma):
     if expected > 0:
         assert change == pytest.approx([expected / math.exp(delta)])
         assert found["proposition"] == (float(expected >= math.exp(delta)) if found["condition"] else None)
+
+
+def test_the_histogram_has_every_ratio():
+    """Those beyond its ends are in the first and the last bar."""
+    change = np.array([-3.0, 2.0**-9, 1.1, 2.0**8, 2.0**9, 2.0**100])
+    heights = [
+        bar.get_height() for bar in draw([("run", change, {"undefined": 0, "raised": 0})]).axes[0].patches
+    ]
+    assert sum(heights) == 6
+    assert (heights[0], heights[-1]) == (2, 3)
 
 
 @pytest.mark.parametrize("preset", ["brl", "induction"])
