@@ -74,6 +74,7 @@ class AttentionLayer(MechanismLayer):
         d = self.dimensions
         query, key, value = self.heads(x, call.positions)
         if call.cache is not None:
+            call.check_one_sequence()
             attended, cache = self.step(query, key, value, call)
             return self.output(x, attended), cache
         options: dict[str, Any] = {

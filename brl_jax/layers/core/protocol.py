@@ -69,7 +69,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_choice
+from brl_jax.attention.core.checks import check_choice, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.segments import run_numbers
 from brl_jax.sharding import constrain
@@ -301,6 +301,13 @@ class LayerCall:
         """How many of `length` new tokens exist."""
         return length if self.count is None else self.count
 
+    def check_one_sequence(self) -> None:
+        """Raises ValueError for segment_ids; a layer calls it whose decoding cache cannot keep sequences apart."""
+        require(
+            self.segment_ids is None,
+            "segment_ids must be None with a decoding cache, which has one sequence in each row",
+        )
+
 
 class CacheOwner(nn.Module):
     """A module with a decoding cache and perhaps a training memory; by default it has no memory."""
@@ -362,7 +369,8 @@ class MechanismLayer(CacheOwner):
         """The output (B, T, D), the new carry and the new cache; see the module's docstring.
 
         Raises:
-          ValueError: segment_ids for a mechanism that does not pack in this form.
+          ValueError: segment_ids for a mechanism that does not pack in this form, or with a decoding cache that cannot
+            keep sequences apart.
         """
         if segment_ids is not None:
             check_packs(self.mechanism, self.dimensions)

@@ -133,6 +133,7 @@ class NativeSparseAttention(MechanismLayer):
         raw = Tokens(project("compressed_key"), project("compressed_value"))
         gates = jax.nn.sigmoid(dense(d, (d.num_heads, 3), ("embed", "heads", "gates"), name="gates")(x))
         if call.cache is not None:
+            call.check_one_sequence()
             out, cache = self._step(query, tokens, window, raw, gates, call)
             return merge_heads(d, out), cache
         blocks = Tokens(*(compression_blocks(a, m.sizes, call.segment_ids) for a in raw))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from brl_jax.layers import MECHANISMS
 from brl_jax.layers.core import protocol
 from brl_jax.layers.core.modules import dense, merge_heads
 from brl_jax.models import Stack
@@ -71,3 +72,18 @@ def test_flags_that_cannot_be_served_are_refused(mean_config):
     layer = mean_config.layer(dimensions(True))
     with pytest.raises(ValueError, match="MeanConfig cannot keep packed sequences apart"):
         layer.init(jax.random.key(0), jnp.ones((1, 2, 16)), segment_ids=jnp.zeros((1, 2), jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["full", "local", "global_window", "native_sparse", "linear"])
+def test_a_packed_row_beside_a_cache_is_kept_apart_or_refused(name):
+    """Caches of tokens have one sequence in each row; a state is cleared where a sequence starts."""
+    layer = MECHANISMS[name]().layer(dimensions(True))
+    x, ids = jax.random.normal(jax.random.key(0), (1, 6, 16)), jnp.asarray([[0, 0, 0, 1, 1, 1]])
+    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    cache = layer.init_cache(1, 6)
+    if name == "linear":
+        expected, found = (layer.apply(variables, x, cache=c, segment_ids=ids)[0] for c in (None, cache))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        return
+    with pytest.raises(ValueError, match="segment_ids must be None with a decoding cache"):
+        layer.apply(variables, x, cache=cache, segment_ids=ids)
