@@ -161,7 +161,8 @@ def diag_attention_step(
         )
     length = query.shape[1]
     place = state.tokens % block
-    end = place + (length if count is None else count)
+    # int32 whatever the count is, as the state's number of tokens must stay.
+    end = place + jnp.asarray(length if count is None else count, jnp.int32)
     # A number of whole blocks that contains the new tokens wherever in the first block they begin.
     size = -(-(block - 1 + length) // block) * block
 

@@ -111,6 +111,19 @@ def test_pieces_of_any_size(score):
     assert_close([jnp.concatenate(outputs, axis=1)], [expected], 1e-5)
 
 
+def test_a_count_of_64_bits_leaves_the_state_its_types():
+    """So that a scan can carry it, with a count from an array of the program."""
+    query, key, value, _ = random_qkv(3, batch=2, heads=4, kv_heads=2, head_dim=8)
+
+    def step(state, count):
+        return diag_attention_step(query, key, value, state, count=count)[::-1]
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        state, _ = jax.lax.scan(step, _state(), jnp.asarray([1, 2, 3]))
+    assert state.tokens.dtype == jnp.int32
+    assert int(state.tokens) == 6
+
+
 def _state(**changes):
     return init_diag_state(2, 2, 8, block_size=4)._replace(**changes)
 
