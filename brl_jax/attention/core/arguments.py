@@ -13,11 +13,15 @@ from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.checks import require
 
 
-def check_dtypes(query: Array, key: Array, value: Array) -> None:
+def check_dtype(name: str, array: Array) -> None:
     require(
-        query.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
-        f"query must be float32, bfloat16 or float16, got {query.dtype}",
+        array.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
+        f"{name} must be float32, bfloat16 or float16, got {array.dtype}",
     )
+
+
+def check_dtypes(query: Array, key: Array, value: Array) -> None:
+    check_dtype("query", query)
     for array, name in ((key, "key"), (value, "value")):
         require(
             array.dtype == query.dtype, f"{name} must have query's dtype {query.dtype}, got {array.dtype}"

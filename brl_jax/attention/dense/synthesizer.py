@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_lengths, is_int, zero_padding
+from brl_jax.attention.core.arguments import check_dtype, check_lengths, is_int, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_floating, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
@@ -139,4 +139,5 @@ def _check(value: Any, rows: Any, columns: Any, column_bias: Any) -> None:
         column_bias is None or column_bias.shape == columns.shape[:2],
         f"column_bias must have shape {columns.shape[:2]}, got {getattr(column_bias, 'shape', None)}",
     )
+    check_dtype("value", value)
     check_floating(**given)

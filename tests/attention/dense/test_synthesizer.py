@@ -63,6 +63,14 @@ def test_padding_is_not_read(form):
     ("changes", "message"),
     [
         ({"value": VALUE[0]}, "value must have shape"),
+        (
+            {
+                "value": np.ones(VALUE.shape),
+                "rows": np.ones(ROWS["dense"].shape),
+                "columns": np.ones(COLUMNS.shape),
+            },
+            "value must be float32, bfloat16 or float16, got float64",
+        ),
         ({"rows": ROWS["dense"][:1]}, "rows must have shape"),
         ({"columns": COLUMNS[: L - 8]}, "columns must have an entry for each of 293 values, got 292"),
         ({"columns": COLUMNS[..., 1:]}, "columns must have shape"),
