@@ -185,6 +185,14 @@ CALLS = {
         lambda: brl.local_attention(Q, K, V, **WINDOW, bias=jnp.ones((T, T), jnp.int32)),
         "bias must be floating",
     ),
+    "a bias that is a function": (
+        lambda: brl.local_attention(Q, K, V, **WINDOW, bias=lambda i, j: jnp.zeros((N, len(i), len(j)))),
+        "bias must be a pytree .* got function",
+    ),
+    "full: a bias that is a function": (
+        lambda: brl.full_attention(Q, K, V, bias=lambda i, j: jnp.zeros((N, len(i), len(j)))),
+        "bias must be a pytree .* got function",
+    ),
     "a bias that is a string": (lambda: brl.local_attention(Q, K, V, **WINDOW, bias="alibi"), "bias must be"),
     "segment ids of another length": (
         lambda: brl.local_attention(Q, K, V, **WINDOW, segment_ids=jnp.zeros((B, 3), jnp.int32)),

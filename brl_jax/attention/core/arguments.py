@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
@@ -71,7 +72,14 @@ def check_sinks(sinks: Any, heads: int) -> Array | None:
 
 def check_bias(bias: Any, query: Array, key: Array) -> Any:
     """An array bias is returned with shape (B or 1, N or 1, T or 1, S or 1)."""
-    if bias is None or isinstance(bias, PositionBias):
+    if bias is None:
+        return bias
+    if isinstance(bias, PositionBias):
+        require(
+            not any(leaf is bias for leaf in jax.tree.leaves(bias)),
+            f"bias must be a pytree if it is called with positions (ALiBi and T5Bias are; a dataclass becomes one by "
+            f"jax.tree_util.register_dataclass), got {type(bias).__name__}",
+        )
         return bias
     require(
         hasattr(bias, "shape") and hasattr(bias, "dtype"),
