@@ -145,6 +145,14 @@ def generate(prompts=IDS, variables=None, model=None, **options):
     return brl.generate(model, variables, prompts, **{"max_new_tokens": 2, "temperature": 0.0} | options)
 
 
+SIZES = brl.BlockSizes(2, 2, 2, 4)
+
+
+def native_sparse(**options):
+    blocks = (brl.compression_blocks(x, SIZES).mean(2) for x in (K, V))
+    return brl.native_sparse_attention(Q, K, V, *blocks, Q[..., :3], sizes=SIZES, window=3, **options)
+
+
 def compress(q=TOKENS, k=K, c=V, v=V, **options):
     return brl.compress(q, k, c, v, **{"gamma": 0.1} | options)
 
@@ -295,6 +303,31 @@ CALLS = {
     "propagate: an unknown implementation": (lambda: propagate(implementation="gpu"), "implementation must"),
     "propagate: integers": (lambda: propagate(q=INTS), "query must be"),
     # Recurrent and structured functions.
+    "linear: positions of a list": (
+        lambda: SOFTMAX["linear"](positions=[[0] * T]),
+        "positions must .* got list",
+    ),
+    "linear: a decay that is a number": (
+        lambda: SOFTMAX["linear"](is_causal=True, normalize=False, log_decay=-0.1),
+        "log_decay must be .* got float",
+    ),
+    "delta: a strength that is a number": (lambda: brl.delta_rule(Q, K, V, 0.5), "beta must be .* got float"),
+    "long_short: positions of another length": (
+        lambda: brl.long_short_attention(Q, K, V, Q[..., :2], positions=jnp.zeros((1, T + 1), jnp.int32)),
+        r"positions must have shape \(1, 12\) or \(2, 12\), .* got \(1, 13\)",
+    ),
+    "native_sparse: sizes that are a tuple": (
+        lambda: brl.compression_blocks(K, (2, 2, 2, 4)),
+        "sizes must be",
+    ),
+    "native_sparse: segment ids of another length": (
+        lambda: native_sparse(segment_ids=jnp.zeros((B, T + 1), jnp.int32)),
+        "segment_ids of the queries must be",
+    ),
+    "native_sparse: segment ids of blocks": (
+        lambda: brl.compression_blocks(K, SIZES, jnp.zeros((B, T))),
+        "segment_ids of the queries must be ints",
+    ),
     "linear: a chunk of 0": (lambda: SOFTMAX["linear"](chunk_size=0), "chunk_size must be"),
     "linear: an unknown feature map": (lambda: SOFTMAX["linear"](feature_map="exp"), "feature_map must be"),
     "linear: a state without causality": (lambda: SOFTMAX["linear"](return_state=True), "return_state needs"),

@@ -143,6 +143,18 @@ def check_segments(segment_ids: Any, query_shape: tuple, key_shape: tuple) -> tu
     return tuple(x.astype(jnp.int32) for x in ids)
 
 
+def check_positions_shape(positions: Any, query: Array, key: Array) -> None:
+    """Raises ValueError unless the positions are an array (1, T) or (B, T), for queries and keys that are the same
+    tokens."""
+    batch, length = query.shape[:2]
+    shape = getattr(positions, "shape", type(positions).__name__)
+    require(
+        key.shape[1] == length and shape in ((1, length), (batch, length)),
+        f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
+        f"tokens, got {shape} with {key.shape[1]} keys",
+    )
+
+
 def zero_padding(x: Array, lengths: Array | None) -> Array:
     """Zeros in x (B, T, ...) from each length on: a padded NaN times a weight of 0 would still be NaN."""
     if lengths is None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.arguments import (
     check_dtypes,
     check_lengths,
+    check_positions_shape,
     check_scale,
     check_sizes,
     zero_padding,
@@ -121,6 +122,8 @@ def long_short_attention(
     lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     query, key, value, projection = (zero_padding(x, lengths) for x in (query, key, value, projection))
     scale = check_scale(scale, head_dim)
+    if positions is not None:
+        check_positions_shape(positions, query, key)
     tokens = Tokens(key, value)
     if is_causal:
         whole = length // chunk_size * chunk_size

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from brl_jax.attention.core.arguments import check_scale, check_sizes
+from brl_jax.attention.core.arguments import check_positions_shape, check_scale, check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.in_place import write_places
@@ -127,6 +127,8 @@ def long_short_step(
             f"state.{name} must be {new.dtype} of shape {expected}, got {old.dtype} of shape {old.shape}",
         )
     batch, length = query.shape[:2]
+    if positions is not None:
+        check_positions_shape(positions, query, key)
     start = state.tokens
     count = length if count is None else count
     scale = check_scale(scale, query.shape[3])

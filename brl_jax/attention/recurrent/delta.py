@@ -227,9 +227,11 @@ def _attend(
         shape, axes = key.shape[:3], "batch, length, key heads"
         if gate == "log_decay" and by_feature:
             shape, axes = key.shape, f"{axes}, key features"
+        expected = f"{gate} must be floating point of shape {shape} ({axes}), got "
+        require(hasattr(x, "dtype"), expected + type(x).__name__)
         require(
             x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating),
-            f"{gate} must be floating point of shape {shape} ({axes}), got {x.dtype} of shape {x.shape}",
+            f"{expected}{x.dtype} of shape {x.shape}",
         )
     fresh = init_delta_state(key.shape[0], key.shape[2], key.shape[3], value.shape[3])
     state = check_state(state, fresh, "init_delta_state")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from brl_jax.attention.core.arguments import check_sizes, zero_padding
+from brl_jax.attention.core.arguments import check_positions_shape, check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
@@ -190,13 +190,8 @@ def check_positions(positions: Array, query: Array, key: Array) -> Int[Array, "B
     Raises:
       ValueError: another shape.
     """
-    batch, length = query.shape[:2]
-    require(
-        key.shape[1] == length and positions.shape in ((1, length), (batch, length)),
-        f"positions must have shape (1, {length}) or ({batch}, {length}), for queries and keys that are the same "
-        f"tokens, got {positions.shape} with {key.shape[1]} keys",
-    )
-    return jnp.broadcast_to(positions, (batch, length))
+    check_positions_shape(positions, query, key)
+    return jnp.broadcast_to(positions, query.shape[:2])
 
 
 def apply_feature_map(feature_map: FeatureMap, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

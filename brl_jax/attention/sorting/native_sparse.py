@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.arguments import check_dtypes, check_scale, check_sizes
+from brl_jax.attention.core.arguments import check_dtypes, check_scale, check_segments, check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
@@ -55,6 +55,20 @@ class BlockSizes(NamedTuple):
 
 
 DEFAULT_SIZES = BlockSizes()
+
+
+def _check_block_sizes(sizes: Any) -> None:
+    require(isinstance(sizes, BlockSizes), f"sizes must be BlockSizes, got {type(sizes).__name__}")
+    sizes.check()
+
+
+def _checked_ids(segment_ids: Any, x: Array) -> Int[Array, "B T"] | None:
+    """The segment ids of the tokens x (B, T, ...) in int32; raises ValueError for others."""
+    require(
+        not isinstance(segment_ids, (tuple, list)),
+        f"segment_ids must be one array for queries and keys, got {type(segment_ids).__name__}",
+    )
+    return check_segments(segment_ids, x.shape, x.shape)[0]
 
 
 class Tokens(NamedTuple):
@@ -121,8 +135,12 @@ def compression_blocks(
     Returns:
       (B, C, L, K, H): C blocks of L = sizes.compressed tokens. In packed rows the places after the last block hold
       anything, and are never read.
+
+    Raises:
+      ValueError: sizes or segments that do not fit, naming the argument.
     """
-    sizes.check()
+    _check_block_sizes(sizes)
+    segment_ids = _checked_ids(segment_ids, x)
     return gather_blocks(
         x, block_starts(x.shape[1], sizes.compressed, sizes.stride, segment_ids), sizes.compressed
     )
@@ -306,7 +324,7 @@ def native_sparse_attention(
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)
-    sizes.check()
+    _check_block_sizes(sizes)
     check_sizes(window=window)
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -314,6 +332,7 @@ def native_sparse_attention(
         key.shape[1] == length and value.shape[3] == head_dim,
         f"key and value must have query's length and head_dim {length}, {head_dim}, got {value.shape}",
     )
+    segment_ids = _checked_ids(segment_ids, key)
     starts = block_starts(length, sizes.compressed, sizes.stride, segment_ids)
     window_key = key if window_key is None else window_key
     window_value = value if window_value is None else window_value
