@@ -2108,8 +2108,8 @@ MUTANTS = (
     Mutant(
         "data/a streamed row goes on without what was left",
         "train/data/hf_stream.py",
-        "row.restore(epoch, position, np.frombuffer(base64.b64decode(left), np.int32))",
-        "row.restore(epoch, position, np.zeros(0, np.int32))",
+        "row.restore(_Position(*position), np.frombuffer(base64.b64decode(left), np.int32))",
+        "row.restore(_Position(*position), np.zeros(0, np.int32))",
         ("tests/train/data/test_scale.py", "-k", "resumes_bit_for_bit"),
     ),
     Mutant(

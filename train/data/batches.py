@@ -20,7 +20,7 @@ def training_batches(
 ) -> TokenStreams | MixedStreams | StreamedBatches:
     """Endless batches of a text; see the classes."""
     if isinstance(text, StreamedText):
-        return StreamedBatches(text, batch=batch, length=length, rows=rows)
+        return StreamedBatches(text, batch=batch, length=length, seed=seed, rows=rows)
     return batches_by_number(text, batch=batch, length=length, seed=seed, rows=rows)
 
 

@@ -29,6 +29,8 @@ PREFIX = "hf-stream:"
 # Documents that are held out where the data set has no validation split. They are the first ones.
 _HELD_OUT_DOCUMENTS = 1000
 _BLOCK_DOCUMENTS = 64
+# Documents of a row that come in an order of their own, which the seed decides.
+_SHUFFLED_DOCUMENTS = 64
 
 
 class Opened(NamedTuple):
@@ -125,17 +127,30 @@ def _key(text: str | bytes | None) -> bytes:
     return hashlib.sha256(*document_blocks([text])).digest()
 
 
+class _Position(NamedTuple):
+    """Where a row is: the number of its pass, how many groups of documents it has read in it, where the last of them
+    begins, as `datasets` says it, and how many documents of that one have been taken."""
+
+    epoch: int
+    groups: int
+    start: Any
+    taken: int
+
+
 class _Row:
     """The tokens of one row: the documents of its part, one after the other, again and again.
+
+    Groups of them follow one another as in the part, and the seed decides the order within each.
 
     The held-out documents are known by their content. To skip as many as there are would not do: a part that is a file
     of its own would skip them in that file, wherever they are.
     """
 
-    def __init__(self, text: StreamedText, number: int, rows: int, held_out: Set[bytes]):
+    def __init__(self, text: StreamedText, number: int, rows: int, seed: int, held_out: Set[bytes]):
         self._text, self._number, self._rows, self._held_out = text, number, rows, held_out
+        self._seed = seed
         self.left = np.zeros(0, np.int32)
-        self.epoch = 0
+        self._epoch = 0
         self._open()
 
     def _open(self) -> None:
@@ -143,14 +158,33 @@ class _Row:
         from datasets.distributed import split_dataset_by_node
 
         self._part = split_dataset_by_node(self._text.dataset, rank=self._number, world_size=self._rows)
-        self._documents = iter(self._part)
+        self._unread = iter(self._part)
+        self._groups, self._start = 0, self._part.state_dict()
+        self._group: list[Any] = []
+        self._taken = 0
+
+    def _read_group(self) -> None:
+        self._start = self._part.state_dict()
+        found = list(itertools.islice(self._unread, _SHUFFLED_DOCUMENTS))
+        order = np.random.default_rng([self._seed, self._number, self._epoch, self._groups])
+        self._group = [found[place] for place in order.permutation(len(found))]
+        self._groups, self._taken = self._groups + 1, 0
+
+    def _next_document(self) -> Any:
+        """The next document of the pass, None at its end."""
+        if self._taken == len(self._group):
+            self._read_group()
+        if not self._group:
+            return None
+        self._taken += 1
+        return self._group[self._taken - 1]
 
     def take(self, count: int) -> Int[np.ndarray, " count"]:
         """The next tokens; all but the first are given only once more, as the first of the next call."""
         pieces, have = [self.left], len(self.left)
         empty_passes = 0
         while have < count:
-            document = next(self._documents, None)
+            document = self._next_document()
             if document is None:
                 empty_passes += 1
                 if empty_passes > 1:
@@ -158,7 +192,7 @@ class _Row:
                         "--data: a part of the streamed data set has no text for training; expected more documents"
                         + f" than the {self._text.held_out} that are held out" * bool(self._text.held_out)
                     )
-                self.epoch += 1
+                self._epoch += 1
                 self._open()
                 continue
             if self._held_out and _key(document[self._text.field]) in self._held_out:
@@ -174,13 +208,18 @@ class _Row:
         self.left = joined[count - 1 :]
         return joined[:count]
 
-    def state(self) -> tuple[int, Any, np.ndarray]:
-        return self.epoch, self._part.state_dict(), self.left
+    def state(self) -> tuple[_Position, np.ndarray]:
+        return _Position(self._epoch, self._groups, self._start, self._taken), self.left
 
-    def restore(self, epoch: int, position: Any, left: np.ndarray) -> None:
-        self.epoch, self.left = epoch, left
-        self._part.load_state_dict(position)
-        self._documents = iter(self._part)
+    def restore(self, position: _Position, left: np.ndarray) -> None:
+        """Goes to a state of `state`; reads the documents of one group again."""
+        self.left, self._epoch, self._groups = left, position.epoch, position.groups
+        self._part.load_state_dict(position.start)
+        self._unread, self._group = iter(self._part), []
+        if self._groups:
+            self._groups -= 1
+            self._read_group()
+        self._start, self._taken = position.start, position.taken
 
 
 class StreamedBatches:
@@ -196,15 +235,16 @@ class StreamedBatches:
         *,
         batch: int,
         length: int,
+        seed: int = 0,
         rows: Sequence[int] | np.ndarray | None = None,
     ):
         first = text.dataset.take(text.held_out) if text.held_out else ()
         with naming("--data"):
             held_out = {_key(document[text.field]) for document in first}
         own = check_rows(batch, rows)
-        self._rows = {int(number): _Row(text, int(number), batch, held_out) for number in own}
+        self._rows = {int(number): _Row(text, int(number), batch, seed, held_out) for number in own}
         self._length, self._step = length, 0
-        self._identity = {"batch": batch, "length": length, "digest": text.digest}
+        self._identity = {"batch": batch, "length": length, "seed": seed, "digest": text.digest}
         self._states = {number: row.state() for number, row in self._rows.items()}
         self._reader = concurrent.futures.ThreadPoolExecutor(1)
         self._next: concurrent.futures.Future[Any] | None = None
@@ -227,8 +267,8 @@ class StreamedBatches:
     def get_state(self) -> dict[str, Any]:
         """The position of all rows of all processes, as JSON."""
         own = {
-            str(number): [epoch, position, base64.b64encode(left.tobytes()).decode()]
-            for number, (epoch, position, left) in self._states.items()
+            str(number): [position, base64.b64encode(left.tobytes()).decode()]
+            for number, (position, left) in self._states.items()
         }
         rows = {number: state for part in gather(own) for number, state in part.items()}
         return {"step": self._step, **self._identity, "rows": rows}
@@ -247,11 +287,9 @@ class StreamedBatches:
             self._next = None
         self._step = state["step"]
         for number, row in self._rows.items():
-            epoch, position, left = state["rows"][str(number)]
-            row.restore(epoch, position, np.frombuffer(base64.b64decode(left), np.int32))
-        self._states = {
-            number: (*state["rows"][str(number)][:2], row.left) for number, row in self._rows.items()
-        }
+            position, left = state["rows"][str(number)]
+            row.restore(_Position(*position), np.frombuffer(base64.b64decode(left), np.int32))
+        self._states = {number: row.state() for number, row in self._rows.items()}
 
     def close(self) -> None:
         """Ends the reading thread."""

@@ -103,11 +103,16 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
     _, corpora = load(DataConfig(data=spec), tmp_path / "run")
     assert len(corpora["valid"].tokens) == sum(len(line.encode()) + 1 for line in _lines(30, 99))
     sizes = {"batch": 4, "length": 100, "seed": 0}
-    # Row b reads file b, again and again.
-    joined = np.stack(
-        [np.tile(list("".join(f"{x}\n" for x in _lines(40, b)).encode()), 9)[:4000] for b in range(4)]
-    )
-    expected = joined.reshape(4, 40, 100).swapaxes(0, 1)
+    monkeypatch.setattr(hf_stream, "_SHUFFLED_DOCUMENTS", 7)
+    whole = training_batches(corpora["train"], **sizes)
+    expected = _take(whole, 40)
+    whole.close()
+    # Row b reads file b, again and again, each time in another order.
+    for b in range(4):
+        lines = bytes(expected[:, b].astype(np.uint8)).decode().split("\n")
+        passes = [lines[:40], lines[40:80]]
+        assert [sorted(each) for each in passes] == [sorted(_lines(40, b))] * 2
+        assert passes[0] != passes[1]
     stream = training_batches(corpora["train"], **sizes)
     np.testing.assert_array_equal(_take(stream, 17), expected[:17])
     state = json.loads(json.dumps(stream.get_state()))
@@ -126,6 +131,21 @@ def test_a_streamed_data_set_resumes_bit_for_bit_with_other_processes(tmp_path, 
     assert bytes(others["valid"].tokens) == b"another\n"
     with pytest.raises(UserError, match="input position is of digest"):
         training_batches(others["train"], **sizes).set_state(state)
+
+
+def test_the_seed_decides_the_order_of_a_streamed_data_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    _, corpora = load(DataConfig(data=_dataset(tmp_path / "set", 4)), tmp_path / "run")
+    taken, states = [], []
+    for seed in (0, 1, 0):
+        stream = training_batches(corpora["train"], batch=4, length=50, seed=seed)
+        taken.append(_take(stream, 5))
+        states.append(stream.get_state())
+        stream.close()
+    np.testing.assert_array_equal(taken[2], taken[0])
+    assert (taken[1] != taken[0]).any(axis=(0, 2)).all()
+    with pytest.raises(UserError, match="input position is of seed 0, now it is 1"):
+        training_batches(corpora["train"], batch=4, length=50, seed=1).set_state(states[0])
 
 
 @pytest.mark.parametrize("files", [1, 3, 4])
