@@ -71,6 +71,19 @@ def test_a_folder_of_the_benchmark(tmp_path):
     assert load(tmp_path / "g").types == ("paper", "author")
 
 
+def test_other_links_are_another_graph(tmp_path):
+    """Also where they change no features: a run that is resumed, and other hosts, find it by the digest."""
+    authors = write_graph(tmp_path / "g")
+    other = next(PAPERS + a for a in range(AUTHORS) if a not in authors[0])
+    changes = [("link.dat", 1, f"0\t{other}\t0\t1.0"), ("link.dat", 2 * PAPERS + 1, f"{other}\t0\t1\t1.0")]
+    write_graph(tmp_path / "h", changes)
+    graph, changed = load(tmp_path / "g"), load(tmp_path / "h")
+    for a, b in zip(graph.features, changed.features):
+        np.testing.assert_array_equal(a, b)
+    assert [r.adjacency.nnz for r in graph.relations] == [r.adjacency.nnz for r in changed.relations]
+    assert changed.digest != graph.digest
+
+
 def test_nodes_of_several_classes(tmp_path):
     write_graph(tmp_path / "g", [("label.dat", 1, "0\t\t0\t2,0")])
     graph = load(tmp_path / "g")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -181,9 +182,14 @@ def _principal(matrix: Any, width: int) -> np.ndarray:
     return left * values
 
 
-def digest_of(features: Sequence[np.ndarray], splits: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
+def digest_of(
+    features: Sequence[np.ndarray],
+    relations: Sequence[Relation],
+    splits: Mapping[str, tuple[np.ndarray, np.ndarray]],
+) -> str:
     """A hash of what training depends on."""
-    hashed = hashlib.sha256()
-    for array in (*features, *(part for split in splits.values() for part in split)):
+    links = (part for each in relations for part in (each.adjacency.indptr, each.adjacency.indices))
+    hashed = hashlib.sha256(json.dumps([relation[:3] for relation in relations]).encode())
+    for array in (*features, *links, *(part for split in splits.values() for part in split)):
         hashed.update(np.ascontiguousarray(array).tobytes())
     return hashed.hexdigest()[:16]

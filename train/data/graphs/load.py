@@ -22,7 +22,7 @@ from train.fields import Free, Needed
 from train.storage import beside, check_local, user_cache
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _make(config: GraphDataConfig, source: Path, is_linked: bool) -> Graph:
         raw.target,
         splits,
         raw.num_classes,
-        digest_of(features, splits),
+        digest_of(features, relations, splits),
     )
 
 
