@@ -60,12 +60,15 @@ class Stream(Protocol):
 
 class HeldOut(Protocol):
     """One pass over held-out data, in batches of `batch` rows; `num_bytes` is the number of bytes of text that its
-    targets stand for (None: they are not text)."""
+    targets stand for (None: they are not text), `digest` a hash of the data (None: the configuration or the training
+    stream's state says which they are)."""
 
     @property
     def batch(self) -> int: ...
     @property
     def num_bytes(self) -> int | None: ...
+    @property
+    def digest(self) -> str | None: ...
     def __iter__(self) -> Iterator[Batch]: ...
 
 
@@ -246,6 +249,11 @@ def _train(
     measured: dict[str, float] = {}
     if meta is not None:
         stream.set_state(meta["position"])
+        if None not in (before := meta.get("held_out"), held_out.digest) and before != held_out.digest:
+            raise UserError(
+                f"--workdir: the run in {loop.workdir} was started with other held-out data, by which its checkpoints "
+                "are compared; expected the same data, or another --workdir"
+            )
         line = meta["unfinished"]
         best = _Best(**meta.get("best", {}))
     try:
@@ -340,6 +348,7 @@ def _train(
                     "position": stream.get_state(),
                     "unfinished": None if whole else line,
                     "best": dataclasses.asdict(best),
+                    "held_out": held_out.digest,
                 }
                 metrics_log.sync()  # the lines up to a checkpoint are there before it is
                 checkpoints.save(step, state, meta, score=score)

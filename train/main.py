@@ -16,7 +16,7 @@ from train.config_file import read_values
 from train.data import forget_unstarted
 from train.errors import UserError
 from train.hosts import check_shared, gather, is_lead, join, lead_first
-from train.loop import Stream, another_configuration, train
+from train.loop import HeldOut, Stream, another_configuration, train
 from train.mesh import open_mesh
 from train.metrics import RunReport, announce, log
 from train.step import num_tokens
@@ -69,7 +69,7 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
         model = task.build(config)
         data = _load(task, config)
     streams = task.streams(config, data, mesh)
-    check_alike(streams.training)
+    check_alike(streams.training, streams.held_out)
     objective = task.objective(model, config)
     introduction = beginning(
         config.loop,
@@ -111,13 +111,13 @@ def keep_programs(folder: str) -> None:
         jax.config.update("jax_compilation_cache_dir", folder or str(user_cache() / "xla"))
 
 
-def check_alike(stream: Stream) -> None:
+def check_alike(stream: Stream, held_out: HeldOut) -> None:
     """Refuses processes that do not have the same data, such as files of one name with other texts on their hosts.
 
     Raises:
-      UserError: some have another state of input than the first; raised by all processes.
+      UserError: some have another state of input than the first, or other held-out data; raised by all processes.
     """
-    first, *others = gather(stream.get_state())
+    first, *others = gather({**stream.get_state(), "held_out": held_out.digest})
     differing = [number for number, state in enumerate(others, 1) if state != first]
     if differing:
         numbers = ", ".join(map(str, differing))

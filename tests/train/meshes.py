@@ -146,7 +146,7 @@ class Stream:
 class HeldOut:
     """One batch."""
 
-    batch, num_bytes = 8, None
+    batch, num_bytes, digest = 8, None, None
 
     def __init__(self, mesh):
         self.stream = Stream(mesh)

@@ -61,7 +61,7 @@ def draw(bits, seed, rows, count):
 class HeldOut:
     """One batch of vectors."""
 
-    num_bytes = None
+    num_bytes = digest = None
 
     def __init__(self, bits, batch, split, rows):
         self.batch, self._batch = batch, draw(bits, [1, len(split)], rows, batch)

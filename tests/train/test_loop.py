@@ -298,6 +298,21 @@ def test_a_run_that_patience_ends_is_evaluated_on_all_data(tmp_path):
     assert bits_and_loss(lines[0]) == pytest.approx(100 * bits_and_loss(lines[2]))
 
 
+def test_a_run_keeps_to_the_held_out_data_that_it_was_started_with(tmp_path):
+    """Its best checkpoint would be chosen by measures of different data."""
+
+    class Read(ToyHeldOut):
+        def __init__(self, digest):
+            super().__init__()
+            self.digest = digest
+
+    _train(tmp_path, held_out=Read("a"), steps=4)
+    with pytest.raises(UserError, match=r"--workdir: the run in .* was started with other held-out data"):
+        _train(tmp_path, held_out=Read("b"), steps=8)
+    _train(tmp_path, held_out=Read("a"), steps=8)
+    assert _lines(tmp_path)[-1]["step"] == 8
+
+
 def test_signals_are_noted_and_handlers_put_back():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Signals() as signals:

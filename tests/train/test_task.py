@@ -9,7 +9,7 @@ import train.lm
 import train.main
 from tests.train import parity
 from tests.train.logs import metrics_lines
-from tests.train.toy import ToyStream
+from tests.train.toy import ToyHeldOut, ToyStream
 from train.errors import UserError
 from train.fields import Mark, marked
 from train.main import check_alike
@@ -84,13 +84,19 @@ def test_a_command_that_failed_before_it_trained_binds_no_folder(tmp_path):
         train.lm.main([*options, "--data", f"text:{tmp_path}/long/*.txt", "--tokenizer", "words"])
 
 
-def test_processes_with_other_data_are_refused(monkeypatch):
-    states = [{"step": 0, "digest": name} for name in ("a", "a", "b", "c")]
-    stream = ToyStream()
-    check_alike(stream)
-    monkeypatch.setattr(train.main, "gather", lambda state: states)
+@pytest.mark.parametrize("name", ["digest", "held_out"])
+def test_processes_with_other_data_are_refused(monkeypatch, name):
+    stream, held_out = ToyStream(), ToyHeldOut()
+    check_alike(stream, held_out)
+    held_out.digest = "a"
+
+    def gathered(state):
+        assert state == {"step": 0, "held_out": "a"}
+        return [state | {name: other} for other in ("a", "a", "b", "c")]
+
+    monkeypatch.setattr(train.main, "gather", gathered)
     with pytest.raises(UserError, match=r"^--data: process 2, 3 of 4 has other data than the first"):
-        check_alike(stream)
+        check_alike(stream, held_out)
 
 
 @pytest.mark.parametrize("name", TASKS)

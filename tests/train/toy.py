@@ -71,7 +71,7 @@ class ToyStream:
 class ToyHeldOut:
     """Three batches; `at` as in ToyStream."""
 
-    batch, num_bytes = 2, 20
+    batch, num_bytes, digest = 2, 20, None
 
     def __init__(self, at=None):
         self.at = at or {}

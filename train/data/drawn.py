@@ -61,7 +61,7 @@ class HeldOutDrawn:
         rows; all by default.
     """
 
-    num_bytes = None
+    num_bytes = digest = None
 
     def __init__(
         self,

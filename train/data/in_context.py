@@ -132,7 +132,7 @@ class HeldOutPrompts:
       all.
     """
 
-    num_bytes = None
+    num_bytes = digest = None
 
     def __init__(
         self,

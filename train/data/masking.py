@@ -135,6 +135,7 @@ class MaskedHeldOut:
     ):
         self._batches = batches
         self._rows, self.batch = check_rows(batches.batch, rows), batches.batch
+        self.digest = batches.digest
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "mask": mask, "share": share}
 
     def __len__(self) -> int:

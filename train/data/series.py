@@ -230,7 +230,7 @@ class HeldOutWindows:
       the rows to give; by default all.
     """
 
-    num_bytes = None
+    num_bytes = digest = None
 
     def __init__(
         self,

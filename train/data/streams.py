@@ -138,6 +138,8 @@ class EvalStream:
             raise UserError(f"--data: the held-out text must have at least 2 tokens, got {len(tokens)}")
         self.batch = batch
         """Rows of a batch, of all processes together."""
+        self.digest = corpus.digest
+        """Hash of the whole text, whatever part of it is used."""
         self.num_targets = len(tokens) - 1
         """Targets of weight 1, over all processes."""
         self.num_bytes = corpus.num_bytes(1, len(tokens))

@@ -91,7 +91,7 @@ class HeldOutNodes:
     Arguments and batches are those of `NodeBatches`; subgraphs are the same each time.
     """
 
-    num_bytes = None
+    num_bytes = digest = None
 
     def __init__(
         self,

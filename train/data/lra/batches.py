@@ -145,7 +145,7 @@ class EvalBatches:
             filled = np.full(-(-len(members) // batch) * batch, -1)
             filled[: len(members)] = members
             plans += [(row, int(width)) for row in filled.reshape(-1, batch)]
-        self.batch = batch
+        self.batch, self.digest = batch, examples.digest
         self._steps = len(plans)
 
         def make(step: int) -> dict[str, Any]:
