@@ -71,6 +71,24 @@ def test_two_sentences_and_columns_by_name(tmp_path):
     assert bytes(examples[0][0][:13].astype(np.uint8)) == b'He said "yes.'
 
 
+def test_questions_with_the_gaps_of_the_published_file(tmp_path, capsys):
+    """A few lines of QQP's train.tsv lack columns, and a few questions are empty."""
+    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
+    whole = [f"{i}\t{i}\t{i}\tA{i}\tB{i}\t{i % 2}" for i in range(20)]
+    lines = [header, *whole[:3], "3\t3\t3\tWhat is", *whole[3:], "20\t1\t2\tC\t\t1"]
+    write(tmp_path / "QQP", "train.tsv", lines)
+    found = read(tmp_path, "qqp", ("train", "valid"))
+    assert (len(found["train"]), found["valid"].labels.tolist()) == (19, [1, 1])
+    assert bytes(found["valid"][0][0][:2].astype(np.uint8)) == b"A9"
+    assert found["train"][18][0].tolist() == [ord("C"), SEPARATOR]
+    assert "lines left out, as they lack a sentence or a label: 1" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    write(tmp_path / "QQP", "train.tsv", [header, "0\t1\t2\tA\tB\t2"])
+    with pytest.raises(UserError, match=r"line 2: expected the label 0 or 1, got '2'"):
+        read(tmp_path, "qqp", ("train",))
+
+
 def test_scores_and_two_test_splits(tmp_path):
     write(
         tmp_path / "STS-B", "dev.tsv", ["index\tsentence1\tsentence2\tscore", "0\ta\tb\t3.25", "1\tc\td\t5"]

@@ -24,6 +24,7 @@ from train.data.named_sources import open_tfds
 from train.data.tokenizer import Tokenizer
 from train.errors import UserError, one_line
 from train.fields import Decided
+from train.metrics import log
 
 # A score of STS-B, from 0 to the largest, becomes a whole number.
 SCORE_STEPS = 1000
@@ -42,6 +43,8 @@ class GlueTask(NamedTuple):
       metrics: the task's own, the first one the main one.
       tests: the names of the splits that have public labels and are not for training.
       header: whether the files name their columns in the first line; columns are numbers where they don't.
+      has_gaps: whether the published files have lines without some columns, which are left out as TensorFlow Datasets
+        and Hugging Face leave them out, and empty sentences, which are kept as they keep them.
     """
 
     folder: str
@@ -52,6 +55,7 @@ class GlueTask(NamedTuple):
     metrics: tuple[Metric, ...]
     tests: tuple[str, ...] = ("dev",)
     header: bool = True
+    has_gaps: bool = False
 
 
 _YES_NO = ("0", "1")
@@ -63,7 +67,9 @@ GLUE_TASKS: Mapping[str, GlueTask] = {
     "cola": GlueTask("CoLA", ("3",), "1", ("sentence",), _YES_NO, ("matthews",), header=False),
     "sst2": GlueTask("SST-2", ("sentence",), "label", ("sentence",), _YES_NO, ("accuracy",)),
     "mrpc": GlueTask("MRPC", ("#1 String", "#2 String"), "Quality", _PAIR, _YES_NO, ("f1", "accuracy")),
-    "qqp": GlueTask("QQP", _QUESTIONS, "is_duplicate", _QUESTIONS, _YES_NO, ("accuracy", "f1")),
+    "qqp": GlueTask(
+        "QQP", _QUESTIONS, "is_duplicate", _QUESTIONS, _YES_NO, ("accuracy", "f1"), has_gaps=True
+    ),
     "stsb": GlueTask("STS-B", _PAIR, "score", _PAIR, (), ("pearson", "spearman")),
     "mnli": GlueTask(
         "MNLI",
@@ -181,19 +187,28 @@ def _file_rows(folder: Path, task: GlueTask, split: str) -> Iterator[Row]:
         places = [names.index(name) for name in wanted]
     else:
         places = [int(name) for name in wanted]
-    yield from parsed(path, lines, functools.partial(_parse, task, places))
+    left_out = 0
+    for row in parsed(path, lines, functools.partial(_parse, task, places)):
+        if row is None:
+            left_out += 1
+        else:
+            yield row
+    if left_out:
+        log(f"{path}: lines left out, as they lack a sentence or a label: {left_out}")
 
 
-def _parse(task: GlueTask, places: Sequence[int], line: bytes) -> Row:
-    """The example of a line; its fields are not quoted."""
+def _parse(task: GlueTask, places: Sequence[int], line: bytes) -> Row | None:
+    """The example of a line, whose fields are not quoted; None for one that lacks columns where the task has gaps."""
     try:
         fields = line.decode().split("\t")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {shown(line)}") from error
     if len(fields) <= max(places):
+        if task.has_gaps:
+            return None
         raise ValueError(f"expected at least {max(places) + 1} columns, got {len(fields)}: {shown(line)}")
     *sentences, label = (fields[place] for place in places)
-    if not all(sentence.strip() for sentence in sentences):
+    if not (task.has_gaps or all(sentence.strip() for sentence in sentences)):
         raise ValueError(f"expected a sentence, got an empty one: {shown(line)}")
     if not task.classes:
         return Row(tuple(sentences), _score(label))
