@@ -300,5 +300,10 @@ def test_bad_tables(tmp_path):
         load("date,OT\n" + rows.replace(",2", ",nan"))
     with pytest.raises(UserError, match=r"--data: expected a .csv or .csv.gz file, got none"):
         load_series(SeriesConfig())
+    damaged = bytearray(gzip.compress(rows.encode()))
+    damaged[10] = 7  # behind gzip's header
+    (tmp_path / "damaged.csv.gz").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"--data: .*damaged.csv.gz cannot be read: .*invalid block type"):
+        load_series(SeriesConfig(data=str(tmp_path / "damaged.csv.gz")))
     with pytest.raises(UserError, match=r"--data: .*nothing.csv cannot be read"):
         load_series(SeriesConfig(data=str(tmp_path / "nothing.csv")))

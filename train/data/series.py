@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import io
 import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -101,7 +102,7 @@ def load_series(config: SeriesConfig) -> Series:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"--data: {path} cannot be read: {one_line(error)}") from error
     if len(rows) < 2 or len(rows[0]) < 2 or rows[0][0] != "date":
         raise UserError(f"--data: expected a first column 'date' and columns of numbers in {path}")

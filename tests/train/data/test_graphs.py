@@ -139,6 +139,12 @@ def test_missing_and_damaged_files(tmp_path):
     with pytest.raises(UserError, match=r"info\.dat, line 3: expected JSON"):
         load(tmp_path / "g")
     (tmp_path / "g/info.dat").unlink()
+    damaged = bytearray(gzip.compress(b"{}"))
+    damaged[10] = 7  # behind gzip's header
+    (tmp_path / "g/info.dat.gz").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"info\.dat\.gz cannot be read: .*invalid block type"):
+        load(tmp_path / "g")
+    (tmp_path / "g/info.dat.gz").unlink()
     with pytest.raises(UserError, match=r"--nearest: expected 0, as .* has links"):
         load(tmp_path / "g", nearest=3)
     (tmp_path / "g/link.dat.gz").unlink()
@@ -165,7 +171,12 @@ def test_features_from_a_file(tmp_path):
     assert (links.row != links.col).all()
     assert np.mean(labels[links.row] == labels[links.col]) > 0.95
     np.savez(tmp_path / "b.npz", features=points)
-    for name in ("b.npz", "c.npz"):
+    np.savez_compressed(tmp_path / "d.npz", features=points, labels=labels)
+    damaged = bytearray((tmp_path / "d.npz").read_bytes())
+    damaged[30 + len("features.npy") + 20] = 7  # the first byte of what is compressed, behind zip's header
+    (tmp_path / "d.npz").write_bytes(damaged)
+    (tmp_path / "e.npz").write_bytes(b"")
+    for name in ("b.npz", "c.npz", "d.npz", "e.npz"):
         (tmp_path / "c.npz").write_bytes(b"x")
         with pytest.raises(UserError, match=f'{name}: expected an .npz file with "features" and "labels"'):
             load(tmp_path / name)

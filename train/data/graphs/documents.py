@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def read_nodes(path: Path) -> RawGraph:
                 features = describe(images)
             else:
                 features, labels = np.asarray(file["features"]), np.asarray(file["labels"])
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(
             f'--data_dir: {path}: expected an .npz file with "features" and "labels", or with images as "x_train", '
             f'"y_train", "x_test" and "y_test"'

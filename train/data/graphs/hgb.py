@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def _info(folder: Path) -> dict[str, Any]:
             found = json.loads(file.read().decode())
     except json.JSONDecodeError as error:
         raise UserError(f"--data_dir: {path}, line {error.lineno}: expected JSON: {error.msg}") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UserError(f"--data_dir: {path} cannot be read: {one_line(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"--data_dir: {path}, line 1: expected a JSON object")

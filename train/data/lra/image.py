@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def _array(path: Path, name: str) -> np.ndarray:
             if name not in arrays:
                 raise UserError(f"--data_dir: {path} has no {name}, only {', '.join(arrays)}")
             return arrays[name]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"--data_dir: cannot read {path} (truncated?): {one_line(error)}") from error

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import functools
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def _books(table: Path, files: dict[str, Path]) -> dict[str, list[bytes]]:
             if author is None:
                 raise UserError(f"--data_dir: {table}: the author of {row['repo']} is not known")
             by_author.setdefault(author, []).append(texts[row["split"]][start : start + size])
-    except (OSError, EOFError, KeyError, ValueError) as error:
+    except (OSError, EOFError, KeyError, ValueError, zlib.error) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(

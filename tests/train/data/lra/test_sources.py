@@ -97,6 +97,13 @@ def test_bad_npz_files(tmp_path):
     (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:200])
     with pytest.raises(UserError, match=r"cannot read .*x\.npz \(truncated\?\)"):
         read(tmp_path, "image", tmp_path)
+    arrays = {name: np.zeros((4, 32, 32), np.uint8) for name in ("x_train", "y_train")}
+    np.savez_compressed(tmp_path / "x.npz", **arrays)
+    content = bytearray((tmp_path / "x.npz").read_bytes())
+    content[30 + len("x_train.npy") + 20] = 7  # the first byte of what is compressed, behind zip's header
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(UserError, match=r"cannot read .*x\.npz \(truncated\?\): .*invalid block type"):
+        read(tmp_path, "image", tmp_path)
     (tmp_path / "y.npz").write_bytes(b"")
     with pytest.raises(UserError, match=r"expected one \.npz file in .*, got x\.npz, y\.npz"):
         read(tmp_path, "image", tmp_path)
@@ -237,6 +244,11 @@ def test_pairs_of_passages_from_novels(tmp_path):
             assert (author[a[0]] == author[b[0]]) == label
             if label and author[a[0]] == "Austen":
                 assert a[0] != b[0]
+    whole = (tmp_path / "test.txt.gz").read_bytes()
+    (tmp_path / "test.txt.gz").write_bytes(whole[:10] + b"\7" + whole[11:])  # behind gzip's header
+    with pytest.raises(UserError, match=r"--data_dir: the books of .* cannot be read: .*invalid block type"):
+        read(tmp_path, "retrieval", tmp_path)
+    (tmp_path / "test.txt.gz").write_bytes(whole)
     (tmp_path / "books.tsv").write_text((tmp_path / "books.tsv").read_text().replace("_345", "_999"))
     with pytest.raises(UserError, match=r"the author of x/Dracula_999 is not known"):
         read(tmp_path, "retrieval", tmp_path, **sizes)
