@@ -125,7 +125,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     """The configuration that a command line `[PRESET] [--mechanism NAME] [OPTIONS]` asks for.
 
     Without `--workdir` the run's folder is runs/PRESET. `--help` prints the most used options, `--help-all` all of
-    them, and `--presets` the presets; each exits.
+    them, both with the values of the preset that is named, and `--presets` the presets; each exits.
 
     Args:
       presets: configurations by name.
@@ -140,12 +140,12 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     if "--presets" in argv:
         print(preset_list(presets))
         raise SystemExit(0)
-    if {"-h", "--help"} & set(argv):
-        print(first_screen(presets, default_preset, prog=prog, about=about))
-        raise SystemExit(0)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else default_preset
     if name not in presets:
         raise UserError(f"PRESET: {_unknown(name, presets, _PRESETS_SHOWN)}")
+    if {"-h", "--help"} & set(argv):
+        print(first_screen(presets, default_preset, name, prog=prog, about=about))
+        raise SystemExit(0)
     config: Any = presets[name]
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
     for field in _mechanism_fields(config):

@@ -9,14 +9,15 @@ from typing import Any
 from train.fields import Mark, marked
 
 
-def first_screen(presets: Mapping[str, Any], default: str, *, prog: str, about: str) -> str:
+def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: str, about: str) -> str:
     """What a command does, its most used options, and examples: at most 24 lines of at most 80 characters.
 
     Args:
       presets: configurations by name. default: the one that is used when none is named.
+      name: the one whose values are shown.
       prog, about: the command, and a line about it.
     """
-    config = presets[default]
+    config = presets[name]
     shown = [
         ("--mechanism NAME", f"the attention of the layers ({_mechanisms(config)})"),
         ("--steps N", f"training steps ({config.loop.steps})"),
@@ -24,13 +25,15 @@ def first_screen(presets: Mapping[str, Any], default: str, *, prog: str, about: 
         ("--learning_rate X", f"the highest learning rate ({config.optimizer.learning_rate:g})"),
         ("--workdir DIR", "the run's folder (runs/PRESET); the same again resumes"),
     ]
-    other = next((name for name in presets if name != default), default)
-    names = [name.rpartition(".")[2] for name in marked(type(config), Mark.NEEDED)]
-    data = "".join(f" --{name} {'FILE' if name == 'data' else 'DIR'}" for name in names)
+    other = next((preset for preset in presets if preset != default), default)
+    needed = [path.rpartition(".")[2] for path in marked(type(presets[default]), Mark.NEEDED)]
+    data = "".join(f" --{field} {'FILE' if field == 'data' else 'DIR'}" for field in needed)
+    unnamed = f"PRESET is {default} where none is named"
+    unnamed += "." if name == default else f"; the values below are those of {name}."
     lines = [
         f"usage: {prog} [PRESET] [OPTIONS]",
         "",
-        *textwrap.wrap(f"{about} PRESET is {default} where none is named.", 80),
+        *textwrap.wrap(f"{about} {unnamed}", 80),
         "",
         *(f"  {option:<19}{meaning}" for option, meaning in shown),
         "",

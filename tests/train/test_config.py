@@ -16,8 +16,9 @@ from train.config import LoopConfig, parse, parse_options
 from train.config_file import differences, flatten, from_json, to_json, write_json
 from train.decoder_flops import training_flops
 from train.errors import UserError
-from train.help import preset_list
+from train.help import first_screen, preset_list
 from train.task import read_config
+from train.tasks.every import TASKS
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS, LmConfig
 
@@ -584,3 +585,25 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
     names = [line.split()[0] for line in lines]
     assert set(names) >= {re.search(r"PRESET is (\S+)", out)[1]}
     assert len(names) == int(re.search(r"lists the (\d+) presets", out)[1])
+
+
+def test_help_shows_the_values_of_the_preset_that_is_named(capsys):
+    with pytest.raises(SystemExit):
+        _parse("wikitext103-brl --help")
+    out = " ".join(capsys.readouterr().out.split())
+    config = LM.presets["wikitext103-brl"]
+    assert config.loop.steps != LM.presets["small"].loop.steps
+    assert f"training steps ({config.loop.steps})" in out
+    assert f"rows of a step ({config.loop.batch})" in out
+    assert "PRESET is small where none is named; the values below are those of wikitext103-brl." in out
+    with pytest.raises(UserError, match="did you mean small"):
+        _parse("smal --help")
+
+
+def test_help_is_one_screen_for_every_preset():
+    for task in TASKS.values():
+        prog = f"python -m train.{task.name.partition('_')[0]}"
+        for name in task.presets:
+            screen = first_screen(task.presets, task.default_preset, name, prog=prog, about=task.about)
+            assert len(screen.splitlines()) <= 24, name
+            assert max(map(len, screen.splitlines())) <= 80, name
