@@ -26,7 +26,13 @@ def is_memory_shortage(error: BaseException) -> bool:
         error = error.__cause__
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    words = ("RESOURCE_EXHAUSTED", "bad_alloc", "can't start new thread", "Cannot allocate memory")
+    words = (
+        "RESOURCE_EXHAUSTED",
+        "Out of memory",
+        "bad_alloc",
+        "can't start new thread",
+        "Cannot allocate memory",
+    )
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 

@@ -399,7 +399,8 @@ def _begin(
         if differing:
             raise another_configuration(loop.workdir, differing)
 
-    state = fresh()
+    # Waited for as a whole: on a CPU, reading one array of a program that found no memory for another waits for ever.
+    state = jax.block_until_ready(fresh())
     restored = checkpoints.restore(state, check)
     if restored is None:
         return state.replace(params=start(state.params)), None

@@ -103,6 +103,9 @@ def test_a_checkpoint_of_another_width(trained, tmp_path, monkeypatch, capsys):
         MemoryError("bad allocation"),
         MemoryError(),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 506880336 bytes."),
+        jax.errors.JaxRuntimeError(
+            "INTERNAL: Error dispatching computation: Out of memory allocating 6400 bytes."
+        ),
         RuntimeError("std::bad_alloc"),
         RuntimeError("can't start new thread"),
         OSError(12, "Cannot allocate memory"),

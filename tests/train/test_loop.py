@@ -13,7 +13,7 @@ from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
 from train.checkpoint import Checkpoints
 from train.config_file import differences
-from train.errors import RunError, Stopped, UserError
+from train.errors import RunError, Stopped, UserError, is_memory_shortage
 from train.loop import Signals, evaluate, held_out_metrics, train
 from train.step import Objective, make_eval_step
 
@@ -235,6 +235,19 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--workdir: cannot write under .*/file/run: Not a directory"):
         _train(tmp_path / "file" / "run")
+
+
+def test_a_state_beyond_the_memory_is_an_error(tmp_path):
+    """Without the wait for the whole state, this waits for ever."""
+
+    def init(key):
+        return OBJECTIVE.init(key) | {"large": jax.random.normal(key, (2**23, 2**23))}  # beyond any address
+
+    objective = Objective(init, lambda params, *rest: OBJECTIVE.loss(params, *rest), OBJECTIVE.init_memory)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory") as caught:
+        _train(tmp_path, objective=objective)
+    assert is_memory_shortage(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tensorboard_events(tmp_path):
