@@ -15,6 +15,7 @@ from train.config import parse
 from train.config_file import read_values
 from train.data import forget_unstarted
 from train.errors import UserError
+from train.folder import alone_in
 from train.hosts import check_shared, gather, is_lead, join, lead_first
 from train.loop import HeldOut, Stream, another_configuration, train
 from train.mesh import open_mesh
@@ -57,6 +58,11 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
     announce(f"{task.name}: starting in {config.loop.workdir}")
     join(config.hosts)
     keep_programs(config.loop.compilation_cache)
+    with alone_in(config.loop.workdir):
+        _run_task(task, config, report)
+
+
+def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> None:
     check_shared(config.loop.workdir, task.to_json(config))
     _check_task(task, config.loop.workdir)
     mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
