@@ -10,9 +10,10 @@ and 14 of arXiv:2509.07963. The presets `chars-NAME` train as many steps as take
 
 --workdir DIR prints a JSON object of one run: `flops_per_token` of training, the `attention_share` that scores and
 values have in it (by formulas), `tflop` of the whole run, `loss` at its end, and the `curve` of losses while training
-(step, tokens, tflop, loss), whose last point is of all held-out text if `whole` is true, and the others of its
-beginning. --table prints a row for each group of runs that differ in their seed only, and --picture draws them over the
-tokens and over the operations of training.
+(step, tokens, tflop, loss); `whole` says of each loss whether it is of all held-out text, as at the end of training, or
+of its beginning. --table prints a row for each group of runs that differ in their seed only, and --picture draws them
+over the tokens and over the operations of training. Runs that have no loss of all held-out text yet are left out where
+others have one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.main import Evaluation, Measured, TableOptions
+from eval.main import Evaluation, Measured, TableOptions, unfinished
 from eval.plotting import legend_outside, line_styles
 from eval.recall_table import grouped
 from eval.runs import Run, run_facts
 from train.config_file import flatten, to_json
 from train.decoder_flops import decoder_multiplications, training_flops
 from train.errors import UserError, command
-from train.metrics import read_metrics
+from train.metrics import log, read_metrics
 from train.tasks.lm import LM
 from train.throughput import step_flops
 
@@ -86,6 +87,19 @@ def _of_program(run: Run) -> tuple[float, None]:
 
 
 class _ComputeEvaluation(Evaluation[ComputeOptions]):
+    of_unfinished = "its losses so far"
+
+    def _measure_all(self, folder: str, options: ComputeOptions) -> list[Measured]:
+        measured = super()._measure_all(folder, options)
+        whole = [each for each in measured if each.result["whole"]]
+        for each in measured:
+            if whole and not each.result["whole"]:
+                log(
+                    f"{self.name}: {each.result['workdir']} is left out: its last loss is of the beginning of the "
+                    "held-out text, and those of others are of all of it"
+                )
+        return whole or measured
+
     def measure(self, run: Run, options: ComputeOptions) -> Measured:
         """The operations of a run and its losses."""
         config = run.config
@@ -93,9 +107,18 @@ class _ComputeEvaluation(Evaluation[ComputeOptions]):
         tokens = config.loop.batch * config.loop.length
         settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}
         settings["loop"] = {name: getattr(config.loop, name) for name in ("batch", "length", "steps")}
+        found = losses(config.loop.workdir)
+        has_ended = unfinished(config.loop.workdir, config) is None
         curve = [
-            {"step": step, "tokens": step * tokens, "tflop": step * tokens * a_token / 1e12, "loss": loss}
-            for step, loss in losses(config.loop.workdir)
+            {
+                "step": step,
+                "tokens": step * tokens,
+                "tflop": step * tokens * a_token / 1e12,
+                "loss": loss,
+                "whole": config.loop.eval_tokens == 0
+                or (config.loop.full_eval and has_ended and step == found[-1][0]),
+            }
+            for step, loss in found
         ]
         return Measured(
             {
@@ -104,7 +127,7 @@ class _ComputeEvaluation(Evaluation[ComputeOptions]):
                 "attention_share": share,
                 "tflop": curve[-1]["tflop"],
                 "loss": curve[-1]["loss"],
-                "whole": config.loop.full_eval,
+                "whole": curve[-1]["whole"],
                 "curve": curve,
                 **run_facts(run),
             }
@@ -147,8 +170,7 @@ def _curve(runs: Sequence[Result]) -> tuple[list[Mapping[str, Any]], list[float]
     known = []
     for run in runs:
         points = run["curve"]
-        whole = run["whole"] and len(points) > 1
-        known.append({point["step"]: point for point in (points[:-1] if whole else points)})
+        known.append({point["step"]: point for point in points if point["whole"] == points[0]["whole"]})
     steps = sorted(set.intersection(*(set(points) for points in known)))
     means = [float(np.mean([points[step]["loss"] for points in known])) for step in steps]
     return [known[0][step] for step in steps], means

@@ -74,10 +74,12 @@ class Evaluation(Generic[P]):
       markdown, draw: make a table and a picture of the measures of many runs.
       kept: the file of a run's folder that keeps its standard measures, if any.
       drawn: what --picture draws, the table's runs or those of --workdir.
+      of_unfinished: what the table has of a run with steps left to train.
     """
 
     kept: ClassVar[str | None] = None
     drawn: ClassVar[Literal["table", "workdir"]] = "table"
+    of_unfinished: ClassVar[str] = "its best checkpoint so far"
 
     def __init__(
         self,
@@ -192,16 +194,11 @@ class Evaluation(Generic[P]):
 
     def _mention_unfinished(self, workdir: Path, config: Any) -> None:
         """Logs that a run of a table has steps left to train."""
-        checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints")
-        steps = checkpoints.steps()
-        if not steps or steps[-1] >= config.loop.steps:
-            return
-        best = (checkpoints.meta(steps[-1]) or {}).get("best", {})
-        has_ended = 0 < config.loop.patience <= best.get("misses", 0)
-        if not has_ended:
+        step = unfinished(workdir, config)
+        if step is not None:
             log(
-                f"{self.name}: {workdir} is at step {steps[-1]} of {config.loop.steps}; "
-                "the table has its best checkpoint so far"
+                f"{self.name}: {workdir} is at step {step} of {config.loop.steps}; "
+                f"the table has {self.of_unfinished}"
             )
 
     def _kept(self, workdir: Path, task: Task[Any, Any], config: Any) -> Measured | None:
@@ -231,6 +228,17 @@ def _measured_settings(task: Task[Any, Any], config: Any) -> dict[str, Any]:
         for name, value in flatten(task.to_json(config)).items()
         if name.startswith("data.") or not any(name == x or name.startswith(f"{x}.") for x in free)
     }
+
+
+def unfinished(workdir: str | Path, config: Any) -> int | None:
+    """The last checkpoint's step of a run that has steps left to train; None if it has none, or its `patience` has
+    ended it."""
+    checkpoints = Checkpoints(epath.Path(workdir) / "checkpoints")
+    steps = checkpoints.steps()
+    if not steps or steps[-1] >= config.loop.steps:
+        return None
+    best = (checkpoints.meta(steps[-1]) or {}).get("best", {})
+    return None if 0 < config.loop.patience <= best.get("misses", 0) else steps[-1]
 
 
 def measure_split(run: Run, split: str) -> dict[str, Any]:

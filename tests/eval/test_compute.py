@@ -16,7 +16,16 @@ TINY = (
 
 
 def _result(seed, steps, *, whole=True):
-    curve = [{"step": s, "tokens": 9 * s, "tflop": 2.0 * s, "loss": 1 / s + seed} for s in steps]
+    curve = [
+        {
+            "step": s,
+            "tokens": 9 * s,
+            "tflop": 2.0 * s,
+            "loss": 1 / s + seed,
+            "whole": whole and s == steps[-1],
+        }
+        for s in steps
+    ]
     return {
         "settings": {"model.mechanism.name": "full"},
         "parameters": 7,
@@ -63,6 +72,7 @@ def test_command(tmp_path, capsys):
     assert result["attention_share"] == pytest.approx(136 * 2 * 16 / row)
     evaluated = [line for line in metrics_lines(tmp_path / "runs" / "full-0") if "val_loss" in line]
     assert result["whole"]
+    assert [point["whole"] for point in result["curve"]] == [False, True]
     assert [point["step"] for point in result["curve"]] == [2, 4]
     assert [point["loss"] for point in result["curve"]] == [line["val_loss"] for line in evaluated]
     assert result["tflop"] == pytest.approx(4 * 2 * 6 * row / 1e12)
@@ -88,6 +98,18 @@ def test_command(tmp_path, capsys):
     assert [point["tokens"] for point in result["curve"]] == [64, 128]
     with pytest.raises(UserError, match=r"--table: no run of train\.lm under"):
         main(["--table", f"{tmp_path}/nothing"])
+    # A run with steps left has losses of the beginning of the held-out text alone.
+    folder = tmp_path / "runs" / "full-1"
+    steps = (folder / "config.json").read_text()
+    assert '"steps": 4' in steps
+    (folder / "config.json").write_text(steps.replace('"steps": 4', '"steps": 8'))
+    main(["--table", f"{tmp_path}/runs"])
+    output = capsys.readouterr()
+    assert "| 4 | 0.00 | 0 |" in output.out
+    assert "full-1 is at step 4 of 8; the table has its losses so far" in output.err
+    assert "full-1 is left out: its last loss is of the beginning of the held-out text" in output.err
+    main(["--workdir", str(folder)])
+    assert [point["whole"] for point in json.loads(capsys.readouterr().out)["curve"]] == [False, False]
     (tmp_path / "runs" / "window" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="window has no evaluation"):
         main(["--workdir", f"{tmp_path}/runs/window"])
