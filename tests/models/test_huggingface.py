@@ -12,7 +12,7 @@ import pytest
 from brl_jax import generate
 from brl_jax.attention.core.rotary import RopeScaling
 from brl_jax.layers import MECHANISMS
-from brl_jax.models import DecoderConfig, DecoderLM, huggingface
+from brl_jax.models import DecoderConfig, DecoderLM, EncoderDecoderConfig, huggingface
 from brl_jax.models.huggingface.architectures import architecture_of
 from brl_jax.models.huggingface.configs import meaning, read_config, write_config
 from brl_jax.models.huggingface.weights import to_parameters, to_tensors
@@ -327,6 +327,13 @@ def test_what_has_no_counterpart_is_named():
     ):
         huggingface.save(
             "unused", DecoderConfig(norm="rms", ffn="swiglu", mechanism=FullConfig(sinks=True)), {}
+        )
+    # The decoder of an encoder-decoder reads what no file would have.
+    with pytest.raises(ValueError, match="the nearest, llama, differs in cross_attention"):
+        huggingface.save(
+            "unused",
+            EncoderDecoderConfig(norm="rms", ffn="swiglu", embedding_scale=1.0, mechanism=FullConfig()),
+            {},
         )
     with pytest.raises(
         ValueError, match=r"head_dim must be d_model / num_heads = 64 with mechanism BRLConfig, got 8"

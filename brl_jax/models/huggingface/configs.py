@@ -283,6 +283,7 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
         "use_bias": d.use_bias,
         "ffn_bias": d.ffn_bias,
         "mup_base_width": config.mup_base_width,
+        "cross_attention": config.cross_attention,
         "vocab_size": config.vocab_size,
         "tied_embeddings": config.tied_embeddings,
         "embedding_scale": _rounded(scale),
