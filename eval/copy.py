@@ -29,8 +29,9 @@ from train.config_file import flatten, to_json
 from train.data.copying import BEGIN, END, SPECIAL
 from train.data.tokenizers import load_tokenizer
 from train.errors import UserError, command, one_line
-from train.summary import mechanism_names
+from train.summary import mechanism_name
 from train.tasks.copy import COPY
+from train.tasks.copy_config import CopyConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,18 @@ def measure_batches(run: Run, batches: Iterable[Mapping[str, Any]]) -> list[dict
     ]
 
 
+def run_settings(config: CopyConfig) -> dict[str, Any]:
+    """The settings in which runs of a row of the table agree. Where the encoder has a mechanism of its own, the name of
+    the decoder's (the first one's of a hybrid) begins with it: runs are labelled by the mechanisms of both sides."""
+    settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}
+    settings["loop"] = {name: getattr(config.loop, name) for name in ("batch", "steps")}
+    del settings["data"]["test_rows"]
+    flat, encoder = flatten(settings), config.model.encoder_mechanism
+    if encoder is not None:
+        flat["model.mechanism.name"] = f"{mechanism_name(encoder)} to {flat['model.mechanism.name']}"
+    return flat
+
+
 class _CopyEvaluation(Evaluation[CopyEvalOptions]):
     kept = "copy_test.json"
 
@@ -112,14 +125,9 @@ class _CopyEvaluation(Evaluation[CopyEvalOptions]):
         lengths = options.length or (*config.data.length, 2 * longest, 4 * longest)
         data = COPY.load(config, ("test",))
         cases = measure_batches(run, COPY.held_out(config, data, "test", lengths=sorted(set(lengths))))
-        settings = {part: to_json(getattr(config, part)) for part in ("data", "model", "optimizer")}
-        settings["loop"] = {name: getattr(config.loop, name) for name in ("batch", "steps")}
-        del settings["data"]["test_rows"]
-        # Runs are labelled by the mechanisms of both sides.
-        names = {"model.mechanism.name": mechanism_names(config.model)}
         return Measured(
             {
-                "settings": flatten(settings) | names,
+                "settings": run_settings(config),
                 "trained": longest,
                 "cases": cases,
                 **run_facts(run),

@@ -8,6 +8,7 @@ import pytest
 
 import eval.copy
 import train.copy
+from eval.recall_table import grouped
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.config import parse
@@ -290,3 +291,18 @@ def test_an_encoder_of_another_mechanism():
         parse(PRESETS, "copy-full", ["--mechanism", "deltanet"], prog="", about="")
     model = parse(PRESETS, "copy-full", line.split(), prog="", about="").model
     assert (type(model.mechanism).__name__, model.encoder.mechanism.window) == ("DeltaNetConfig", 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ("", "local"),
+        ("--late_mechanism full", "local + full"),
+        ("--encoder_mechanism linformer", "linformer to local"),
+        ("--encoder_mechanism linformer --late_mechanism full", "linformer to local + full"),
+    ],
+)
+def test_a_row_of_the_table_names_each_mechanism_once(options, label):
+    argv = f"--num_layers 2 --mechanism local {options}".split()
+    config = parse(PRESETS, "copy-full", argv, prog="", about="")
+    assert list(grouped([{"settings": eval.copy.run_settings(config)}])) == [label]
