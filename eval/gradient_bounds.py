@@ -16,14 +16,15 @@ NormAttention d is the width of the merged heads, over which it normalises, O_i 
 scale, and c_1 is of all heads. Networks with rotary positions have no equation 6 in linear attention: its scores are
 rotated and its denominator is not.
 
-Prints a JSON object for each run: for each layer the `kind` of its attention, the `largest` and the `median` of
-|dL / ds_ij| / (c_1 c_2), the smallest `bound` on it, and `share_of_bound`, the greatest of the measured values over
-their own bounds; `relative`, the largest |s_ij dL / ds_ij| / (c_1 c_2), the gradient by the logarithm of a score, which
-does not depend on the scores' size (of softmax attention, whose score is that logarithm, the same as `largest`);
-`entry`, `entry_bound` and `entry_share`, the largest |dp_ij / ds_ik|, the largest bound (9) or (11) on it, and the
-greatest ratio of the two (null for NormAttention, which has no p); `smallest_score`, c_3 (linear attention only);
-and for NormAttention `share_of_row_bound`, with |dL / dO_i| |V_j| / sqrt(sigma_i^2 + eps) in place of (15): what
-remains of it with the norm of the matrix (52) and each row's own mean square sigma_i^2.
+Prints a JSON object for each run: for each layer, or each of two mechanisms that share it, the `kind` of its attention,
+the `largest` and the `median` of |dL / ds_ij| / (c_1 c_2), the smallest `bound` on it, and `share_of_bound`, the
+greatest of the measured values over their own bounds; `relative`, the largest |s_ij dL / ds_ij| / (c_1 c_2), the
+gradient by the logarithm of a score, which does not depend on the scores' size (of softmax attention, whose score is
+that logarithm, the same as `largest`); `entry`, `entry_bound` and `entry_share`, the largest |dp_ij / ds_ik|, the
+largest bound (9) or (11) on it, and the greatest ratio of the two (null for NormAttention, which has no p);
+`smallest_score`, c_3 (linear attention only); and for NormAttention `share_of_row_bound`, with |dL / dO_i| |V_j| /
+sqrt(sigma_i^2 + eps) in place of (15): what remains of it with the norm of the matrix (52) and each row's own mean
+square sigma_i^2.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from brl_jax.layers import (
     NormConfig,
 )
 from brl_jax.layers.core.protocol import MechanismLayer
+from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
 from eval.locality import layer_weights
@@ -107,6 +109,12 @@ def kind_of(mechanism: Mechanism, dimensions: Dimensions) -> Kind | None:
         case NormConfig(norm="rms"):
             return "norm"
     return None
+
+
+def kinds_of(mechanism: Mechanism, dimensions: Dimensions) -> list[Kind]:
+    """The bounds of a layer, of both mechanisms where two share it; empty if there are none."""
+    parts = mechanism.both.values() if isinstance(mechanism, SideBySideConfig) else (mechanism,)
+    return [kind for part in parts if (kind := kind_of(part, dimensions)) is not None]
 
 
 class LayerGradients(NamedTuple):
@@ -268,7 +276,7 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[np.ndarray]) -> 
     """
     run = open_run([LM], workdir, options.checkpoint)
     config = run.config.model
-    kinds = [kind_of(mechanism, config.dimensions) for mechanism in config.mechanisms]
+    kinds = [kinds_of(mechanism, config.dimensions) for mechanism in config.mechanisms]
     name = mechanism_names(config)
     if not any(kinds):
         raise UserError(
@@ -280,9 +288,7 @@ def measure_run(options: BoundOptions, workdir: str, kept: list[np.ndarray]) -> 
     found = layer_gradients(run.model, run.params, tokens, targets)
     layers, sizes = [], []
     for layer, parts in sorted(found.items()):
-        for part in parts:
-            kind = kinds[layer]
-            assert kind is not None
+        for kind, part in zip(kinds[layer], parts, strict=True):
             measures, size = summary(kind, part, config.norm_epsilon)
             layers.append({"layer": layer, **measures})
             sizes.append(size)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import flax.linen as nn
 import jax
@@ -9,10 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eval.gradient_bounds
 import train.lm
 from brl_jax.layers import FullConfig, LinearConfig, LocalConfig, NormConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.gradient_bounds import _explicit, kind_of, layer_gradients, main, summary
+from eval.gradient_bounds import (
+    BoundOptions,
+    _explicit,
+    kind_of,
+    layer_gradients,
+    main,
+    measure_run,
+    summary,
+)
 from tests.laws.oracles import feed_forward, layers, norm, project, softmax
 from tests.laws.state_oracles import FEATURES
 from train.errors import UserError
@@ -166,6 +176,27 @@ def test_norm_attention_follows_norm_epsilon():
     (found,) = layer_gradients(model, params, tokens, tokens)[0]
     measures, _ = summary("norm", found, epsilon)
     assert measures["bound"] == pytest.approx(1.5 * WIDTH / math.sqrt(epsilon))
+
+
+def test_each_of_two_mechanisms_that_share_a_layer(monkeypatch):
+    config = DecoderConfig(
+        num_layers=2, d_model=WIDTH, num_heads=HEADS, d_ff=8, vocab_size=VOCABULARY, mechanism=NormConfig(),
+        late_mechanism=LocalConfig(window=3), schedule="parallel",
+    )  # fmt: skip
+    model = DecoderLM(config)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH)).astype(np.int32)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
+    run = types.SimpleNamespace(
+        config=types.SimpleNamespace(model=config), model=model, params=params, step=1
+    )
+    monkeypatch.setattr(eval.gradient_bounds, "open_run", lambda *_: run)
+    monkeypatch.setattr(
+        eval.gradient_bounds, "first_rows", lambda *_: {"tokens": tokens, "targets": tokens[:, ::-1]}
+    )
+    result = measure_run(BoundOptions(), "run", [])
+    found = [(layer["layer"], layer["kind"]) for layer in result["layers"]]
+    assert found == [(0, "norm"), (0, "softmax"), (1, "norm"), (1, "softmax")]
+    assert all(0 < layer["share_of_bound"] < 1 for layer in result["layers"])
 
 
 @pytest.mark.slow
