@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import BRLConfig, LocalConfig, Mechanism
+from brl_jax.layers.core.side_by_side import SideBySideConfig
 
 
 def window_reach(mechanisms: Sequence[Mechanism], length: int, is_causal: bool = True) -> int:
@@ -13,11 +14,14 @@ def window_reach(mechanisms: Sequence[Mechanism], length: int, is_causal: bool =
     Vpyg3fqXbl, proposition 2.2); `length` - 1 where a layer has no window. What BRL's compressed tokens add is not
     counted.
     """
-    reach = 0
-    for mechanism in mechanisms:
+
+    def of_layer(mechanism: Mechanism) -> int:
+        if isinstance(mechanism, SideBySideConfig):
+            return max(map(of_layer, mechanism.both.values()))
         local = mechanism.local if isinstance(mechanism, BRLConfig) else mechanism
         if not isinstance(local, LocalConfig) or local.pattern != "sliding":
             return length - 1
         window = SlidingWindow.of_width(local.window, is_causal)
-        reach += max(window.left, window.right)
-    return min(reach, length - 1)
+        return max(window.left, window.right)
+
+    return min(sum(map(of_layer, mechanisms)), length - 1)

@@ -1,5 +1,6 @@
 """eval.jacobian: the sensitivities against the whole Jacobian, their averages by distance, and the command."""
 
+import dataclasses
 import json
 
 import flax.linen as nn
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import BRLConfig, LocalConfig
+from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.jacobian import by_distance, loss_gradients, main, sensitivities, stack_io
 from eval.reach import window_reach
@@ -29,6 +30,18 @@ def _network(mechanism, **options):
     objective = recall_objective(DecoderLM(config))
     batch = draw_rows(DATA, DATA.cases[0], (0,), 2)
     return objective, nn.unbox(objective.init(jax.random.key(0))), batch
+
+
+def test_a_layer_of_two_windows_reaches_as_far_as_the_wider_one():
+    config = DecoderConfig(
+        num_layers=2,
+        mechanism=LocalConfig(window=3),
+        late_mechanism=LocalConfig(window=6),
+        schedule="parallel",
+    )
+    assert window_reach(config.mechanisms, 20) == 2 * 5
+    beside_all = dataclasses.replace(config, late_mechanism=FullConfig())
+    assert window_reach(beside_all.mechanisms, 20) == 19
 
 
 @pytest.mark.slow
