@@ -30,13 +30,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
 from eval import gpu_mechanisms
+from eval.plotting import json_path
 from eval.program_costs import computations, trips
 from train.config import parse_options
 from train.errors import RunError, UserError, command
+from train.storage import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,6 +479,7 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m eval.gpu_costs",
         about="Compiles the GPU kernels and prints their costs.",
     )
+    path = json_path(options.json)
     for name in ("triton", "jax_triton", "jax_plugins"):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"{name} is missing: pip install -e '.[gpu]'")
@@ -516,8 +520,8 @@ def main(argv: Sequence[str]) -> None:
             chunked.add_row(*row)
             problems += found
     console.print(chunked)
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
+    if path is not None:
+        write_whole(epath.Path(path), json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
     if problems:
         raise RunError("; ".join(problems))
 

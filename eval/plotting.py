@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from train.errors import UserError
+from train.storage import write_whole
 
 _COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00",
@@ -111,9 +114,10 @@ def label_points(
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder that the option --pictures names. Raises UserError if that fails."""
+    """Makes the folder that the option --pictures names. Raises UserError if it cannot be made or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _try_to_write(folder)
     except OSError as error:
         raise UserError(f"--pictures: cannot write under {folder}: {error.strerror}") from error
 
@@ -123,15 +127,44 @@ def picture_path(picture: str | None) -> Path | None:
     if picture is None:
         return None
     path = Path(picture)
-    folder = path.parent
-    if path.suffix != ".png" or path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+    if path.suffix != ".png" or not _can_be_written(path):
         raise UserError(f"--picture: expected a .png file in a folder that can be written to, got {path}")
     return path
 
 
+def json_path(file: str | None) -> Path | None:
+    """The file that the option --json names. Raises UserError if it cannot be written."""
+    if file is None:
+        return None
+    path = Path(file)
+    if not _can_be_written(path):
+        raise UserError(f"--json: expected a file in a folder that can be written to, got {path}")
+    return path
+
+
+def _can_be_written(path: Path) -> bool:
+    """Whether a file can be written; asked before work whose results go there."""
+    if path.is_dir():
+        return False
+    try:
+        _try_to_write(path.parent)
+    except OSError:
+        return False
+    return True
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError where no file can be made in a folder: permissions do not say it of a user to whom they do not
+    apply, of file systems that are read-only, or of folders such as /proc."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a figure as a PNG."""
-    figure.savefig(path, dpi=130)
+    """Writes a figure as a PNG: an earlier picture of that name stays until the new one is whole."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=130, format="png")
+    write_whole(epath.Path(path), content.getvalue())
     return path
 
 

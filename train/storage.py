@@ -105,15 +105,16 @@ def beside(path: epath.Path) -> epath.Path:
     return path.parent / f".{path.name}.{uuid.uuid4().hex}"
 
 
-def write_whole(path: epath.Path, text: str) -> None:
-    """Writes `path` in UTF-8, under another name that is then renamed; the folder must exist. In object storage a file
-    is whole as soon as it appears."""
+def write_whole(path: epath.Path, content: str | bytes) -> None:
+    """Writes `path`, text in UTF-8, under another name that is then renamed; the folder must exist. In object storage a
+    file is whole as soon as it appears."""
+    content = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        path.write_bytes(text.encode())
+        path.write_bytes(content)
         return
     aside = beside(path)
     try:
-        aside.write_bytes(text.encode())
+        aside.write_bytes(content)
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)

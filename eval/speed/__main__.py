@@ -17,7 +17,6 @@ writes and draws what was measured so far. With --generation it times a whole ne
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.plotting import make_folder
+from eval.plotting import json_path, make_folder
 from eval.speed import (
     classifiers,
     decoders,
@@ -41,7 +40,7 @@ from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
 from eval.speed.pictures import draw
 from train.config import parse_options
-from train.errors import RunError, UserError, command
+from train.errors import RunError, command
 
 LEVELS = {
     "functions": functions.cases,
@@ -64,9 +63,7 @@ def main(argv: Sequence[str]) -> None:
         about="Times attention, functions and layers, side by side. With --generation: a whole network that generates, "
         "see --generation --help.",
     )
-    path = None if options.json is None else Path(options.json)
-    if path is not None and (path.is_dir() or not (path.parent.is_dir() and os.access(path.parent, os.W_OK))):
-        raise UserError(f"--json: expected a file in a folder that can be written to, got {path}")
+    path = json_path(options.json)
     pictures = None if options.pictures is None else Path(options.pictures)
     if pictures is not None:
         make_folder(pictures)

@@ -33,7 +33,7 @@ from rich.table import Table
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.plotting import make_folder
+from eval.plotting import json_path, make_folder
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, NoNumber, Program, available_bytes, measure
 from train.config import parse_options
@@ -112,6 +112,7 @@ def run(argv: Sequence[str]) -> None:
         prog="python -m eval.speed --generation",
         about="Times generation with a cache: TLinFormer beside a plain decoder.",
     )
+    path = json_path(options.json)
     if options.pictures is not None:
         make_folder(Path(options.pictures))
     try:
@@ -144,8 +145,8 @@ def run(argv: Sequence[str]) -> None:
             )
         for text in report.note_lines([{"level": "generation", **row} for row in rows]):
             console.print(text, highlight=False, soft_wrap=True)
-        if options.json is not None:
-            report.write_json(Path(options.json), rows, options, lines=fitted)
+        if path is not None:
+            report.write_json(path, rows, options, lines=fitted)
         if options.pictures is not None and rows:
             path = generation_pictures.draw(rows, Path(options.pictures))
             console.print(f"drew {path}", highlight=False, soft_wrap=True)

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 from rich import box
 from rich.table import Table
 
 from eval.speed.encoders import NUM_LAYERS
 from eval.speed.functions import TORCH, has_torch
 from eval.speed.options import Level, SpeedOptions
+from train.storage import write_whole
 
 PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step", "train": "train"}
 
@@ -242,6 +244,4 @@ def write_json(path: Path, rows: Sequence[dict], options: Any, **fitted: Any) ->
         "rows": list(rows),
         **fitted,
     }
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
+    write_whole(epath.Path(path), json.dumps(result, indent=1) + "\n")

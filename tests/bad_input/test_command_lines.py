@@ -175,6 +175,17 @@ OTHERS = {
     ("eval.survey", "--seeds 1 1"): "--seeds must be",
     ("eval.survey", "--steps 0"): "--steps must be",
     ("eval.survey", "--picture /nowhere/x.png"): "--picture",
+    (
+        "eval.survey",
+        "--picture /proc/x.png",
+    ): "--picture: expected a .png file in a folder that can be written to",
+    (
+        "eval.gpu_costs",
+        "--json /nowhere/x.json",
+    ): "--json: expected a file in a folder that can be written to",
+    ("eval.speed", "--json /proc/x.json"): "--json: expected a file in a folder that can be written to",
+    ("eval.speed", "--generation --json /nowhere/x.json"): "--json: expected a file in a folder that can",
+    ("eval.speed", "--levels layers --pictures /proc"): "--pictures: cannot write under /proc",
     ("eval.speed", "--lengths 0"): "--lengths|lengths",
     ("eval.speed", "--mechanisms x"): "--mechanisms|mechanisms",
     ("eval.speed", "--repeats 0"): "--repeats|repeats",
