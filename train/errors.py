@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -74,7 +78,8 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     """
     keep_freed_memory()
     try:
-        main(sys.argv[1:])
+        with _heeding_interrupts():
+            main(sys.argv[1:])
     except UserError as error:
         return _report(name, str(error), 2)
     except RunError as error:
@@ -96,6 +101,34 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
             raise
         return _report(name, f"object storage: {one_line(error)}", 1)
     return 0
+
+
+@contextlib.contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """A context in which Ctrl-C is not lost where Python ignores exceptions: it comes again.
+
+    Such a place is JAX's function in the garbage collector, which imports and traces call so often that a large part of
+    all interrupts meet it."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            _thread.start_new_thread(interrupt_again, ())  # here it would be ignored again
+        else:
+            before(unraisable)
+
+    def interrupt_again() -> None:
+        time.sleep(0.01)
+        _thread.interrupt_main()
+
+    # train.checkpoint sets a hook before this one, which must stay: reads that were abandoned end after the command.
+    hook.silences_abandoned_reads = getattr(before, "silences_abandoned_reads", False)  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
 
 
 def _report(name: str, message: str, status: int) -> int:
