@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.lra import KEPT, measure_run
+from eval.main import unfinished
 from eval.survey.options import SurveyRun
 from train.config_file import read_values
 from train.errors import RunError, UserError
@@ -21,14 +22,17 @@ _PLACES = ("loop.workdir", "data.cache_dir")
 
 
 def finished(run: SurveyRun) -> dict[str, Any] | None:
-    """What was measured of a run on the test split; None if it was not trained and measured as it is configured."""
+    """What was measured of a run on the test split; None if it was not trained to its end and measured as it is
+    configured."""
     folder = Path(run.config.loop.workdir)
     try:
         config = read_values(folder / "config.json")
         measured = json.loads((folder / KEPT).read_text())
     except (OSError, ValueError):
         return None
-    return None if LRA.differences(config, run.config, _PLACES) else measured
+    # A run with steps left may have been measured by eval.lra.
+    is_other = LRA.differences(config, run.config, _PLACES) or unfinished(folder, run.config) is not None
+    return None if is_other else measured
 
 
 def train_all(runs: Sequence[SurveyRun]) -> None:

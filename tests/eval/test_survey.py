@@ -104,6 +104,11 @@ def test_a_finished_run_is_not_repeated_and_a_changed_one_is(tmp_path, monkeypat
     assert train(seeds=(0, 1, 2)) == ["listops/local/2", "listops/full/2"]
     (tmp_path / "listops/full/1" / KEPT).unlink()  # stopped before it was measured
     assert train() == ["listops/full/1"]
+    # Stopped in the middle, and measured there by eval.lra.
+    (tmp_path / "listops/full/1/checkpoints/50").mkdir(parents=True)
+    assert train() == ["listops/full/1"]
+    (tmp_path / "listops/full/1/checkpoints/50").rename(tmp_path / "listops/full/1/checkpoints/300")
+    assert train() == []
     # Another batch makes other runs, of which nothing of the old ones may remain.
     marker = tmp_path / "listops/local/0/marker"
     marker.touch()
