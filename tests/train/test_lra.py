@@ -15,7 +15,7 @@ import pytest
 
 import eval.lra
 import train.lra
-from brl_jax.layers import FlowformerConfig
+from brl_jax.layers import CosformerConfig, FlowformerConfig, MLRConfig
 from brl_jax.models import EncoderConfig, TokenClassifier
 from eval.groups import compared
 from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
@@ -49,6 +49,27 @@ def run(workdir, more=LOCAL, task="listops"):
     train.lra.main(
         f"{task} --workdir {workdir} {TINY} --steps 6 --eval_every 3 --checkpoint_every 2 {more}".split()
     )
+
+
+@pytest.mark.parametrize("mechanism", [CosformerConfig(), MLRConfig(ranks=(4, 2, 2))])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_sequence_is_read_alike_in_every_bucket(mechanism, pooling):
+    """Also by mechanisms whose settings follow the length of the rows."""
+    preset = PRESETS["text"]
+    model = dataclasses.replace(
+        preset.model, d_model=16, num_heads=2, d_ff=16, mechanism=mechanism, pooling=pooling
+    )
+    data = dataclasses.replace(preset.data, length=32, buckets=(8, 16, 32))
+    config = LRA.sized(dataclasses.replace(preset, model=model, data=data))
+    classifier = LRA.model(config)
+    lengths, logits = np.array([7]), []
+    params = classifier.init(jax.random.key(0), np.zeros((1, 1), np.int32))
+    for width in data.padded_lengths:
+        tokens = np.zeros((1, width), np.int32)
+        tokens[:, :7] = np.arange(7) * 20
+        logits.append(classifier.apply(params, tokens, lengths=lengths))
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)
 
 
 def lines(workdir):

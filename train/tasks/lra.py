@@ -22,7 +22,7 @@ from train.mup import make_rates
 from train.pretrained import pretrained_run, pretrained_weights, replaced
 from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Task
-from train.tasks.lra_config import PRESETS, LraConfig, check_grid
+from train.tasks.lra_config import PRESETS, LraConfig, for_rows
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.lra_denoise import LRA_DENOISE
 from train.tasks.lra_head import fitted_head
@@ -79,15 +79,14 @@ class LraTask(Task[LraConfig, LraData]):
 
     def sized(self, config: LraConfig, data: LraData | None = None) -> LraConfig:
         """The arena's task decides the tokens and the classes; a run that this one starts from may have a mask more."""
-        check_grid(config.data, config.model)
         sizes = LRA_TASKS[config.data.task]
-        found = self._pretrained(config) if config.pretrained else None
-        model = dataclasses.replace(
-            config.model,
-            vocab_size=sizes.vocab_size if found is None else found[1].model.vocab_size,
-            num_classes=sizes.num_classes,
-            max_length=config.data.padded_lengths[-1],
+        model = for_rows(
+            config.data, config.model, vocab_size=sizes.vocab_size, num_classes=sizes.num_classes
         )
+        config = dataclasses.replace(config, model=model)
+        if config.pretrained:
+            _, found = self._pretrained(config)
+            model = dataclasses.replace(model, vocab_size=found.model.vocab_size)
         return dataclasses.replace(config, model=model)
 
     def _pretrained(self, config: LraConfig) -> tuple[Task[Any, Any], Any]:

@@ -93,8 +93,23 @@ def recast(kind: type[_Part], part: Any, **changes: Any) -> _Part:
     return kind(**{field.name: getattr(part, field.name) for field in dataclasses.fields(part)} | changes)
 
 
-def check_grid(data: LraDataConfig, model: EncoderConfig) -> None:
-    """Raises UserError where a mechanism's grid is not that of the task's images."""
+_Model = TypeVar("_Model", bound=EncoderConfig)
+
+
+def for_rows(data: LraDataConfig, model: _Model, **changes: Any) -> _Model:
+    """A network for the rows of a task, with some fields changed. Mechanisms whose settings follow the length take that
+    of the longest bucket, so that a sequence is read alike in every bucket.
+
+    Raises:
+      UserError: a mechanism's grid is not that of the task's images.
+    """
+    _check_grid(data, model)
+    longest = data.padded_lengths[-1]
+    with_class_token = longest + (model.pooling == "cls")
+    return dataclasses.replace(model.for_training(with_class_token), max_length=longest, **changes)
+
+
+def _check_grid(data: LraDataConfig, model: EncoderConfig) -> None:
     for name in ("mechanism", "late_mechanism"):
         mechanism = getattr(model, name)
         in_a_grid = getattr(mechanism, "pattern", None) in ("axial", "neighbourhood")

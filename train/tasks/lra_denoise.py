@@ -25,7 +25,7 @@ from train.loop import HeldOut
 from train.mesh import host_rows
 from train.step import Objective, means, perplexity
 from train.task import Task
-from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, check_grid, recast
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.mlm import mlm_objective
 
@@ -80,13 +80,9 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
 
     def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
         """The arena's task decides the tokens, of which the mask is one more."""
-        check_grid(config.data, config.model)
         sizes = LRA_TASKS[config.data.task]
-        model = dataclasses.replace(
-            config.model,
-            vocab_size=sizes.vocab_size + 1,
-            num_classes=sizes.num_classes,
-            max_length=config.data.padded_lengths[-1],
+        model = for_rows(
+            config.data, config.model, vocab_size=sizes.vocab_size + 1, num_classes=sizes.num_classes
         )
         return dataclasses.replace(config, model=model)
 

@@ -26,7 +26,7 @@ from train.loop import HeldOut
 from train.mup import make_rates
 from train.step import Batch, Objective, classification, means, random_streams
 from train.task import Task
-from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, check_grid, recast
+from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 
 
@@ -101,13 +101,8 @@ class LraTraceTask(Task[TraceConfig, LraData]):
 
     def sized(self, config: TraceConfig, data: LraData | None = None) -> TraceConfig:
         """The arena's task decides the tokens; a lit pixel is of one of two classes."""
-        check_grid(config.data, config.model)
-        model = dataclasses.replace(
-            config.model,
-            vocab_size=LRA_TASKS[config.data.task].vocab_size,
-            num_classes=2,
-            max_length=config.data.padded_lengths[-1],
-        )
+        vocab_size = LRA_TASKS[config.data.task].vocab_size
+        model = for_rows(config.data, config.model, vocab_size=vocab_size, num_classes=2)
         return dataclasses.replace(config, model=model)
 
     def model(self, config: TraceConfig) -> TokenClassifier:
