@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -12,6 +13,7 @@ from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.in_place import write_places
 from brl_jax.attention.core.softmax import MASKED, block_sums
+from brl_jax.attention.recurrent.arguments import check_state
 from brl_jax.attention.sorting.lsh import (
     alone_sees_itself,
     attend_in_buckets,
@@ -92,8 +94,14 @@ def lsh_step(
 
     Returns:
       (B, T, N, V) in the dtype of the query, and the new state.
+
+    Raises:
+      ValueError: arrays that do not fit, or a state for other sizes, rounds or buckets.
     """
     check_lsh_arguments(past_query, past_value, rotations)
+    sizes = {"num_rounds": rotations.shape[0], "num_buckets": 2 * rotations.shape[2]}
+    fresh = functools.partial(init_lsh_state, *past_query.shape[:3], **sizes)
+    check_state(state, jax.eval_shape(fresh), "init_lsh_state")
     scale = check_scale(scale, query.shape[3])
     length, room = query.shape[1], past_query.shape[1]
     num_buckets = 2 * rotations.shape[2]

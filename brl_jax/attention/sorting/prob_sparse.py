@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.scores import softmax_weights
 from brl_jax.attention.core.varying import vary_like
+from brl_jax.attention.recurrent.arguments import check_state
 
 # Queries that attend at a time: their scores for all keys are the largest array in memory.
 _QUERY_BLOCK = 128
@@ -199,8 +201,14 @@ def prob_sparse_step(
 
     Returns:
       (B, T, N, V) in the dtype of the query, the new sum of the values, and the new state.
+
+    Raises:
+      ValueError: a state for other sizes or another factor.
     """
     length, heads = query.shape[1:3]
+    batch, room = key.shape[:2]
+    fresh = functools.partial(init_prob_sparse_state, batch, room, heads, factor)
+    check_state(state, jax.eval_shape(fresh), "init_prob_sparse_state")
     scale = check_scale(scale, query.shape[3])
     count = length if count is None else count
     dtype = query.dtype

@@ -112,3 +112,30 @@ def test_an_odd_number_of_buckets_is_refused(number):
         lsh_rotations(jax.random.key(0), 8, num_buckets=number)
     with pytest.raises(ValueError, match="num_buckets must be an even int of at least 2, got"):
         init_lsh_state(1, 8, 2, num_buckets=number)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"num_buckets": 8},
+            r"state.counts must be int32 of shape \(2, 4, 4, 4\), got int32 of shape \(2, 4, 4, 8\)",
+        ),
+        (
+            {"num_rounds": 3},
+            r"state.codes must be int32 of shape \(2, 4, 4, 9\), got int32 of shape \(3, 4, 4, 9\)",
+        ),
+        (
+            {"length": 8},
+            r"state.codes must be int32 of shape \(2, 4, 4, 9\), got int32 of shape \(2, 4, 4, 8\)",
+        ),
+    ],
+)
+def test_a_state_of_other_sizes_is_refused(sizes, message):
+    """With other numbers of buckets a step would count tokens in the wrong one."""
+    query, value = arrays_of(9)
+    query, value = (jnp.concatenate([x, x])[:4] for x in (query, value))
+    sizes = {"length": 9, "num_rounds": 2, "num_buckets": 4} | sizes
+    state = init_lsh_state(4, sizes.pop("length"), query.shape[2], **sizes)
+    with pytest.raises(ValueError, match=message):
+        lsh_step(query[:, :2], query, value, rotations_for(query), state, start=0)

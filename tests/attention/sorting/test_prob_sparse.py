@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention, init_prob_sparse_state, prob_sparse_attention
+from brl_jax import full_attention, init_prob_sparse_state, prob_sparse_attention, prob_sparse_step
 from brl_jax.attention.sorting import prob_sparse, reference
 from tests.attention.local.test_local import random_qkv
 from tests.attention.oracles import relative_error
@@ -81,3 +81,14 @@ def test_other_lengths_and_sizes_are_refused():
         prob_sparse_attention(query, key[:, :5], value[:, :5], rng=KEY)
     with pytest.raises(ValueError, match="num_heads must be an int of at least 1, got 0"):
         init_prob_sparse_state(1, 8, 0)
+
+
+@pytest.mark.parametrize(("length", "factor"), [(8, 2), (200, 2), (9, 1)])
+def test_a_state_of_other_sizes_is_refused(length, factor):
+    """It would rank a query among too few of the earlier ones."""
+    query, key, value = (x[:1] for x in random_qkv(90, heads=4)[:3])
+    key, value = key[:, :60], value[:, :60]
+    state = init_prob_sparse_state(1, length, query.shape[2], factor)
+    sums = jnp.zeros((1, *value.shape[2:]), jnp.float32)
+    with pytest.raises(ValueError, match=r"state\.measures must be float32 of shape"):
+        prob_sparse_step(query[:, :2], key, value, sums, state, start=0, rng=KEY, factor=2)
