@@ -24,7 +24,7 @@ import tyro
 from etils import epath
 from jaxtyping import Int
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.attention.core.checks import check_at_least, check_counts
 from brl_jax.decoding import generate
 from eval.generate_batch import Sampling, check_length, generate_file
 from eval.lm import read_run
@@ -67,6 +67,7 @@ class GenerateOptions:
 
     def __post_init__(self):
         check_at_least(self, "tokens", "slots")
+        check_counts(self, "tokens")
         if (self.batch is None) != (self.out is None):
             raise ValueError(f"batch and out must be given together, got {self.batch} and {self.out}")
         if self.batch is not None and (self.prompt or self.prompt_file is not None):

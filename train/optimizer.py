@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from brl_jax.attention.core.checks import check_counts
+
 Schedule = Callable[[Any], Any]
 
 # Axes that do not turn a vector into a matrix: the one that stacks equal layers, those without a name, and the cores of
@@ -50,6 +52,7 @@ class OptimizerConfig:
         for name in ("warmup_steps", "weight_decay", "clip_norm"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_counts(self, "warmup_steps")
         for name in ("learning_rate", "epsilon"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -45,6 +45,7 @@ LM = {
     "--learning_rate nan": "--learning_rate must be",
     "--learning_rate inf": "--learning_rate must be",
     "--warmup_steps -1": "--warmup_steps must be",
+    "--warmup_steps 10000000000": "--warmup_steps must be at most 2147483647, got 10000000000",
     "--decay fast": "--decay",
     "--beta1 1": "--beta1 must be",
     "--beta2 -0.1": "--beta2 must be",
@@ -160,6 +161,10 @@ OTHERS = {
     ("eval.generate", "--workdir /nowhere --prompt x"): "--workdir: no run there",
     ("eval.generate", "--batch prompts.jsonl"): "--batch and out must be given together",
     ("eval.generate", "--workdir /nowhere --tokens 0"): "--tokens must be|--workdir: no run there",
+    (
+        "eval.generate",
+        "--prompt x --tokens 10000000000",
+    ): "--tokens must be at most 2147483647, got 10000000000",
     ("eval.generate", "--workdir /nowhere --temperature -1"): "--temperature must|--workdir: no run there",
     ("eval.generate", "--workdir /nowhere --prompt x --seed 99999999999999999999"): "--seed must be",
     ("eval.locality", "--workdir /nowhere"): "--workdir: no run there",

@@ -72,6 +72,14 @@ def check_at_least(owner: object, *names: str, least: int = 1) -> None:
         require(value >= least, f"{name} must be at least {least}, got {value}")
 
 
+def check_counts(owner: object, *names: str) -> None:
+    """Raises ValueError unless each of these attributes of a configuration can be counted to in int32."""
+    most = int(np.iinfo(np.int32).max)
+    for name in names:
+        value = getattr(owner, name)
+        require(value <= most, f"{name} must be at most {most}, got {value}")
+
+
 def check_finite(owner: object, *names: str) -> None:
     """Raises ValueError unless each of these attributes of a configuration is a finite number or None."""
     for name in names:
