@@ -399,7 +399,8 @@ def sample(
       key: random key.
       logits: (B, V) floats.
       top_k: how many of the likeliest tokens remain; None for all. Ties with the last of them remain too.
-      top_p: the fewest of the likeliest tokens whose probabilities reach this sum remain; None for all.
+      top_p: the fewest of the likeliest tokens whose probabilities reach this sum remain, and ties with the last of
+        them; None for all.
 
     Returns:
       (B,) int32.

@@ -20,8 +20,9 @@ from train.errors import UserError, one_line
 NUM_CLASSES = 10
 RESOLUTION = 32
 _IMAGES = 512
-# ITU-R 601: what TensorFlow's rgb_to_grayscale, which the Long Range Arena uses, weighs the colours with.
-_LUMA = np.array([0.2989, 0.5870, 0.1140])
+# ITU-R 601: what TensorFlow's rgb_to_grayscale, which the Long Range Arena uses, weighs the colours with. It counts
+# them from 0 to 1 and goes back to whole numbers by a factor of 255.5, so that white, 0.9999, is 255.
+_LUMA = np.array([0.2989, 0.5870, 0.1140]) * 255.5 / 255
 
 
 def _grey(images: np.ndarray, where: str) -> np.ndarray:
@@ -54,7 +55,7 @@ def open_tfds_source() -> Source:
 
     counts = {str(name): len(source) for name, source in sources.items()}
     splits = {split: functools.partial(read, split) for split in SPLIT_OF}
-    return Source("tfds:cifar10", digest("tfds:cifar10", counts), splits)
+    return Source("tfds:cifar10", digest("tfds:cifar10", counts, _LUMA.tolist()), splits)
 
 
 def open_files(folder: Path) -> Source | None:

@@ -59,6 +59,7 @@ def test_npz(tmp_path):
 def test_colours_become_grey(tmp_path):
     colours = np.zeros((10, 32, 32, 3), np.uint8)
     colours[0] = (100, 200, 50)
+    colours[1] = 255
     arrays = {
         "x_train": colours,
         "y_train": np.zeros((10, 1), int),
@@ -67,7 +68,9 @@ def test_colours_become_grey(tmp_path):
     }
     np.savez(tmp_path / "x.npz", **arrays)
     _, found = read(tmp_path, "image", tmp_path)
-    assert set(found["train"][0][0]) == {int(0.2989 * 100 + 0.587 * 200 + 0.114 * 50)}
+    # As TensorFlow's rgb_to_grayscale has them.
+    assert set(found["train"][0][0]) == {int((0.2989 * 100 + 0.587 * 200 + 0.114 * 50) * 255.5 / 255)}
+    assert set(found["train"][1][0]) == {255}
 
 
 @pytest.mark.parametrize(
