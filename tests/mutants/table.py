@@ -2052,8 +2052,8 @@ MUTANTS = (
     Mutant(
         "eval/a survey's run of another configuration counts as finished",
         "eval/survey/training.py",
-        "return None if LRA.differences(config, run.config, _PLACES) else measured",
-        "return measured",
+        "is_other = LRA.differences(config, run.config, _PLACES) or unfinished(folder, run.config) is not None",
+        "is_other = unfinished(folder, run.config) is not None",
         ("tests/eval/test_survey.py", "-k", "not_repeated"),
     ),
     Mutant(
