@@ -158,7 +158,7 @@ class Evaluation(Generic[P]):
         measured = self.measure(run, options)
         if self.kept is not None and self.is_standard(options):
             path = epath.Path(run.config.loop.workdir) / self.kept
-            kept = {**measured.result, "configuration": _measured_settings(run.task, run.config)}
+            kept = {**measured.result, "measured_settings": _measured_settings(run.task, run.config)}
             try:
                 with as_os_errors():
                     write_whole(path, json.dumps(kept, indent=1) + "\n")
@@ -208,7 +208,7 @@ class Evaluation(Generic[P]):
             return None
         try:
             result = json.loads((workdir / self.kept).read_text())
-            step, settings = result["step"], result["configuration"]
+            step, settings = result["step"], result.pop("measured_settings")
         except (ValueError, KeyError, TypeError):
             return None
         if settings != _measured_settings(task, config):

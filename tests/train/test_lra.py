@@ -117,7 +117,7 @@ def test_measuring(runs, capsys):
     assert result["errors_above_chance"] == pytest.approx((p - result["chance"]) / result["standard_error"])
     assert result["model"] == "local, w = 4"
     kept = json.loads((runs / "local" / "lra_test.json").read_text())
-    assert kept.pop("configuration")["data.task"] == "listops"
+    assert kept.pop("measured_settings")["data.task"] == "listops"
     assert kept == result
     best = max(
         (line for line in lines(runs / "local") if "val_accuracy" in line),
