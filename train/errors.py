@@ -8,12 +8,16 @@ import errno
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from train.allocator import keep_freed_memory
+
+#: What reading a file raises that is missing, cut off or damaged, compressed or not.
+UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 class UserError(ValueError):

@@ -16,6 +16,7 @@ from brl_jax.layers import CosformerConfig, MLRConfig
 from eval.glue import task_metrics
 from eval.glue_table import PAPER, markdown, summarise
 from eval.runs import open_run
+from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.test_mlm import TINY as TINY_MLM
@@ -178,15 +179,7 @@ def test_a_sentence_is_read_alike_in_every_bucket(tmp_path, mechanism, rows):
             preset, data=dataclasses.replace(preset.data, length=32), pretrained=str(tmp_path)
         )
     )
-    classifier = GLUE.model(config)
-    lengths, logits = np.array([7]), []
-    params = classifier.init(jax.random.key(0), np.zeros((1, 1), np.int32))
-    for width in (8, 16, 32):
-        tokens = np.zeros((1, width), np.int32)
-        tokens[:, :7] = np.arange(7) * 20
-        logits.append(classifier.apply(params, tokens, lengths=lengths))
-    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)
+    check_read_alike(GLUE.model(config), (8, 16, 32))
 
 
 def test_metrics_are_the_tasks_own():

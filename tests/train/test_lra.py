@@ -22,6 +22,7 @@ from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
 from eval.lra_table import average_note, markdown
 from eval.main import Measured
 from eval.runs import open_run
+from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
@@ -61,15 +62,7 @@ def test_a_sequence_is_read_alike_in_every_bucket(mechanism, pooling):
     )
     data = dataclasses.replace(preset.data, length=32, buckets=(8, 16, 32))
     config = LRA.sized(dataclasses.replace(preset, model=model, data=data))
-    classifier = LRA.model(config)
-    lengths, logits = np.array([7]), []
-    params = classifier.init(jax.random.key(0), np.zeros((1, 1), np.int32))
-    for width in data.padded_lengths:
-        tokens = np.zeros((1, width), np.int32)
-        tokens[:, :7] = np.arange(7) * 20
-        logits.append(classifier.apply(params, tokens, lengths=lengths))
-    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)
+    check_read_alike(LRA.model(config), data.padded_lengths)
 
 
 def lines(workdir):

@@ -15,7 +15,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -26,7 +25,7 @@ from jaxtyping import Float, Int
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
-from train.errors import UserError, one_line
+from train.errors import UNREADABLE, UserError, one_line
 from train.fields import Needed
 
 Features = Literal["univariate", "multivariate"]
@@ -102,7 +101,7 @@ def load_series(config: SeriesConfig) -> Series:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (*UNREADABLE, ValueError) as error:
         raise UserError(f"--data: {path} cannot be read: {one_line(error)}") from error
     if len(rows) < 2 or len(rows[0]) < 2 or rows[0][0] != "date":
         raise UserError(f"--data: expected a first column 'date' and columns of numbers in {path}")

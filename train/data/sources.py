@@ -16,7 +16,6 @@ import hashlib
 import os
 import re
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,7 @@ from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
-from train.errors import UserError, one_line
+from train.errors import UNREADABLE, UserError, one_line
 from train.storage import as_os_errors, is_remote
 
 _EXPECTED = (
@@ -89,7 +88,7 @@ def _reading(file: _File) -> Iterator[None]:
     try:
         with as_os_errors():
             yield
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         raise UserError(f"--data: cannot read {file.address}: {error}") from error
 
 

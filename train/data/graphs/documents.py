@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import scipy.sparse as sp
 from train.data.graphs.graph import RawGraph, Relation
 from train.data.graphs.images import describe
 from train.data.lra.files import numbered_lines, shown
-from train.errors import UserError, one_line
+from train.errors import UNREADABLE, UserError, one_line
 
 
 def post_files(folder: Path) -> list[Path]:
@@ -75,7 +74,7 @@ def read_nodes(path: Path) -> RawGraph:
                 features = describe(images)
             else:
                 features, labels = np.asarray(file["features"]), np.asarray(file["labels"])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (*UNREADABLE, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(
             f'--data_dir: {path}: expected an .npz file with "features" and "labels", or with images as "x_train", '
             f'"y_train", "x_test" and "y_test"'

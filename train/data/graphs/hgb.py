@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import json
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import scipy.sparse as sp
 
 from train.data.graphs.graph import RawGraph, both_ways
 from train.data.lra.files import numbered_lines, shown
-from train.errors import UserError, one_line
+from train.errors import UNREADABLE, UserError, one_line
 
 _FILES = ("node.dat", "link.dat", "label.dat", "label.dat.test")
 
@@ -103,7 +102,7 @@ def _info(folder: Path) -> dict[str, Any]:
             found = json.loads(file.read().decode())
     except json.JSONDecodeError as error:
         raise UserError(f"--data_dir: {path}, line {error.lineno}: expected JSON: {error.msg}") from error
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except (*UNREADABLE, UnicodeDecodeError) as error:
         raise UserError(f"--data_dir: {path} cannot be read: {one_line(error)}") from error
     if not isinstance(found, dict):
         raise UserError(f"--data_dir: {path}, line 1: expected a JSON object")

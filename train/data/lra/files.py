@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +15,7 @@ from etils import epath
 from jaxtyping import Int
 
 from train.data.lra.examples import Chunk, chunk_of
-from train.errors import UserError, one_line
+from train.errors import UNREADABLE, UserError, one_line
 from train.storage import beside
 
 T = TypeVar("T")
@@ -65,7 +64,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line.rstrip(b"\r\n")
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"--data_dir: {path} cannot be read (a truncated file?): {one_line(error)}"
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from train.data.lra.examples import Chunk, Source, digest
 from train.data.lra.files import SPLIT_OF, file_stats, rows_of
 from train.data.lra.pathfinder import image_chunk
 from train.data.named_sources import open_tfds
-from train.errors import UserError, one_line
+from train.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 10
 RESOLUTION = 32
@@ -98,7 +97,7 @@ def _array(path: Path, name: str) -> np.ndarray:
             if name not in arrays:
                 raise UserError(f"--data_dir: {path} has no {name}, only {', '.join(arrays)}")
             return arrays[name]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (*UNREADABLE, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"--data_dir: cannot read {path} (truncated?): {one_line(error)}") from error

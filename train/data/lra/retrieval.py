@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import functools
 import gzip
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from train.data.lra.examples import Chunk, Source, chunk_of, digest
 from train.data.lra.files import file_stats, numbered_lines, parsed, shown
-from train.errors import UserError, one_line
+from train.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 2
 _AAN_FILES = {
@@ -115,7 +114,7 @@ def _books(table: Path, files: dict[str, Path]) -> dict[str, list[bytes]]:
             if author is None:
                 raise UserError(f"--data_dir: {table}: the author of {row['repo']} is not known")
             by_author.setdefault(author, []).append(texts[row["split"]][start : start + size])
-    except (OSError, EOFError, KeyError, ValueError, zlib.error) as error:
+    except (*UNREADABLE, KeyError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(

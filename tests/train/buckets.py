@@ -1,0 +1,16 @@
+"""What a classifier must read alike however far its rows are padded."""
+
+import jax
+import numpy as np
+
+
+def check_read_alike(classifier, widths):
+    """Asserts that the logits of one short sequence are the same in rows of each of three widths."""
+    lengths, logits = np.array([7]), []
+    params = classifier.init(jax.random.key(0), np.zeros((1, 1), np.int32))
+    for width in widths:
+        tokens = np.zeros((1, width), np.int32)
+        tokens[:, :7] = np.arange(7) * 20
+        logits.append(classifier.apply(params, tokens, lengths=lengths))
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)
