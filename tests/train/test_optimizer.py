@@ -40,6 +40,12 @@ def test_linear_ends_at_its_share():
         assert float(schedule(step)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_more_steps_than_an_int32_counts(decay):
+    schedule = make_schedule(OptimizerConfig(learning_rate=3.0, warmup_steps=4, decay=decay), steps=10**10)
+    assert float(schedule(5_000)) == pytest.approx(3.0, rel=1e-5)
+
+
 def test_constant_and_no_warmup():
     for decay in ("constant", "cosine", "linear", "inverse_sqrt"):
         schedule = make_schedule(OptimizerConfig(learning_rate=3.0, warmup_steps=0, decay=decay), steps=10)

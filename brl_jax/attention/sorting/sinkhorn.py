@@ -159,9 +159,22 @@ def sinkhorn_step(
 
     Returns:
       (B, T, N, V) in the dtype of the query.
+
+    Raises:
+      ValueError: shapes, dtypes, sizes or a temperature that do not fit, naming the argument.
     """
-    batch, length = query.shape[:2]
+    check_qkv(query, key, value)
+    check_dtypes(query, key, value)
+    check_sizes(block_size=block_size, iterations=iterations)
+    check_temperature(temperature)
     scale = check_scale(scale, query.shape[3])
+    batch, length = query.shape[:2]
+    require(
+        length <= key.shape[1],
+        f"key must have room for query's {length} new tokens, got a length of {key.shape[1]}",
+    )
+    count = -(-key.shape[1] // block_size)
+    _check_logits(sort_logits, (batch, count, key.shape[2], count))
     dtype = query.dtype
     # Heads before tokens, as `KeyValueCache` keeps them: (B, K, C, W, H).
     blocks = [_cut(jnp.swapaxes(x, 1, 2).astype(jnp.float32), block_size, axis=2) for x in (key, value)]

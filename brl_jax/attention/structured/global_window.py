@@ -20,7 +20,7 @@ from brl_jax.attention.structured.feature_attention import feature_attention
 def global_window_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
     *,
     ranks: tuple[int, int],
     window: int,
@@ -29,10 +29,10 @@ def global_window_attention(
     key_value_seq_lengths: Int[Array, " B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """The sum of two softmax attentions over the same values, each with its own slice of the head.
 
-    (B, T, N, H), (B, T, K, H) x 2 -> (B, T, N, H)::
+    (B, T, N, H), (B, T, K, H), (B, T, K, V) -> (B, T, N, V)::
 
         out = global_window_attention(
             query, key, value, ranks=(16, 48), window=128, is_causal=True
@@ -46,7 +46,7 @@ def global_window_attention(
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16.
-      key, value: (B, T, K, H) of the same dtype; K divides N.
+      key: (B, T, K, H), value: (B, T, K, V), of the same dtype; K divides N.
       ranks: the features of the global part and of the window part; they sum to H.
       window: w; the window has w + 1 keys: those of the query and of the w tokens before it where causal, else of the
         query and of w // 2 tokens on both sides.
@@ -55,7 +55,7 @@ def global_window_attention(
       implementation: that of the window part, as for `local_attention`; the global part always runs through XLA.
 
     Returns:
-      (B, T, N, H) in the dtype of the query.
+      (B, T, N, V) in the dtype of the query.
 
     Raises:
       ValueError: shapes, ranks, scales or windows that do not fit, naming the argument.
@@ -86,9 +86,12 @@ def global_window_attention(
 
 
 def window_part(query: Array, key: Array, value: Array, **options: Any) -> Array:
-    """`local_attention` for queries and keys with fewer features than the values: the missing ones are 0."""
-    room = [(0, 0)] * 3 + [(0, value.shape[3] - query.shape[3])]
-    return local_attention_on_mesh(jnp.pad(query, room), jnp.pad(key, room), value, **options)
+    """`local_attention` for values with another number of features than queries and keys: the missing ones are 0."""
+    width = max(query.shape[3], value.shape[3])
+    query, key, wide_value = (
+        jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[3])]) for x in (query, key, value)
+    )
+    return local_attention_on_mesh(query, key, wide_value, **options)[..., : value.shape[3]]
 
 
 def check_split(ranks: Any, head_dim: int) -> int:

@@ -44,6 +44,7 @@ def init_mlr_state(
     *,
     ranks: Sequence[int],
     block_sizes: BlockSizes,
+    value_dim: int | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> MlrState:
     """The state of `mlr_attention_step` before the first of up to `length` tokens.
@@ -55,17 +56,19 @@ def init_mlr_state(
       length: S, the largest number of tokens that the state can take.
       kv_heads, head_dim: K and H.
       ranks, block_sizes: as for `mlr_attention`, but block_sizes cannot be None for all levels.
+      value_dim: V, the head dimension of the values; head_dim where it is None.
       dtype: the dtype of the keys and values.
 
     Raises:
       ValueError: sizes, ranks or block sizes that do not fit, naming the argument.
     """
-    check_sizes(batch=batch, length=length, kv_heads=kv_heads, head_dim=head_dim)
+    value_dim = head_dim if value_dim is None else value_dim
+    check_sizes(batch=batch, length=length, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
     ranks = check_ranks(ranks, head_dim)
     sizes = _limited_sizes(check_block_sizes(block_sizes, len(ranks)), length)
     return MlrState(
         tuple(jnp.zeros((batch, kv_heads, size, rank), dtype) for size, rank in zip(sizes, ranks)),
-        jnp.zeros((batch, kv_heads, length, head_dim), dtype),
+        jnp.zeros((batch, kv_heads, length, value_dim), dtype),
         jnp.zeros((), jnp.int32),
     )
 

@@ -88,12 +88,12 @@ def bilinear_btt_attention(
 def global_window_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
     *,
     ranks: tuple[int, int],
     window: int,
     is_causal: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attention by the first features of the head to all tokens, plus by the others to a window (section 5.1)."""
     length, (first, second) = query.shape[1], ranks
     query, key = query.astype(jnp.float32), _repeat_heads(key, query.shape[2])

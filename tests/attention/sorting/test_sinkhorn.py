@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import full_attention
+from brl_jax import full_attention, sinkhorn_step
 from brl_jax import sinkhorn_attention as eager_attention
 from brl_jax.attention.sorting.sinkhorn import balanced
 from tests.attention.local.test_local import random_qkv
@@ -113,3 +113,20 @@ def test_other_lengths_and_no_logits_are_refused():
         eager_attention(query, key[:, :5], value[:, :5], logits, block_size=3)
     with pytest.raises(ValueError, match=r"sort_logits must be a floating-point array of shape .*, got none"):
         eager_attention(query, key, value, None, block_size=3)
+
+
+def test_a_step_refuses_what_does_not_fit():
+    query, key, value = random_qkv(6)[:3]
+    logits = random_logits((query, key), 2)
+    options = {"start": 0, "block_size": 3}
+    for sort_logits in (None, random_logits((query, key), 3), logits[..., :1]):
+        with pytest.raises(ValueError, match="sort_logits must be a floating-point array of shape"):
+            sinkhorn_step(query, key, value, sort_logits, **options)
+    with pytest.raises(ValueError, match="key must have room for query's 6 new tokens, got a length of 5"):
+        sinkhorn_step(query, key[:, :5], value[:, :5], logits, **options)
+    with pytest.raises(ValueError, match="temperature must be a positive finite Python number, got 0"):
+        sinkhorn_step(query, key, value, logits, temperature=0, **options)
+    with pytest.raises(ValueError, match="block_size must be an int of at least 1, got 0"):
+        sinkhorn_step(query, key, value, logits, start=0, block_size=0)
+    with pytest.raises(ValueError, match="value must"):
+        sinkhorn_step(query, key, value[:, :3], logits, **options)

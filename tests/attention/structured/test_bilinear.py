@@ -143,9 +143,10 @@ def test_feature_attention_is_full_attention():
     assert oracles.relative_error(late, expected[:, 20:]) < 1e-5
 
 
+@pytest.mark.parametrize("value_dim", [8, 3, 11])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_global_window_is_the_sum_of_two_attentions(is_causal):
-    query, key, value = normal(2, LENGTH, 4, 8), normal(2, LENGTH, 2, 8), normal(2, LENGTH, 2, 8)
+def test_global_window_is_the_sum_of_two_attentions(is_causal, value_dim):
+    query, key, value = normal(2, LENGTH, 4, 8), normal(2, LENGTH, 2, 8), normal(2, LENGTH, 2, value_dim)
     options = {"ranks": (3, 5), "window": 6, "is_causal": is_causal}
     out = global_window_attention(query, key, value, **options)
     sees = oracles.sliding(6, 0) if is_causal else oracles.sliding(3, 3)

@@ -20,15 +20,17 @@ LEVELS = {
 }
 
 
+@pytest.mark.parametrize("value_dim", [None, 5])
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [7, 1, 9, 1, 1, 20, 1, 5, 16]], ids=["steps", "pieces"])
-def test_pieces_are_the_whole(name, sizes):
-    arrays = random_qkv(LENGTH)[:3]
+def test_pieces_are_the_whole(name, sizes, value_dim):
+    query, key, value = random_qkv(LENGTH)[:3]
+    arrays = [query, key, value[..., :value_dim]]
     ranks, blocks, divide = LEVELS[name]
     options = {"ranks": ranks, "block_sizes": blocks, "divide_by_levels": divide}
     expected = jax.jit(functools.partial(mlr_attention, is_causal=True, **options))(*arrays)
     arrays = [np.asarray(x) for x in arrays]
-    state = init_mlr_state(2, LENGTH, 2, 8, ranks=ranks, block_sizes=blocks)
+    state = init_mlr_state(2, LENGTH, 2, 8, ranks=ranks, block_sizes=blocks, value_dim=value_dim)
     # The state contains the ranks and the block sizes.
     step = jax.jit(functools.partial(mlr_attention_step, divide_by_levels=divide))
     outputs, start = [], 0
