@@ -81,7 +81,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
             decay = optax.cosine_decay_schedule(highest, max(steps - warmup, 1), config.final_share)
         case "linear":
             # As a float, because optax computes with it in int32, where the largest counts do not fit.
-            decay = optax.linear_schedule(highest, config.final_share * highest, float(max(steps - warmup, 1)))
+            decay = optax.linear_schedule(
+                highest, config.final_share * highest, float(max(steps - warmup, 1))
+            )
         case "inverse_sqrt":
             first = max(warmup, 1)
 
