@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import errno
 import os
+import signal
 import sys
 import time
 import zlib
@@ -80,6 +81,8 @@ def command(main: Callable[[Sequence[str]], None], name: str) -> int:
     0; 2 for a UserError; 1 for a RunError, a file that cannot be read or written, or too little memory; 128 + the
     signal's number where a signal stopped it.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set for the imports, in train/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     keep_freed_memory()
     try:
         with _heeding_interrupts():

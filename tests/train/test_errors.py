@@ -1,7 +1,12 @@
 """How a command ends."""
 
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
+
+import pytest
 
 _INTERRUPTED = """
 import gc, signal, sys, time
@@ -32,3 +37,23 @@ sys.exit(status)
 def test_an_interrupt_in_the_garbage_collector_is_not_lost():
     result = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "name: stopped\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux alone lists what a process has loaded")
+@pytest.mark.parametrize("name", ["train.lm", "eval.lm"])
+def test_an_interrupt_during_the_imports_prints_nothing(name):
+    # Background jobs inherit that SIGINT is ignored.
+    start = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        f"os.execv(sys.executable, [sys.executable, '-m', '{name}', '--help'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", start], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    maps = Path(f"/proc/{process.pid}/maps")
+    # NumPy's library is among the first that are loaded.
+    while process.poll() is None and "_multiarray_umath" not in maps.read_text():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")
