@@ -39,7 +39,9 @@ def test_an_interrupt_in_the_garbage_collector_is_not_lost():
     assert (result.returncode, result.stderr) == (130, "name: stopped\n")
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux alone lists what a process has loaded")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="Linux alone lists what a process has loaded"
+)
 @pytest.mark.parametrize("name", ["train.lm", "eval.lm"])
 def test_an_interrupt_during_the_imports_prints_nothing(name):
     # Background jobs inherit that SIGINT is ignored.

@@ -176,7 +176,9 @@ def test_features_from_a_file(tmp_path):
     damaged[30 + len("features.npy") + 20] = 7  # the first byte of what is compressed, behind zip's header
     (tmp_path / "d.npz").write_bytes(damaged)
     (tmp_path / "e.npz").write_bytes(b"")
-    for name in ("b.npz", "c.npz", "d.npz", "e.npz"):
+    np.save(tmp_path / "f.npy", points)
+    (tmp_path / "f.npy").rename(tmp_path / "f.npz")
+    for name in ("b.npz", "c.npz", "d.npz", "e.npz", "f.npz"):
         (tmp_path / "c.npz").write_bytes(b"x")
         with pytest.raises(UserError, match=f'{name}: expected an .npz file with "features" and "labels"'):
             load(tmp_path / name)

@@ -107,6 +107,10 @@ def test_bad_npz_files(tmp_path):
     (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(UserError, match=r"cannot read .*x\.npz \(truncated\?\): .*invalid block type"):
         read(tmp_path, "image", tmp_path)
+    np.save(tmp_path / "x.npy", np.zeros(4))
+    (tmp_path / "x.npy").rename(tmp_path / "x.npz")
+    with pytest.raises(UserError, match=r"cannot read .*x\.npz"):
+        read(tmp_path, "image", tmp_path)
     (tmp_path / "y.npz").write_bytes(b"")
     with pytest.raises(UserError, match=r"expected one \.npz file in .*, got x\.npz, y\.npz"):
         read(tmp_path, "image", tmp_path)
