@@ -72,7 +72,8 @@ class Case(NamedTuple):
     repeats: str | None = None
 
 
-_BRL = BRLConfig(window=5, num_compressed=3, block_size=8, history_size=None)
+# With the paper's beta, which has one more matrix than the default.
+_BRL = BRLConfig(window=5, num_compressed=3, block_size=8, history_size=None, beta=0.5)
 
 
 def _brl(repeats: str | None = None, **changes) -> Case:

@@ -55,7 +55,9 @@ class _Parts(NamedTuple):
 
 
 def _brl(window: int, compressed: int, block: int | None = None, history: int = 512) -> _Parts:
-    mechanism = BRLConfig(window=window, num_compressed=compressed, block_size=block, history_size=history)
+    mechanism = BRLConfig(
+        window=window, num_compressed=compressed, block_size=block, history_size=history, beta=0.5
+    )
     return _Parts(mechanism, cross_window=window)
 
 

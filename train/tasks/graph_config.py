@@ -41,7 +41,7 @@ class GraphRunConfig(RunConfig):
 
 # The window is a fifth or less of a token list; BRL-Attention gives neither it nor m for its graphs.
 _ATTENTION: dict[str, Mechanism] = {
-    "brl": BRLConfig(window=8, num_compressed=8, block_size=None),
+    "brl": BRLConfig(window=8, num_compressed=8, block_size=None, beta=0.5),
     "local": LocalConfig(window=8),
     "full": FullConfig(),
 }
@@ -96,7 +96,7 @@ def _set(mechanism: Mechanism) -> GraphRunConfig:
 
 
 _SET: dict[str, Mechanism] = {
-    "brl": BRLConfig(window=32, num_compressed=32, block_size=None),
+    "brl": BRLConfig(window=32, num_compressed=32, block_size=None, beta=0.5),
     "local": LocalConfig(window=32),
     "full": FullConfig(),
 }

@@ -133,7 +133,7 @@ def _hybrid(mechanism: Mechanism, run: int, other: Mechanism) -> LmConfig:
 
 
 def _brl(size: int, history: int) -> BRLConfig:
-    return BRLConfig(window=size, num_compressed=size, history_size=history, compress_scale="m1")
+    return BRLConfig(window=size, num_compressed=size, history_size=history, compress_scale="m1", beta=0.5)
 
 
 def _transnormer(variant: Variant, **options: Any) -> LmConfig:
@@ -270,7 +270,7 @@ def _pod() -> LmConfig:
             d_model=1536,
             num_heads=12,
             d_ff=3840,
-            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024),
+            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024, beta=0.5),
             norm="rms",
             dtype="bfloat16",
             remat="full",
@@ -293,7 +293,7 @@ def _pod_8b() -> LmConfig:
             num_heads=24,
             num_kv_heads=8,
             d_ff=8192,
-            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024),
+            mechanism=BRLConfig(window=512, num_compressed=128, history_size=1024, beta=0.5),
             norm="rms",
             dtype="bfloat16",
             remat="full",

@@ -342,7 +342,7 @@ def _small(task: str) -> LraConfig:
             d_model=64,
             num_heads=4,
             d_ff=128,
-            mechanism=BRLConfig(window=s.window, num_compressed=s.window),
+            mechanism=BRLConfig(window=s.window, num_compressed=s.window, beta=0.5),
             pooling=s.pooling,
             inputs="scale" if task in _OF_PIXELS else "embed",
         ),
@@ -372,7 +372,7 @@ def _paths(mechanism: Mechanism) -> LraConfig:
 
 
 def _brl(size: int) -> BRLConfig:
-    return BRLConfig(window=size, num_compressed=size, compress_scale="m1")
+    return BRLConfig(window=size, num_compressed=size, compress_scale="m1", beta=0.5)
 
 
 PRESETS: dict[str, LraConfig] = {

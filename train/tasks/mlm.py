@@ -172,7 +172,7 @@ PRESETS: dict[str, MlmConfig] = {
     "mlm-local": _small(LocalConfig(window=64)),
     "mlm-uncased": _uncased(),
     "roberta-full": _base(FullConfig()),
-    "roberta-brl": _base(BRLConfig(window=128, num_compressed=128)),
+    "roberta-brl": _base(BRLConfig(window=128, num_compressed=128, beta=0.5)),
     "roberta-flash-quad": _base(GauConfig(), layers=24),
     "roberta-flash": _base(FlashConfig(), layers=24),
     "roberta-long-short": _base(LongShortConfig()),

@@ -101,7 +101,8 @@ def _zoology(mechanism: Mechanism) -> RecallConfig:
 
 _LOCAL = LocalConfig(window=8)
 _BRL = BRLConfig(window=8, num_compressed=16, block_size=16, history_size=64, memory="layer")
-_BRL_OUTPUT = dataclasses.replace(_BRL, memory="output")
+# The paper's algorithm.
+_BRL_OUTPUT = dataclasses.replace(_BRL, memory="output", beta=0.5)
 # As many features of B and C as of a head; with Mamba-2's own 128 its state would be larger than the row's keys.
 _MAMBA2 = Mamba2Config(state_size=16)
 _NATIVE_SPARSE = NativeSparseConfig(window=8, compressed_size=4, stride=2, selected_size=4, num_selected=6)
