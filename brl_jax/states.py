@@ -163,8 +163,7 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
 
     Raises:
       ValueError: an unknown name.
-      TypeError: a setting that the mechanism needs is missing. Where only `extend` uses it ("cosformer"), it is `extend`
-        that raises.
+      TypeError: a setting that the mechanism needs is missing; for "cosformer" it is `extend` that raises.
     """
     require(name in _MAKERS, f"name must be one of {', '.join(_MAKERS)}, got {name!r}")
     return _MAKERS[name](**settings)
