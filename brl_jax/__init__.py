@@ -3,12 +3,14 @@
 Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard_map):
   full_attention, local_attention, compress, compress_blocks, propagate, with the patterns and biases they take;
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
-  linear_attention, norm_attention, performer_attention, cosformer_attention, delta_rule, gated_delta_rule,
-  kimi_delta_rule, whose past is a state;
+  linear_attention, norm_attention, performer_attention, cosformer_attention, flow_attention, delta_rule,
+  gated_delta_rule, kimi_delta_rule, whose past is a state;
   luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;
   mlr_attention and long_short_attention (and their steps), bilinear_mlr_attention, bilinear_btt_attention,
-  global_window_attention.
-  state_functions gives init, extend and step of any of these that has a state, under the same three names.
+  global_window_attention;
+  nystrom_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,
+  lsh_attention, sinkhorn_attention, prob_sparse_attention, slice_sort.
+  state_functions gives init, extend and step of those that its docstring lists, under the same three names.
 Networks (Flax Linen):
   DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
   prompts, stream yields the tokens as they come, and generate_requests decodes requests of any lengths together.

@@ -162,7 +162,8 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
       settings: the options of the mechanism's function that do not change from token to token.
 
     Raises:
-      ValueError: an unknown name. TypeError: a setting that the mechanism needs is missing.
+      ValueError: an unknown name.
+      TypeError: a setting that the mechanism needs is missing; for "cosformer" it is `extend` that raises.
     """
     require(name in _MAKERS, f"name must be one of {', '.join(_MAKERS)}, got {name!r}")
     return _MAKERS[name](**settings)

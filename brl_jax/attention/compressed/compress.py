@@ -87,7 +87,8 @@ def compress(
 
     Args:
       query: (B, M, N, H), float32, bfloat16 or float16 (float64 with jax_enable_x64).
-      key, contrast_key, value: (B, S, N, H). `contrast_key=None` with `gamma=None` omits the second attention.
+      key, contrast_key: (B, S, N, H). `contrast_key=None` with `gamma=None` omits the second attention.
+      value: (B, S, N, V).
       gamma: (N,) or a number, the weight of the second attention.
       scale: c; by default 1 / (M sqrt(H)), modification M1 of the paper.
       score: "softmax", "relu2" or "laplace"; the last two are not normalised.
@@ -103,12 +104,12 @@ def compress(
         "pallas_interpret" interprets it on any platform; "triton" and "triton_interpret" are a GPU kernel.
 
     Returns:
-      (B, M, N, H) in the dtype of query. Rows that see no key give 0. Sums are kept in float32.
+      (B, M, N, V) in the dtype of query. Rows that see no key give 0. Sums are kept in float32.
 
     Raises:
       ValueError: on shapes that do not match, an unknown score, or gamma given without contrast_key (or the reverse).
-      NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
-        another platform than a TPU.
+      NotImplementedError: a kernel asked for by name cannot serve the request, or the call is then lowered for a
+        platform on which that kernel does not run.
     """
     check_readers(query, key, contrast_key, value, gamma, score)
     batch, num_queries, heads, _ = query.shape

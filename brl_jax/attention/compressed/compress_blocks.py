@@ -54,7 +54,8 @@ def compress_blocks(
 
     Args:
       query: (B, C, M, N, H), the compressed tokens of each block.
-      key, contrast_key, value: (B, S, N, H) with S >= history_size + (C - 1) * block_size.
+      key, contrast_key: (B, S, N, H) with S >= history_size + (C - 1) * block_size.
+      value: (B, S, N, V).
       gamma, scale, score, implementation: as in `compress`.
       block_size, history_size: in tokens, at least 1.
       history_lengths: (C,) or (B, C), how many of the history_size keys of each block exist, counted from the end; all
@@ -62,11 +63,12 @@ def compress_blocks(
       bias: (N, M, history_size), or a `PositionBias` called with 0..M-1 and 0..history_size-1.
 
     Returns:
-      (B, C, M, N, H) in the dtype of query.
+      (B, C, M, N, V) in the dtype of query.
 
     Raises:
       ValueError: on shapes that do not match, lengths that are no ints, an unknown score, or gamma given without
         contrast_key (or the reverse).
+      NotImplementedError: as `compress`.
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
     require(block_size >= 1, f"block_size must be at least 1, got {block_size}")

@@ -54,7 +54,7 @@ def propagate(
 
     Args:
       query: (B, T, N, H), z_Q = phi(x), float32, bfloat16 or float16 (float64 with jax_enable_x64).
-      key, value: (B, M, N, H), linear in the compressed tokens.
+      key, value: (B, M, N, H) and (B, M, N, V), linear in the compressed tokens.
       strength: (N,) or a number, lambda.
       scale: c; by default 1 / sqrt(H).
       score: "softmax", "relu2" or "laplace".
@@ -64,12 +64,12 @@ def propagate(
         "pallas_interpret" interprets it on any platform; "triton" and "triton_interpret" are a GPU kernel.
 
     Returns:
-      (B, T, N, H) in the dtype of query.
+      (B, T, N, V) in the dtype of query.
 
     Raises:
       ValueError: on shapes that do not match or an unknown score.
-      NotImplementedError: if `implementation="pallas"` cannot serve the request, or if the call is then lowered for
-        another platform than a TPU.
+      NotImplementedError: a kernel asked for by name cannot serve the request, or the call is then lowered for a
+        platform on which that kernel does not run.
     """
     check_qkv(query, key, value)
     check_floating(query=query, key=key, value=value)

@@ -123,7 +123,10 @@ def full_attention(
       the log-sum-exp, (B, T, N) in the dtype of the query, -inf or its sink for a query that sees no key.
 
     Raises:
-      ValueError: shapes, dtypes or an implementation that do not fit, naming the argument.
+      ValueError: shapes, dtypes or an implementation that do not fit, naming the argument, and "cudnn" for a call that
+        it does not support.
+      NotImplementedError: implementation="pallas" where the kernel does not support the call, or where the call is
+        lowered for another platform than a TPU.
     """
     check_qkv(query, key, value)
     check_dtypes(query, key, value)

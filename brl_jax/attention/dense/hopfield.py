@@ -61,6 +61,7 @@ def hopfield_attention(
 
     Raises:
       ValueError: shapes, dtypes, steps or an implementation that do not fit, naming the argument.
+      NotImplementedError: as `full_attention`.
     """
     check_qkv(query, key, value)
     require(is_int(steps) and steps >= 1, f"steps must be an int of at least 1, got {steps!r}")

@@ -156,8 +156,8 @@ def local_attention(
     Raises:
       ValueError: on shapes, dtypes, windows, patterns or implementations that do not match; the error names the
         argument.
-      NotImplementedError: implementation="pallas" where the kernel cannot serve the call, or where the call is
-        lowered for another platform than a TPU.
+      NotImplementedError: "pallas" or "triton" where the kernel cannot serve the call, or where the call is lowered for
+        a platform on which it does not run. ("cudnn" raises ValueError where it cannot serve the call.)
     """
     check_qkv(query, key, value)
     require(value.shape == key.shape, f"value must have key's shape {key.shape}, got {value.shape}")

@@ -104,6 +104,7 @@ def gau_attention(
 
     Raises:
       ValueError: arrays, lengths, segments, a bias, a state or sizes that do not fit, naming the argument.
+      NotImplementedError: implementation="triton" where the kernel cannot serve the call.
     """
     prepared = prepare_inputs(
         query, key, value, is_causal=is_causal, key_value_seq_lengths=key_value_seq_lengths,

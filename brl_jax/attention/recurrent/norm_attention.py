@@ -48,7 +48,7 @@ def norm_attention(
     Args:
       query, key, value: as for `linear_attention`.
       is_causal: query i sees the keys up to its own.
-      feature_map: phi; "elu" (TransNormer T1), "elu+1" (T2) or "relu".
+      feature_map: phi; "elu" (TransNormer T1), "elu+1" (T2), "relu" or "identity".
       norm: "rms" or "layer" (which subtracts the mean first).
       norm_scale: (N, V), multiplies the normalised outputs; 1 by default.
       epsilon: added to the mean square by whose root the norm divides.
