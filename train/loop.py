@@ -202,7 +202,8 @@ def train(
 
     Raises:
       UserError: the run's checkpoint is of another configuration, none is whole, or the folder cannot be written.
-      RunError: the loss is no longer finite, or a checkpoint can't be written; names the last good one.
+      RunError: the loss is no longer finite, or a checkpoint or the metrics can't be written; names the last good
+        checkpoint.
       Stopped: a signal came; the run is saved.
     """
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
@@ -291,6 +292,16 @@ def _train(
                 WATCHDOG.alive()
                 return bool(signals.received)
 
+            def report_step(line: dict[str, Any]) -> None:
+                try:
+                    metrics_log.write(line)
+                except OSError as error:
+                    checkpoints.wait()
+                    raise RunError(
+                        f"cannot write metrics under {loop.workdir}: {one_line(error)}; {checkpoints.last_good}"
+                    ) from error
+                reporter.step(line)
+
             reader = _MetricsReader(checkpoints, meter)
             while line is not None or step < loop.steps:
                 if line is None and loop.patience and best.misses >= loop.patience:
@@ -309,8 +320,7 @@ def _train(
                     flops = meter.flops(state.params, batch)
                     finished = reader.exchange(step, metrics, num_tokens(batch), flops)
                     if finished is not None:
-                        metrics_log.write(finished)
-                        reporter.step(finished)
+                        report_step(finished)
                 evaluating = line is not None or step % loop.eval_every == 0 or step == loop.steps
                 if not (evaluating or step % loop.checkpoint_every == 0 or signals.received):
                     continue
@@ -340,8 +350,7 @@ def _train(
                 if score is not None:
                     best.add(score)
                 if whole:
-                    metrics_log.write(line)
-                    reporter.step(line)
+                    report_step(line)
                 reporter.busy("saving")
                 meta = {
                     "config": config,

@@ -24,6 +24,7 @@ from rich.progress import (
 from train.errors import UserError, one_line
 from train.hosts import is_lead
 from train.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
+from train.tensorboard_log import TensorboardLog, write_all
 from train.wandb_log import WandbLog
 
 T = TypeVar("T")
@@ -81,13 +82,6 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
             yield piece
 
 
-def _event_writer(folder: str, last_step: int) -> Any:
-    """TensorBoard's events. Its package takes a while to load, so that commands that write none don't."""
-    from tensorboardX import SummaryWriter
-
-    return SummaryWriter(folder, purge_step=last_step + 1)
-
-
 class MetricsLog:
     """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events beside it.
 
@@ -133,27 +127,21 @@ class MetricsLog:
         write_whole(epath.Path(path), "".join(f"{line}\n" for line in max(kept, key=len)))
         # Unbuffered and in append mode, each line is one write; one that a crash cut off is dropped at the next start.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self._events = _event_writer(str(folder), last_step) if tensorboard else None
+        self._events = TensorboardLog(folder, last_step) if tensorboard else None
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds a line; it must have "step", and finite numbers otherwise."""
+        """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError where it cannot be written."""
         if self._file is None:
             return
-        self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        write_all(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
         if self._wandb is not None:
             self._wandb.write(line)
         if self._events is not None:
-            for name, value in line.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, line["step"])
+            self._events.write(line)
 
     def sync(self) -> bool:
         """Copies the files to object storage, if that is where the run is; returns whether it has them."""
-        if self._mirror is None:
-            return True
-        if self._events is not None:
-            self._events.flush()
-        return self._mirror.sync()
+        return self._mirror is None or self._mirror.sync()
 
     def close(self) -> None:
         """Closes the files, and copies them to object storage."""

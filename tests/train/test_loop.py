@@ -15,6 +15,7 @@ from train.checkpoint import Checkpoints
 from train.config_file import differences
 from train.errors import RunError, Stopped, UserError, is_memory_shortage
 from train.loop import Signals, evaluate, held_out_metrics, train
+from train.metrics import MetricsLog
 from train.step import Objective, make_eval_step
 
 MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
@@ -235,6 +236,20 @@ def test_a_workdir_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--workdir: cannot write under .*/file/run: Not a directory"):
         _train(tmp_path / "file" / "run")
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_its_last_checkpoint(tmp_path, monkeypatch):
+    write = MetricsLog.write
+
+    def until_the_disk_is_full(self, line):
+        if line["step"] == 8:
+            raise OSError(28, "No space left on device")
+        write(self, line)
+
+    monkeypatch.setattr(MetricsLog, "write", until_the_disk_is_full)
+    words = f"cannot write metrics under {tmp_path}: .*No space left on device; last good checkpoint: .*/6$"
+    with pytest.raises(RunError, match=words):
+        _train(tmp_path)
 
 
 def test_a_state_beyond_the_memory_is_an_error(tmp_path):

@@ -1,4 +1,12 @@
-"""What a user without a terminal sees of long work."""
+"""What a user without a terminal sees of long work, and what of a run's metrics is on the disk."""
+
+import json
+import resource
+import struct
+
+import pytest
+from tensorboardX import RecordWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from train import metrics
 
@@ -13,3 +21,46 @@ def test_making_of_many_pieces_says_how_far_it_is(monkeypatch, capsys):
         "images, train: 500 of 1,040  0:00:13 left",
         "images, train: 1,000 of 1,040  0:00:01 left",
     ]
+
+
+def test_events_are_those_that_tensorboard_reads(tmp_path):
+    log = metrics.MetricsLog(tmp_path, last_step=4, tensorboard=True)
+    log.write({"step": 5, "loss": 0.5, "val_loss": float("1e9")})
+    log.close()
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    content, events = path.read_bytes(), []
+    again = RecordWriter(str(tmp_path / "again"))
+    while rest := content[sum(16 + len(event) for event in events) :]:
+        events.append(rest[12 : 12 + struct.unpack("<Q", rest[:8])[0]])
+        again.write(events[-1])
+    again.close()
+    assert content == (tmp_path / "again").read_bytes()
+    version, start, step = (Event.FromString(event) for event in events)
+    assert version.file_version == "brain.Event:2"
+    assert start.session_log.status == SessionLog.START
+    assert [event.step for event in (version, start, step)] == [5, 5, 5]
+    values = {value.tag: value.simple_value for value in step.summary.value}
+    assert values == {"loss": 0.5, "val_loss": 1e9}
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, tensorboard):
+    """A limit on the size of files stands for the disk. A thread of tensorboardX's ends there, and leaves its caller
+    waiting for ever."""
+    log, written = metrics.MetricsLog(tmp_path, last_step=0, tensorboard=tensorboard), []
+
+    def write_until_it_is_full():
+        for step in range(1, 100):
+            log.write({"step": step, "loss": 0.5, "grad_norm": 0.5, "learning_rate": 0.5})
+            written.append(step)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left on device|File too large"):
+            write_until_it_is_full()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines[: len(written)]] == written
