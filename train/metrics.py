@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from etils import epath
 from rich.console import Console
@@ -24,7 +25,7 @@ from rich.progress import (
 from train.errors import UserError, one_line
 from train.hosts import is_lead
 from train.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
-from train.tensorboard_log import TensorboardLog, write_all
+from train.tensorboard_log import TensorboardLog
 from train.wandb_log import WandbLog
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class MetricsLog:
         """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError where it cannot be written."""
         if self._file is None:
             return
-        write_all(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
+        _write_all(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
         if self._wandb is not None:
             self._wandb.write(line)
         if self._events is not None:
@@ -141,7 +142,11 @@ class MetricsLog:
 
     def sync(self) -> bool:
         """Copies the files to object storage, if that is where the run is; returns whether it has them."""
-        return self._mirror is None or self._mirror.sync()
+        if self._mirror is None:
+            return True
+        if self._events is not None:
+            self._events.flush()
+        return self._mirror.sync()
 
     def close(self) -> None:
         """Closes the files, and copies them to object storage."""
@@ -153,6 +158,16 @@ class MetricsLog:
             self._wandb.close()
         if self._mirror is not None:
             self._mirror.close()
+
+
+def _write_all(file: BinaryIO, content: bytes) -> None:
+    """Writes to a file without a buffer, where a disk that becomes full takes a part without an error.
+
+    Raises:
+      OSError: not all of it could be written.
+    """
+    if file.write(content) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:

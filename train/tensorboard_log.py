@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
-import struct
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+_SECONDS_BETWEEN_FLUSHES = 30.0
 
 
 class TensorboardLog:
     """An event file of a run.
 
-    tensorboardX, whose messages these are, leaves events to a thread. Where a full disk ends that thread, the queue
-    before it fills and its caller waits for ever; here a write that fails is an error of the caller.
+    tensorboardX's `SummaryWriter` leaves events to a thread. Where a full disk ends that thread, the queue before it
+    fills and its caller waits for ever. Its `EventsWriter` below writes at once.
 
     Args:
-      folder: the run's folder. last_step: the last step whose events of an earlier process stay.
+      folder: the run's folder.
+      last_step: the last step whose events of an earlier process stay.
 
     Raises:
       OSError: the file cannot be written.
@@ -27,14 +27,14 @@ class TensorboardLog:
 
     def __init__(self, folder: Path, last_step: int):
         # Its package takes a while to load, so that commands that write no events don't.
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        path = folder / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115
-        first = {"step": last_step + 1, "wall_time": time.time()}
-        self._write(Event(file_version="brain.Event:2", **first))
+        self._events = EventsWriter(str(folder / "events"))
         # TensorBoard hides what an earlier file has of this step and those after it.
-        self._write(Event(session_log=SessionLog(status=SessionLog.START), **first))
+        start = SessionLog(status=SessionLog.START)
+        self._events.write_event(Event(step=last_step + 1, wall_time=time.time(), session_log=start))
+        self._flushed = time.monotonic()
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds the metrics of a step; `line` has "step", and numbers otherwise. Raises OSError where it cannot."""
@@ -44,27 +44,17 @@ class TensorboardLog:
         values = [
             Summary.Value(tag=name, simple_value=value) for name, value in line.items() if name != "step"
         ]
-        self._write(Event(step=line["step"], wall_time=time.time(), summary=Summary(value=values)))
+        event = Event(step=line["step"], wall_time=time.time(), summary=Summary(value=values))
+        self._events.write_event(event)
+        if time.monotonic() - self._flushed > _SECONDS_BETWEEN_FLUSHES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Brings all events to the disk. Raises OSError where it cannot."""
+        self._events.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Closes the file, which has everything that was written."""
-        self._file.close()
-
-    def _write(self, event: Any) -> None:
-        """Adds an event as TensorFlow frames records: its length and its bytes, each before its checksum."""
-        from tensorboardX.record_writer import masked_crc32c
-
-        content = event.SerializeToString()
-        length = struct.pack("<Q", len(content))
-        sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, content))
-        write_all(self._file, b"".join((length, next(sums), content, next(sums))))
-
-
-def write_all(file: BinaryIO, content: bytes) -> None:
-    """Writes to a file without a buffer, where a disk that becomes full takes a part without an error.
-
-    Raises:
-      OSError: not all of it could be written.
-    """
-    if file.write(content) < len(content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        """Closes the file. Events for which the disk has no room are lost; metrics.jsonl has their numbers."""
+        with contextlib.suppress(OSError):
+            self._events.close()
