@@ -50,9 +50,10 @@ def _run(
     bounds = jnp.broadcast_to(bounds, (batch, *bounds.shape[1:]))[:, :, None, :]
     added = None
     if call.bias is not None:
-        shape = (count, key.shape[1] if bias is None else bias.shape[3])
+        # A bias of blocks is as long as their histories; that of a sequence may have one number for all its keys.
+        tokens = bias.shape[3] if bias is not None and call.own_queries else key.shape[1]
         sizes = (call.queries, call.bias_tokens)
-        added = lay_out(bias, mask, call.bias, layout, call.scale, shape, sizes)
+        added = lay_out(bias, mask, call.bias, layout, call.scale, (count, tokens), sizes)
     given = [packed_query, packed_value, bounds, *keys, *([] if added is None else [added])]
     packed_query, packed_value, bounds, *rest = vary_alike(*given)
     keys, added = rest[: len(keys)], None if added is None else rest[-1]

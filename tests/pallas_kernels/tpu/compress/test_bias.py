@@ -95,6 +95,13 @@ def test_axes_of_one(bias, mask):
     check((2, 200, 2, 64), 5, bias, mask)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_all_keys_share_numbers(masked):
+    """They matter to scores that are not normalised."""
+    mask = (1, 1, 1, 200) if masked else None
+    check((1, 200, 1, 128), 5, (1, 1, 5, 1), mask, score="relu2", contrast=False)
+
+
 @pytest.mark.parametrize("score", slow_unless(["softmax", "laplace"], ("softmax",)))
 @pytest.mark.parametrize(
     ("bias", "mask"),
