@@ -18,6 +18,7 @@ from brl_jax.attention.compressed.compress import (
     per_head,
 )
 from brl_jax.attention.compressed.windows import block_windows
+from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
@@ -71,8 +72,7 @@ def compress_blocks(
       NotImplementedError: as `compress`.
     """
     require(query.ndim == 5, f"query must have shape (B, blocks, M, N, H), got {query.shape}")
-    require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
-    require(history_size >= 1, f"history_size must be at least 1, got {history_size}")
+    check_sizes(block_size=block_size, history_size=history_size)
     batch, blocks = query.shape[:2]
     of_a_block = jax.ShapeDtypeStruct((batch, *query.shape[2:]), query.dtype)
     check_readers(of_a_block, key, contrast_key, value, gamma, score)
@@ -97,6 +97,12 @@ def compress_blocks(
         scale = default_scale(query)
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(query.shape[2]), jnp.arange(history_size))
+    if bias is not None:
+        full = (query.shape[3], query.shape[2], history_size)
+        require(
+            bias.ndim == 3 and all(size in (1, most) for size, most in zip(bias.shape, full)),
+            f"bias must have shape (N, M, history_size) = {full}, got {bias.shape}",
+        )
     operands = (query, key, contrast_key, value, gamma, bias, history_lengths)
     static = {"block_size": block_size, "history_size": history_size, "scale": float(scale), "score": score}
     return _choose_blocks(*operands, **static, implementation=implementation)

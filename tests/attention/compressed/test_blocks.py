@@ -120,13 +120,17 @@ def test_keys_that_no_block_reads_may_contain_anything(monkeypatch, step):
             r"history_lengths must be ints of shape \(2,\) or \(1, 2\)",
         ),
         ({"history_lengths": jnp.ones(2)}, "history_lengths must be ints .*, got float32"),
+        ({"bias": jnp.ones((1, 4, 17))}, r"bias must have shape .* = \(1, 4, 16\), got \(1, 4, 17\)"),
+        ({"bias": jnp.ones((4, 16))}, r"bias must have shape .* got \(4, 16\)"),
+        ({"block_size": 16.0}, "block_size must be an int of at least 1, got 16.0"),
     ],
 )
 def test_what_does_not_fit_is_refused_whatever_serves_the_call(change, message, implementation):
     query, key = jnp.ones((1, 2, 4, 1, 4)), jnp.ones((1, 32, 1, 4))
-    given = {"query": query, "key": key, "contrast_key": key, "value": key, "gamma": 0.1} | change
+    given = {"query": query, "key": key, "contrast_key": key, "value": key, "gamma": 0.1}
+    given |= {"block_size": 16, "history_size": 16} | change
     with pytest.raises(ValueError, match=message):
-        compress_blocks(**given, block_size=16, history_size=16, implementation=implementation)
+        compress_blocks(**given, implementation=implementation)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
