@@ -55,7 +55,7 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
     Args:
       workdir: the run's folder, with config.json and checkpoints.
       checkpoint: "best" (that of the best evaluation while training, else the last), "last", or a step. Damaged
-        checkpoints have no evaluation.
+        checkpoints have no evaluation, and where the last one is asked for, those before it stand for it.
 
     Raises:
       ImportError: the extra `train` is not installed.
@@ -75,7 +75,11 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
         except Exception as error:  # whatever the storage raises
             raise ValueError(f"checkpoint {folder / str(step)} cannot be read: {error}") from error
 
-    config = json.loads((epath.Path(workdir) / "config.json").read_text())
+    path = epath.Path(workdir) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no whole JSON file: {error}") from error
     model, inputs = _network(config)
     folder = epath.Path(workdir) / "checkpoints"
     if "://" not in os.fspath(folder):  # epath would take gs://... for a name in the working directory
@@ -88,7 +92,7 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
                 score = read(step, meta=ocp.args.JsonRestore())["meta"]["score"]
                 scores |= {} if score is None else {step: score}
     chosen = (
-        steps[-1:]
+        steps[::-1]
         if checkpoint in ("best", "last")
         else [step for step in steps if str(step) == str(checkpoint)]
     )
@@ -96,13 +100,19 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
         raise FileNotFoundError(
             f"checkpoint must be best, last or one of {steps}, got {checkpoint!r} in {folder}"
         )
-    step = min(scores, key=lambda step: scores[step]) if scores else chosen[0]
+    if scores:
+        chosen = [min(scores, key=lambda step: scores[step])]
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-    return LoadedRun(
-        model, {"params": read(step, params=ocp.args.StandardRestore(like))["params"]}, step, config
-    )
+    for step in chosen:
+        try:
+            params = read(step, params=ocp.args.StandardRestore(like))["params"]
+            return LoadedRun(model, {"params": params}, step, config)
+        except ValueError:
+            if step == chosen[-1]:
+                raise
+    raise AssertionError("unreachable: one is chosen")
 
 
 def load_export(path: str | os.PathLike[str]) -> LoadedRun:

@@ -251,7 +251,7 @@ def advice(config: Any, mesh: Mesh, kept: int, parameters: int) -> str:
         ways.append("--dtype bfloat16 halves activations")
     if loop.batch // loop.accumulation > row_shards(mesh):
         ways.append(f"--accumulation {loop.batch // row_shards(mesh)} takes fewer rows at a time")
-    elif config.model.num_heads % (2 * mesh.shape["tensor"]) == 0:
+    elif (config.model.num_kv_heads or config.model.num_heads) % (2 * mesh.shape["tensor"]) == 0:
         ways.append(f"--mesh.tensor {2 * mesh.shape['tensor']} shares each layer")
     return "to change: " + ("; ".join(ways) if ways else "more chips, or a shorter --context")
 

@@ -1,6 +1,7 @@
 """A run is read without the training code, and the commands of a checkout say so where there is none."""
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 import tomllib
@@ -45,6 +46,14 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
     assert load_run(tmp_path / "run").step == 2
     with pytest.raises(ValueError, match="checkpoints/1 cannot be read"):
         load_run(tmp_path / "run", 1)
+    (cut.parent / "3").mkdir()
+    assert load_run(tmp_path / "run", "last").step == 2
+    meta = cut.parent / "2" / "meta" / "metadata"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"score": None}))
+    assert load_run(tmp_path / "run").step == 2
+    (tmp_path / "run" / "config.json").write_text('{"task": "lm", ')
+    with pytest.raises(ValueError, match=f"{tmp_path}/run/config.json is no whole JSON file: "):
+        load_run(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text('{"task": "parity", "model": {}}')
     with pytest.raises(ValueError, match="is of the task 'parity'"):
         load_run(tmp_path / "run")

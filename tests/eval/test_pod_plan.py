@@ -1,5 +1,6 @@
 """Plans for pods: what is refused, and one small plan (needs the package libtpu)."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 
 from eval import pod_plan, stages
 from train.errors import RunError, UserError
+from train.tasks.lm_config import PRESETS
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -110,3 +112,15 @@ def test_what_does_not_fit_is_told(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "does not fit: 32.00 of 16 GiB" in out
     assert "matrix products are 50% of it" in out
+
+
+@pytest.mark.parametrize(("num_kv_heads", "is_said"), [(None, True), (1, False)])
+def test_what_would_be_refused_is_not_said_to_help(num_kv_heads, is_said):
+    config = PRESETS["small"]
+    config = dataclasses.replace(
+        config,
+        loop=dataclasses.replace(config.loop, batch=4, accumulation=1),
+        model=dataclasses.replace(config.model, num_kv_heads=num_kv_heads),
+    )
+    mesh = type("Mesh", (), {"shape": {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}})()
+    assert ("--mesh.tensor 2 shares each layer" in pod_plan.advice(config, mesh, 1, 1)) == is_said
