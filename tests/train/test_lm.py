@@ -39,7 +39,11 @@ TINY = (
     "--steps 8 --batch 4 --accumulation 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 "
     "--dropout 0.2 --eval_every 4 --eval_tokens 200 --checkpoint_every 3 --warmup_steps 2 --sample_tokens 5"
 )
-BRL = "--mechanism.window 4 --mechanism.num_compressed 2 --mechanism.block_size 8 --mechanism.history_size 8"
+# With the paper's beta, which has one more matrix than the default.
+BRL = (
+    "--mechanism.window 4 --mechanism.num_compressed 2 --mechanism.block_size 8 --mechanism.history_size 8 "
+    "--mechanism.beta 0.5"
+)
 MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
 
 
