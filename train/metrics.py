@@ -189,7 +189,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _whole_lines(path: epath.Path) -> Iterator[tuple[str, int]]:
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
             yield line, int(json.loads(line)["step"])
 

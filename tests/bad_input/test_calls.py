@@ -283,6 +283,15 @@ CALLS = {
     "compress: a mask of another shape": (lambda: compress(mask=jnp.ones((3, 1, 5, T), bool)), "mask must"),
     "compress: integers": (lambda: compress(q=jnp.ones((B, 5, N, H), jnp.int32)), "query must be"),
     "compress: scale is NaN": (lambda: compress(scale=math.nan), "scale must be"),
+    "compress: scale is text": (lambda: compress(scale="1"), "scale must be a Python number"),
+    "compress: scale is traced": (
+        lambda: jax.jit(lambda scale: compress(scale=scale))(0.5),
+        "scale must be a Python number",
+    ),
+    "propagate: scale is traced": (
+        lambda: jax.jit(lambda scale: propagate(scale=scale))(0.5),
+        "scale must be a Python number",
+    ),
     "compress: keys of another dtype": (lambda: compress(k=HALF), "key must have query's dtype"),
     "propagate: a bias for other tokens": (
         lambda: propagate(bias=array(1, 1, T, 6)),

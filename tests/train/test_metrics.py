@@ -61,3 +61,10 @@ def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, tensorb
     log.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines[: len(written)]] == written
+
+
+def test_a_line_that_a_crash_left_in_pieces_is_passed_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 0.5}\n\xff\x00\n{"step": 2, "lo')
+    assert metrics.read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}]
+    metrics.MetricsLog(tmp_path, last_step=2, tensorboard=False).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla
-from brl_jax.attention.core.arguments import check_lengths
+from brl_jax.attention.core.arguments import check_lengths, check_scale
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import (
@@ -116,8 +116,7 @@ def compress(
     length = key.shape[1]
     if gamma is not None:
         gamma = per_head(gamma, query)
-    if scale is None:
-        scale = default_scale(query)
+    scale = default_scale(query) if scale is None else check_scale(scale, query.shape[-1])
 
     key_value_seq_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     if key_value_seq_lengths is not None:
@@ -144,7 +143,7 @@ def compress(
         check_bias_shape(bias, (batch, heads, num_queries, length), "(B, N, M, S)")
 
     operands = (query, key, contrast_key, value, gamma, bias, mask, key_value_seq_lengths)
-    static = {"scale": float(scale), "score": score, "axis_name": axis_name}
+    static = {"scale": scale, "score": score, "axis_name": axis_name}
     return _choose(*operands, **static, implementation=implementation)
 
 

@@ -18,7 +18,7 @@ from brl_jax.attention.compressed.compress import (
     per_head,
 )
 from brl_jax.attention.compressed.windows import block_windows
-from brl_jax.attention.core.arguments import check_sizes
+from brl_jax.attention.core.arguments import check_scale, check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
@@ -93,8 +93,7 @@ def compress_blocks(
         history_lengths = history_lengths.astype(jnp.int32)  # 8 bits do not hold the history's places
     if gamma is not None:
         gamma = per_head(gamma, query)
-    if scale is None:
-        scale = default_scale(query)
+    scale = default_scale(query) if scale is None else check_scale(scale, query.shape[-1])
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(query.shape[2]), jnp.arange(history_size))
     if bias is not None:
@@ -104,7 +103,7 @@ def compress_blocks(
             f"bias must have shape (N, M, history_size) = {full}, got {bias.shape}",
         )
     operands = (query, key, contrast_key, value, gamma, bias, history_lengths)
-    static = {"block_size": block_size, "history_size": history_size, "scale": float(scale), "score": score}
+    static = {"block_size": block_size, "history_size": history_size, "scale": scale, "score": score}
     return _choose_blocks(*operands, **static, implementation=implementation)
 
 

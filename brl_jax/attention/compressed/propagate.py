@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from brl_jax.attention.compressed import gpu, tpu
+from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import check_bias_shape, check_floating, check_qkv, require
@@ -86,10 +87,9 @@ def propagate(
         bias = bias(jnp.arange(length), jnp.arange(key.shape[1]))[None]
     if bias is not None:
         check_bias_shape(bias, (query.shape[0], heads, length, key.shape[1]), "(B, N, T, M)")
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim)
+    scale = check_scale(scale, head_dim)
     operands = (query, key, value, strength, bias)
-    return _choose(*operands, scale=float(scale), score=score, implementation=implementation)
+    return _choose(*operands, scale=scale, score=score, implementation=implementation)
 
 
 # Compiled on its own, so that a call outside jit traces the kernel once and not every time.
