@@ -105,14 +105,15 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-    for step in chosen:
-        try:
-            params = read(step, params=ocp.args.StandardRestore(like))["params"]
-            return LoadedRun(model, {"params": params}, step, config)
-        except ValueError:
-            if step == chosen[-1]:
-                raise
-    raise AssertionError("unreachable: one is chosen")
+
+    def load(step: int) -> LoadedRun:
+        params = read(step, params=ocp.args.StandardRestore(like))["params"]
+        return LoadedRun(model, {"params": params}, step, config)
+
+    for step in chosen[:-1]:
+        with contextlib.suppress(ValueError):
+            return load(step)
+    return load(chosen[-1])
 
 
 def load_export(path: str | os.PathLike[str]) -> LoadedRun:

@@ -7,7 +7,7 @@ import struct
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from train import metrics
+from train import metrics, tensorboard_log
 
 
 def test_making_of_many_pieces_says_how_far_it_is(monkeypatch, capsys):
@@ -39,17 +39,16 @@ def test_events_are_those_that_tensorboard_reads(tmp_path):
 
 
 @pytest.mark.parametrize("tensorboard", [False, True])
-def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, tensorboard):
+def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, monkeypatch, tensorboard):
     """A limit on the size of files stands for the disk. A thread of tensorboardX's ends there, and leaves its caller
     waiting for ever."""
+    monkeypatch.setattr(tensorboard_log, "_SECONDS_BETWEEN_FLUSHES", -1.0)
     log, written = metrics.MetricsLog(tmp_path, last_step=0, tensorboard=tensorboard), []
 
     def write_until_it_is_full():
         for step in range(1, 100):
             log.write({"step": step, "loss": 0.5, "grad_norm": 0.5, "learning_rate": 0.5})
             written.append(step)
-            if log._events is not None:
-                log._events.flush()
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))

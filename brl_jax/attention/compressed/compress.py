@@ -116,7 +116,7 @@ def compress(
     length = key.shape[1]
     if gamma is not None:
         gamma = per_head(gamma, query)
-    scale = default_scale(query) if scale is None else check_scale(scale, query.shape[-1])
+    scale = check_compress_scale(scale, query)
 
     key_value_seq_lengths = check_lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     if key_value_seq_lengths is not None:
@@ -147,9 +147,11 @@ def compress(
     return _choose(*operands, **static, implementation=implementation)
 
 
-def default_scale(query: Float[Array, "*B M N H"]) -> float:
-    """The paper's scale, 1 / (m sqrt(h))."""
-    return 1.0 / (query.shape[-3] * math.sqrt(query.shape[-1]))
+def check_compress_scale(scale: float | None, query: Float[Array, "*B M N H"]) -> float:
+    """The given scale, by default the paper's, 1 / (m sqrt(h)); raises ValueError for one that is no finite number."""
+    if scale is None:
+        return 1.0 / (query.shape[-3] * math.sqrt(query.shape[-1]))
+    return check_scale(scale, query.shape[-1])
 
 
 def per_head(gamma, query):
@@ -218,8 +220,7 @@ def compress_weights(
 
     Arguments as for `compress`; all logits exist at once.
     """
-    if scale is None:
-        scale = default_scale(query)
+    scale = check_compress_scale(scale, query)
     return _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
 
 

@@ -11,14 +11,14 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.compressed import gpu, tpu, xla_blocks
 from brl_jax.attention.compressed.compress import (
+    check_compress_scale,
     check_readers,
     compress,
     compress_weights,
-    default_scale,
     per_head,
 )
 from brl_jax.attention.compressed.windows import block_windows
-from brl_jax.attention.core.arguments import check_scale, check_sizes
+from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
@@ -93,7 +93,7 @@ def compress_blocks(
         history_lengths = history_lengths.astype(jnp.int32)  # 8 bits do not hold the history's places
     if gamma is not None:
         gamma = per_head(gamma, query)
-    scale = default_scale(query) if scale is None else check_scale(scale, query.shape[-1])
+    scale = check_compress_scale(scale, query)
     if isinstance(bias, PositionBias):
         bias = bias(jnp.arange(query.shape[2]), jnp.arange(history_size))
     if bias is not None:

@@ -74,13 +74,8 @@ def read_nodes(path: Path) -> RawGraph:
                 features = describe(images)
             else:
                 features, labels = np.asarray(file["features"]), np.asarray(file["labels"])
-    except (
-        *UNREADABLE,
-        TypeError,
-        ValueError,
-        KeyError,
-        zipfile.BadZipFile,
-    ) as error:  # TypeError: of an .npy file
+    # TypeError: an .npy file under this name has one array and no names.
+    except (*UNREADABLE, TypeError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(
             f'--data_dir: {path}: expected an .npz file with "features" and "labels", or with images as "x_train", '
             f'"y_train", "x_test" and "y_test"'

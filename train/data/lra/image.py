@@ -97,12 +97,8 @@ def _array(path: Path, name: str) -> np.ndarray:
             if name not in arrays:
                 raise UserError(f"--data_dir: {path} has no {name}, only {', '.join(arrays)}")
             return arrays[name]
-    except (
-        *UNREADABLE,
-        TypeError,
-        ValueError,
-        zipfile.BadZipFile,
-    ) as error:  # TypeError: of an .npy file's one array
+    # TypeError: an .npy file under this name has one array and no names.
+    except (*UNREADABLE, TypeError, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"--data_dir: cannot read {path} (truncated?): {one_line(error)}") from error
