@@ -26,7 +26,7 @@ def main(argv):
     for _ in range(1000):
         time.sleep(0.01)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.{handler})
 hook = sys.unraisablehook
 status = command(main, "name")
 assert sys.unraisablehook is hook
@@ -34,8 +34,11 @@ sys.exit(status)
 """
 
 
-def test_an_interrupt_in_the_garbage_collector_is_not_lost():
-    result = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True)
+# SIG_DFL is what `train/__init__.py` sets for the imports.
+@pytest.mark.parametrize("handler", ["default_int_handler", "SIG_DFL"])
+def test_an_interrupt_in_the_garbage_collector_is_not_lost(handler):
+    program = _INTERRUPTED.replace("{handler}", handler)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (130, "name: stopped\n")
 
 

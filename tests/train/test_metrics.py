@@ -38,6 +38,18 @@ def test_events_are_those_that_tensorboard_reads(tmp_path):
     assert values == {"loss": 0.5, "val_loss": 1e9}
 
 
+def test_events_reach_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
+    log = metrics.MetricsLog(tmp_path, last_step=0, tensorboard=True)
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    log.write({"step": 1, "loss": 0.5})
+    before = path.stat().st_size
+    monkeypatch.setattr(tensorboard_log, "_SECONDS_BETWEEN_FLUSHES", -1.0)
+    log.write({"step": 2, "loss": 0.5})
+    after = path.stat().st_size
+    log.close()
+    assert before < after == path.stat().st_size
+
+
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_full_disk_is_an_error_of_the_write_that_it_cuts_off(tmp_path, monkeypatch, tensorboard):
     """A limit on the size of files stands for the disk. A thread of tensorboardX's ends there, and leaves its caller
