@@ -144,18 +144,18 @@ def unserved(options: CostOptions) -> dict[str, str]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import gpu
+    from pallas_kernels import triton
 
     many, few = (
         jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
         for length in (options.length, options.compressed)
     )
     obstacles = {
-        "local": gpu.local_obstacle(many, many, many),
-        "compress": gpu.compress_obstacle(few, many),
-        "propagate": gpu.propagate_obstacle(many, few, few),
-        "selected": gpu.selected_obstacle(many, _grouped(many)),
-        "squared_relu": gpu.squared_relu_obstacle(many, many, many),
+        "local": triton.local_obstacle(many, many, many),
+        "compress": triton.compress_obstacle(few, many),
+        "propagate": triton.propagate_obstacle(many, few, few),
+        "selected": triton.selected_obstacle(many, _grouped(many)),
+        "squared_relu": triton.squared_relu_obstacle(many, many, many),
     }
     return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
 
@@ -174,7 +174,7 @@ def programs(
     import brl_jax
     from brl_jax.attention.local.patterns import SlidingWindow
     from brl_jax.attention.sorting.selected import selected_attention
-    from pallas_kernels import gpu
+    from pallas_kernels import triton
 
     many = jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
     few = jax.ShapeDtypeStruct((1, options.compressed, options.heads, options.head_dim), jnp.bfloat16)
@@ -186,24 +186,24 @@ def programs(
     lists = jax.ShapeDtypeStruct((1, length, shared.shape[2], 16), jnp.int32)
     window = SlidingWindow.of_width(options.window, True)
     stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
-    pattern = gpu.Pattern(stretches, window.visible, True, length, length)
+    pattern = triton.Pattern(stretches, window.visible, True, length, length)
     scale = options.head_dim**-0.5
     functions: dict[str, tuple[Callable, tuple]] = {
-        "local": (functools.partial(gpu.local_attention, pattern=pattern), (many, many, many)),
+        "local": (functools.partial(triton.local_attention, pattern=pattern), (many, many, many)),
         "compress": (
-            lambda q, k, c, v, g: gpu.compress(q, k, c, v, gamma=g, scale=scale),
+            lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, scale=scale),
             (few, many, many, many, head),
         ),
         "propagate": (
-            lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=scale),
+            lambda q, k, v, s: triton.propagate(q, k, v, strength=s, scale=scale),
             (many, few, few, head),
         ),
         "selected": (
-            functools.partial(gpu.selected_attention, size=64, scale=scale),
+            functools.partial(triton.selected_attention, size=64, scale=scale),
             (many, shared, shared, lists, token),
         ),
         "squared_relu": (
-            lambda q, k, v, *ranges: gpu.squared_relu_attention(q, k, v, gpu.Ranges(*ranges)),
+            lambda q, k, v, *ranges: triton.squared_relu_attention(q, k, v, triton.Ranges(*ranges)),
             (wide, wide, one, token, token, token, token),
         ),
     }

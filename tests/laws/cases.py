@@ -293,7 +293,7 @@ def dimensions(is_causal: bool, **changes) -> Dimensions:
     """A small network: 4 query heads of 4 on 2 key/value heads.
 
     XLA's alone, which is what runs here in any case: following the TPU's kernels too takes as long again. Law 8 is
-    theirs. tests/pallas_kernels/gpu runs some of the laws with BRL_JAX_LAWS_IMPLEMENTATION=triton_interpret.
+    theirs. tests/pallas_kernels/triton runs some of the laws with BRL_JAX_LAWS_IMPLEMENTATION=triton_interpret.
     """
     standard = Dimensions(
         d_model=16,

@@ -812,17 +812,17 @@ MUTANTS = (
     ),
     Mutant(
         "sorting/a GPU's gradient forgets blocks that begin before a tile of keys",
-        "pallas_kernels/gpu/selected/api.py",
+        "pallas_kernels/triton/selected/api.py",
         "search(pair_starts, places - size + 1)",
         "search(pair_starts, places)",
-        ("tests/pallas_kernels/gpu/test_transposed_lists.py",),
+        ("tests/pallas_kernels/triton/test_transposed_lists.py",),
     ),
     Mutant(
         "sorting/a GPU's gradient leaves out a part that is not full",
-        "pallas_kernels/gpu/selected/api.py",
+        "pallas_kernels/triton/selected/api.py",
         "-(-(end - begin) // _PAIRS_OF_PART)",
         "(end - begin) // _PAIRS_OF_PART",
-        ("tests/pallas_kernels/gpu/test_transposed_lists.py",),
+        ("tests/pallas_kernels/triton/test_transposed_lists.py",),
     ),
     Mutant(
         "sorting/a query reads chosen blocks beyond its own place",
@@ -2362,10 +2362,10 @@ MUTANTS = (
     ),
     Mutant(
         "gpu/a long batch is one launch",
-        "pallas_kernels/gpu/core/bridge.py",
+        "pallas_kernels/triton/core/bridge.py",
         "        if batch <= rows:\n",
         "        if True:\n",
-        ("tests/pallas_kernels/gpu/test_bridge.py", "-k", "long_batches"),
+        ("tests/pallas_kernels/triton/test_bridge.py", "-k", "long_batches"),
     ),
     Mutant(
         "gpu/who interprets kernels gets ours",

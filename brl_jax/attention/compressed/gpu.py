@@ -19,18 +19,18 @@ def compress_backend(query, value, bias, mask, *, axis_name: str | None, **stati
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
     def obstacle() -> str | None:
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
         if mask is not None:
             return "mask must be None, got an array"
         if axis_name is not None:
             return f"axis_name must be None, got {axis_name!r}"
-        return bias_obstacle(bias) or gpu.compress_obstacle(query, value)
+        return bias_obstacle(bias) or triton.compress_obstacle(query, value)
 
     def run(query, key, contrast_key, value, gamma, bias, mask, lengths):
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
-        return gpu.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
+        return triton.compress(query, key, contrast_key, value, gamma=gamma, key_lengths=lengths, **static)
 
     return triton_backend(run, obstacle)
 
@@ -45,13 +45,13 @@ def compress_blocks_backend(
     tokens = query.shape[2]
 
     def obstacle() -> str | None:
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
         rows = jax.ShapeDtypeStruct((1, tokens, *query.shape[3:]), query.dtype)
-        return bias_obstacle(bias) or gpu.compress_obstacle(rows, value)
+        return bias_obstacle(bias) or triton.compress_obstacle(rows, value)
 
     def run(query, key, contrast_key, value, gamma, bias, lengths):
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
         batch, blocks = query.shape[:2]
         sizes = {"blocks": blocks, "block_size": block_size, "history_size": history_size}
@@ -62,7 +62,7 @@ def compress_blocks_backend(
 
         if lengths is not None:
             lengths = jnp.broadcast_to(lengths, (batch, blocks)).reshape(batch * blocks)
-        out = gpu.compress(
+        out = triton.compress(
             query.reshape(batch * blocks, *query.shape[2:]),
             windows(key),
             None if contrast_key is None else windows(contrast_key),
@@ -81,13 +81,13 @@ def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
     def obstacle() -> str | None:
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
-        return bias_obstacle(bias) or gpu.propagate_obstacle(query, key, value)
+        return bias_obstacle(bias) or triton.propagate_obstacle(query, key, value)
 
     def run(query, key, value, strength, bias):
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
-        return gpu.propagate(query, key, value, strength=strength, **static)
+        return triton.propagate(query, key, value, strength=strength, **static)
 
     return triton_backend(run, obstacle)

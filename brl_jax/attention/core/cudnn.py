@@ -10,10 +10,10 @@ import jax
 
 def obstacle_of_cudnn(with_cudnn: Callable[..., Any], *arguments: Any) -> str | None:
     """Why a function of cuDNN cannot be lowered for the GPU that is compiled for; None if it can."""
-    from pallas_kernels import gpu
+    from pallas_kernels import triton
 
-    capability = gpu.target_capability()
-    if capability < gpu.LEAST_CAPABILITY:
+    capability = triton.target_capability()
+    if capability < triton.LEAST_CAPABILITY:
         return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
     # Without cuDNN, and for what its version does not know, JAX refuses to trace the call, whatever the platform.
     try:

@@ -2,7 +2,7 @@
 
 Nothing here asks which platform this process has: a program that is compiled ahead of time on a CPU host for a TPU gets
 the TPU's functions. Which generation of GPU kernels are for is the backends' own question
-(`pallas_kernels.gpu.core.bridge.target_capability`).
+(`pallas_kernels.triton.core.bridge.target_capability`).
 """
 
 from __future__ import annotations

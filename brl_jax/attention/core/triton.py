@@ -24,9 +24,9 @@ def triton_backend(
 
     def checked(*operands: Any, interpret: bool) -> Any:
         # Imported where it is needed: the kernels' modules cost import time.
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
-        gpu.check_interpretation(interpret)
+        triton.check_interpretation(interpret)
         return run(*operands)
 
     interprets = os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,7 +7,7 @@ from jaxtyping import Array
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.layouts import Axial
 from brl_jax.attention.local.patterns import Dilated, Fixed, SlidingWindow, Strided
-from pallas_kernels import gpu
+from pallas_kernels import triton
 
 # Queries for which one stretch of keys is listed: no more than a kernel's block, so that lists hold no needless pairs.
 _STRETCH = 32
@@ -20,12 +20,12 @@ def obstacle(call: PatternCall, x: CallArrays) -> str | None:
         return f"pattern must touch few blocks of keys, and the columns of {name} touch all of them"
     if call.key_offset is None and not isinstance(call.pattern, (SlidingWindow, Dilated)):
         return f"key_offset must be a static int with {name}, got it traced"
-    return gpu.local_obstacle(x.query, x.key, x.value)
+    return triton.local_obstacle(x.query, x.key, x.value)
 
 
 def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
     """`local_attention` without a bias, on the kernel; with the residual in float32 if the call returns it."""
-    return gpu.local_attention(
+    return triton.local_attention(
         x.query,
         x.key,
         x.value,
@@ -41,7 +41,7 @@ def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
     )
 
 
-def _listed(call: PatternCall) -> gpu.Pattern:
+def _listed(call: PatternCall) -> triton.Pattern:
     """The pattern as the kernel's lists are made from it."""
     pattern = call.pattern
     # Windows look at distances alone, so that it does not matter where key 0 stands.
@@ -59,7 +59,7 @@ def _listed(call: PatternCall) -> gpu.Pattern:
     else:
         parts = pattern.parts(call, lambda width: _STRETCH)
         rectangles = tuple(rectangle for part in parts for rectangle in part.rectangles())
-    return gpu.Pattern(
+    return triton.Pattern(
         rectangles,
         pattern.visible,
         call.is_causal,

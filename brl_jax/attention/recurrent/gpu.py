@@ -17,7 +17,7 @@ def gau_backend(query, key, value, bias: PositionBias | None, *, is_causal: bool
     """The kernel of `gau_attention` for operands (query, key, value, bias, positions, segments, key_segments)."""
 
     def obstacle() -> str | None:
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
         features = query
         if bias is not None:
@@ -29,16 +29,16 @@ def gau_backend(query, key, value, bias: PositionBias | None, *, is_causal: bool
                 )
             width = query.shape[3] + bias.left.shape[-1]
             features = jax.ShapeDtypeStruct((*query.shape[:3], width), query.dtype)
-        return gpu.squared_relu_obstacle(features, key, value)
+        return triton.squared_relu_obstacle(features, key, value)
 
     def run(query, key, value, bias, positions, segments, key_segments):
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
         ranges = seen_ranges(positions, segments, key_segments, key.shape[:2], is_causal)
         # float16 has no room for small scores; the kernel computes it in TF32.
         dtype = jnp.float32 if query.dtype == jnp.float16 else query.dtype
         rows, columns = (x.astype(dtype) for x in score_factors(query, key, bias, positions, ranges))
-        out = gpu.squared_relu_attention(rows, columns, value.astype(dtype), gpu.Ranges(*ranges))
+        out = triton.squared_relu_attention(rows, columns, value.astype(dtype), triton.Ranges(*ranges))
         return out.astype(query.dtype)
 
     return triton_backend(run, obstacle, unsuited)

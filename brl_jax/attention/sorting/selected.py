@@ -194,17 +194,17 @@ def _triton(query: Array, key: Array, value: Array, *, size: int, scale: float) 
 
     # Triton is imported where it is needed: it costs import time.
     def obstacle() -> str | None:
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
         if value.shape[3] != key.shape[3]:
             return f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}"
-        return gpu.selected_obstacle(query, key)
+        return triton.selected_obstacle(query, key)
 
     def run(query, key, value, starts, offset):
-        from pallas_kernels import gpu
+        from pallas_kernels import triton
 
         positions = offset + jnp.arange(query.shape[1], dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, query.shape[:2])
-        return gpu.selected_attention(query, key, value, starts, positions, size=size, scale=scale)
+        return triton.selected_attention(query, key, value, starts, positions, size=size, scale=scale)
 
     return triton_backend(run, obstacle)

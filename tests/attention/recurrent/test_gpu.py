@@ -1,6 +1,6 @@
 """What `gau_attention` and `compress_blocks` give the GPU kernels, which stand here as dense forms in JAX.
 
-The kernels' own numbers: tests/pallas_kernels/gpu.
+The kernels' own numbers: tests/pallas_kernels/triton.
 """
 
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import brl_jax
-from pallas_kernels import gpu
+from pallas_kernels import triton
 from tests.attention.recurrent.test_state_functions import close
 
 
@@ -29,12 +29,12 @@ def dense(query, key, value, ranges):
 @pytest.fixture
 def in_jax(monkeypatch):
     for name in ("squared_relu_obstacle", "compress_obstacle", "check_interpretation"):
-        monkeypatch.setattr(gpu, name, lambda *arguments: None)
-    monkeypatch.setattr(gpu, "squared_relu_attention", dense)
+        monkeypatch.setattr(triton, name, lambda *arguments: None)
+    monkeypatch.setattr(triton, "squared_relu_attention", dense)
     compress = lambda *x, key_lengths, **o: brl_jax.compress(  # noqa: E731
         *x, key_value_seq_lengths=key_lengths, implementation="xla", **o
     )
-    monkeypatch.setattr(gpu, "compress", compress)
+    monkeypatch.setattr(triton, "compress", compress)
 
 
 def random(seed, *shape):

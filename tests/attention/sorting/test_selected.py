@@ -1,4 +1,4 @@
-"""Attention to listed blocks through XLA, in both forms, against a float64 oracle. GPUs: tests/pallas_kernels/gpu."""
+"""Attention to listed blocks through XLA, in both forms, against a float64 oracle. GPUs: tests/pallas_kernels/triton."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from brl_jax.attention.sorting import selected
 from tests.attention.oracles import relative_error
-from tests.pallas_kernels.gpu import oracle
+from tests.pallas_kernels.triton import oracle
 
 LENGTHS, SIZE, BLOCKS, SCALE = (23, 1, 12), 6, 3, 0.3
 

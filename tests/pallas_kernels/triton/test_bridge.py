@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu.core import bridge
+from pallas_kernels.triton.core import bridge
 
 
 def no_kernel(x, out):

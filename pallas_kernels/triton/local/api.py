@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.absent import mark_absent
-from pallas_kernels.gpu.core import bridge
-from pallas_kernels.gpu.core.sizes import padded
-from pallas_kernels.gpu.local.lists import Pattern, make_lists
+from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.local.lists import Pattern, make_lists
 from pallas_kernels.varying import vary_alike
 
 
@@ -223,7 +223,7 @@ def _options(tile: LocalTile) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _LocalCall):
-    from pallas_kernels.gpu.local import forward
+    from pallas_kernels.triton.local import forward
 
     def run(query, key, value, query_ids, key_ids, sinks):
         batch, length, heads, _ = query.shape
@@ -246,7 +246,7 @@ def _run_forward(call: _LocalCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _LocalCall):
-    from pallas_kernels.gpu.local import backward
+    from pallas_kernels.triton.local import backward
 
     def run(query, key, value, query_ids, key_ids, out, d_out, log_sums, d_log_sums):
         ids = (query_ids, key_ids)

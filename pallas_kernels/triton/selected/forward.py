@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pallas_kernels.gpu.core.functions import softmax_step
+from pallas_kernels.triton.core.functions import softmax_step
 
 
 def selected_forward(

@@ -11,8 +11,8 @@ import pytest
 
 from brl_jax.attention.local.patterns import SlidingWindow
 from eval.gpu_costs import TARGETS, assemble
-from pallas_kernels import gpu
-from pallas_kernels.gpu.core import bridge
+from pallas_kernels import triton
+from pallas_kernels.triton.core import bridge
 
 pytestmark = [
     pytest.mark.skipif(
@@ -33,8 +33,8 @@ def local(query, key, value, sinks, ids):
     window = SlidingWindow.of_width(256, True)
     length = query.shape[1]
     stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
-    return gpu.local_attention(
-        query, key, value, pattern=gpu.Pattern(stretches, window.visible, True, length, length),
+    return triton.local_attention(
+        query, key, value, pattern=triton.Pattern(stretches, window.visible, True, length, length),
         logits_soft_cap=50.0, sinks=sinks, query_segment_ids=ids, key_segment_ids=ids,
     )  # fmt: skip
 
@@ -45,16 +45,19 @@ TOKEN = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 OPERATIONS: dict[str, tuple[Any, tuple]] = {
     "local": (local, (WIDE, WIDE, WIDE, HEADS, jax.ShapeDtypeStruct((1, 1024), jnp.int32))),
     "compress": (
-        lambda q, k, c, v, g: gpu.compress(q, k, c, v, gamma=g, scale=0.1),
+        lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, scale=0.1),
         (FEW, MANY, MANY, MANY, HEADS),
     ),
     "compress-wide": (
-        lambda q, k, c, v, g: gpu.compress(q, k, c, v, gamma=g, scale=0.1),
+        lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, scale=0.1),
         (half(1, 128, 8, 128), WIDE, WIDE, WIDE, HEADS),
     ),
-    "propagate": (lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=0.1), (MANY, FEW, FEW, HEADS)),
+    "propagate": (
+        lambda q, k, v, s: triton.propagate(q, k, v, strength=s, scale=0.1),
+        (MANY, FEW, FEW, HEADS),
+    ),
     "selected": (
-        functools.partial(gpu.selected_attention, size=64, scale=0.1),
+        functools.partial(triton.selected_attention, size=64, scale=0.1),
         (
             WIDE,
             half(1, 1024, 2, 128),
@@ -64,7 +67,7 @@ OPERATIONS: dict[str, tuple[Any, tuple]] = {
         ),
     ),
     "squared_relu": (
-        lambda q, k, v, *ranges: gpu.squared_relu_attention(q, k, v, gpu.Ranges(*ranges)),
+        lambda q, k, v, *ranges: triton.squared_relu_attention(q, k, v, triton.Ranges(*ranges)),
         (half(1, 1024, 1, 256), half(1, 1024, 1, 256), half(1, 1024, 1, 192), *4 * [TOKEN]),
     ),
 }
@@ -149,6 +152,6 @@ def test_an_a100_compresses_wide_tokens_in_half_precision_alone(monkeypatch):
     monkeypatch.setenv("BRL_JAX_GPU_CAPABILITY", "80")
     monkeypatch.setattr(bridge, "_PACKAGES", ("triton",))
     few, many = half(1, 128, 8, 64), half(1, 1024, 8, 64)
-    assert gpu.compress_obstacle(few, many) is None
+    assert triton.compress_obstacle(few, many) is None
     few, many = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (few, many))
-    assert "float32 takes at most 64 compressed tokens" in gpu.compress_obstacle(few, many)
+    assert "float32 takes at most 64 compressed tokens" in triton.compress_obstacle(few, many)

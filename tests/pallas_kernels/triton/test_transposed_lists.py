@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu.selected import api
+from pallas_kernels.triton.selected import api
 
 
 @pytest.mark.parametrize("tile", [4, 16])

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.gpu.core import bridge
-from pallas_kernels.gpu.core.sizes import SCORES, padded, split
+from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import SCORES, padded, split
 from pallas_kernels.varying import vary_alike
 
 #: Compressed tokens that one program holds.
@@ -149,7 +149,7 @@ def _options(tile: RowTile) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _PropagateCall):
-    from pallas_kernels.gpu.propagate import forward
+    from pallas_kernels.triton.propagate import forward
 
     def run(query, key, value, strength):
         batch, length, heads, _ = query.shape
@@ -168,7 +168,7 @@ def _run_forward(call: _PropagateCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _PropagateCall):
-    from pallas_kernels.gpu.propagate import backward
+    from pallas_kernels.triton.propagate import backward
 
     def run(query, key, value, strength, d_out):
         batch, length, heads, head_dim = query.shape

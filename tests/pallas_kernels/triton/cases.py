@@ -1,6 +1,6 @@
 """Cases of the GPU kernels, to be run in Triton's interpreter: each compares results and gradients with the oracle.
 
-`python -m tests.pallas_kernels.gpu.cases FILE`, with TRITON_INTERPRET=1 in the environment, runs all of them and writes
+`python -m tests.pallas_kernels.triton.cases FILE`, with TRITON_INTERPRET=1 in the environment, runs all of them and writes
 what each found: an empty text, or why it failed.
 """
 
@@ -18,9 +18,9 @@ import numpy as np
 
 import brl_jax
 from brl_jax.attention.local import patterns
-from pallas_kernels import gpu
-from pallas_kernels.gpu.selected import api
-from tests.pallas_kernels.gpu import oracle
+from pallas_kernels import triton
+from pallas_kernels.triton.selected import api
+from tests.pallas_kernels.triton import oracle
 
 ENDS = np.iinfo(np.int32)
 TOLERANCE = {"float32": 2e-5, "float16": 5e-3}
@@ -52,7 +52,7 @@ def local(
         )
     else:
         rectangles = ((0, length, 0, keys),)
-    rule = gpu.Pattern(rectangles, pattern.visible, is_causal, length, keys, offset, 0)
+    rule = triton.Pattern(rectangles, pattern.visible, is_causal, length, keys, offset, 0)
     at_query, at_key = np.arange(length)[:, None] + offset, np.arange(keys)[None, :]
     seen = np.broadcast_to(np.asarray(pattern.visible(at_query, at_key, rule.num_positions)), (length, keys))
     if is_causal:
@@ -73,7 +73,7 @@ def local(
         key, value = (jnp.where(inside[:, :, None, None], x, jnp.nan) for x in (key, value))
         options["key_lengths"] = jnp.asarray(lengths)
     run = functools.partial(
-        gpu.local_attention, pattern=rule, return_log_sum_exp=True, logits_soft_cap=cap, **options
+        triton.local_attention, pattern=rule, return_log_sum_exp=True, logits_soft_cap=cap, **options
     )
     given, names = (query, key, value), ("out", "log_sums", "d_query", "d_key", "d_value")
     if sinks is None:
@@ -123,12 +123,12 @@ def compress(
     d_out = random(5, *query.shape, dtype=dtype)
     want = oracle.compress(query, *clean, gamma, seen, options["scale"], score, d_out)
     if contrast:
-        run = lambda q, k, c, v, g: gpu.compress(q, k, c, v, gamma=g, **options)  # noqa: E731
+        run = lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, **options)  # noqa: E731
         out, pull = jax.vjp(run, query, key, contrast_key, value, gamma)
     else:
         want = oracle.compress(query, *clean, 0.0 * gamma, seen, options["scale"], score, d_out)
         want = want[:3] + want[4:5]
-        run = lambda q, k, v: gpu.compress(q, k, None, v, gamma=None, **options)  # noqa: E731
+        run = lambda q, k, v: triton.compress(q, k, None, v, gamma=None, **options)  # noqa: E731
         out, pull = jax.vjp(run, query, key, value)
     names = ("out", "d_query", "d_key", "d_contrast_key", "d_value", "d_gamma")
     close(names[: len(want)], (out, *pull(d_out)), want, dtype)
@@ -147,7 +147,7 @@ def propagate(score, *, length=100, tokens=20, heads=2, head_dim=24, batch=2, dt
     query = random(0, batch, length, heads, head_dim, dtype=dtype)
     key, value = (random(i, batch, tokens, heads, head_dim, dtype=dtype) for i in (1, 2))
     strength = jnp.linspace(0.2, 0.9, heads)
-    run = lambda q, k, v, s: gpu.propagate(q, k, v, strength=s, scale=head_dim**-0.5, score=score)  # noqa: E731
+    run = lambda q, k, v, s: triton.propagate(q, k, v, strength=s, scale=head_dim**-0.5, score=score)  # noqa: E731
     out, pull = jax.vjp(run, query, key, value, strength)
     d_out = random(5, *out.shape, dtype=dtype)
     want = oracle.propagate(query, key, value, strength, head_dim**-0.5, score, d_out)
@@ -260,7 +260,7 @@ def selected(
             start = starts[b, t, h, slot] = first[t] + block * size
             seen[b, h, t, start : min(start + size, positions[b, t] + 1)] = True
     run = functools.partial(
-        gpu.selected_attention,
+        triton.selected_attention,
         starts=jnp.asarray(starts),
         positions=jnp.asarray(positions),
         size=size,
@@ -279,11 +279,11 @@ def selected(
 def mapped():
     """vmap is one launch on a longer batch, and gives what calls one by one give."""
     query = random(0, 3, 2, 40, 2, 16, dtype="float32")
-    rule = gpu.Pattern(((0, 40, 0, 40),), patterns.SlidingWindow(9, 0).visible, True, 40, 40)
-    run = lambda q: gpu.local_attention(q, q, q, pattern=rule)  # noqa: E731
+    rule = triton.Pattern(((0, 40, 0, 40),), patterns.SlidingWindow(9, 0).visible, True, 40, 40)
+    run = lambda q: triton.local_attention(q, q, q, pattern=rule)  # noqa: E731
     np.testing.assert_allclose(jax.vmap(run)(query), jnp.stack([run(q) for q in query]), atol=1e-6)
     strength = jnp.asarray([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
-    run = lambda q, s: gpu.propagate(q, q[:, :8], q[:, :8], strength=s, scale=0.25)  # noqa: E731
+    run = lambda q, s: triton.propagate(q, q[:, :8], q[:, :8], strength=s, scale=0.25)  # noqa: E731
     one_by_one = jnp.stack([run(q, s) for q, s in zip(query, strength)])
     np.testing.assert_allclose(jax.vmap(run)(query, strength), one_by_one, atol=1e-6)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pallas_kernels.gpu.cases import CASES
+from tests.pallas_kernels.triton.cases import CASES
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +38,7 @@ def run(*module, **environment):
 def found(tmp_path_factory):
     """What each case found: an empty text, or why it failed."""
     path = tmp_path_factory.mktemp("triton") / "found.json"
-    run("tests.pallas_kernels.gpu.cases", str(path))
+    run("tests.pallas_kernels.triton.cases", str(path))
     return json.loads(path.read_text())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pallas_kernels.gpu.core.functions import base2_scores, inside, offsets
+from pallas_kernels.triton.core.functions import base2_scores, inside, offsets
 
 
 def local_query_gradient(

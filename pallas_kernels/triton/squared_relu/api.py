@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.core import bridge
-from pallas_kernels.gpu.core.sizes import padded
+from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import padded
 from pallas_kernels.varying import vary_alike
 
 #: Features of queries and keys that one program holds.
@@ -174,7 +174,7 @@ def _options(tile: PairTile) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=8)
 def _run_forward(precision: str):
-    from pallas_kernels.gpu.squared_relu import forward
+    from pallas_kernels.triton.squared_relu import forward
 
     def run(query, key, value, first, stop):
         batch, length, heads, features = query.shape
@@ -194,7 +194,7 @@ def _run_forward(precision: str):
 
 @functools.lru_cache(maxsize=8)
 def _run_backward(precision: str):
-    from pallas_kernels.gpu.squared_relu import backward
+    from pallas_kernels.triton.squared_relu import backward
 
     def run(query, key, value, first, stop, begin, end, d_out):
         batch, length, heads, features = query.shape

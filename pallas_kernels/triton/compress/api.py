@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.core import bridge
-from pallas_kernels.gpu.core.sizes import SCORES, padded, split
+from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import SCORES, padded, split
 from pallas_kernels.varying import vary_alike
 
 #: Compressed tokens that one program holds.
@@ -184,7 +184,7 @@ def _constants(call: _CompressCall, query: Array, key: Array, tile: HistoryTile)
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _CompressCall):
-    from pallas_kernels.gpu.compress import forward
+    from pallas_kernels.triton.compress import forward
 
     attentions = 2 if call.contrast else 1
 
@@ -209,7 +209,7 @@ def _run_forward(call: _CompressCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_backward(call: _CompressCall):
-    from pallas_kernels.gpu.compress import backward, tiled_backward
+    from pallas_kernels.triton.compress import backward, tiled_backward
 
     def run(query, key, contrast_key, value, lengths, d_out, log_sums, deltas, gamma):
         batch, tokens, heads, head_dim = query.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pallas_kernels.gpu.core.functions import elementwise_weights, inside, offsets, softmax_step
+from pallas_kernels.triton.core.functions import elementwise_weights, inside, offsets, softmax_step
 
 
 def compress_forward(

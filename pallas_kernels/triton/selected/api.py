@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.core import bridge
-from pallas_kernels.gpu.core.sizes import padded
+from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import padded
 from pallas_kernels.varying import vary_alike
 
 #: Query heads of a key head, which one program has.
@@ -198,7 +198,7 @@ def _options(tile: SelectedTile) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _run_forward(call: _SelectedCall):
-    from pallas_kernels.gpu.selected import forward
+    from pallas_kernels.triton.selected import forward
 
     def run(query, key, value, starts, positions):
         batch, length, heads, _ = query.shape
@@ -220,7 +220,7 @@ def _run_forward(call: _SelectedCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_query_gradient(call: _SelectedCall):
-    from pallas_kernels.gpu.selected import backward
+    from pallas_kernels.triton.selected import backward
 
     def run(query, key, value, starts, positions, d_out, log_sums, deltas):
         tile = choose_tiles(query.dtype).by_query
@@ -238,7 +238,7 @@ def _run_query_gradient(call: _SelectedCall):
 
 @functools.lru_cache(maxsize=64)
 def _run_key_gradient(call: _SelectedCall):
-    from pallas_kernels.gpu.selected import backward
+    from pallas_kernels.triton.selected import backward
 
     def run(
         query, key, value, pairs, pair_starts, tiles, begins, ends, firsts, positions, d_out, log_sums, deltas

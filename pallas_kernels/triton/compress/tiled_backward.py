@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.gpu.core.functions import elementwise_slopes, elementwise_weights, inside, offsets
+from pallas_kernels.triton.core.functions import elementwise_slopes, elementwise_weights, inside, offsets
 
 
 @triton.jit
