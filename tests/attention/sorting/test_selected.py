@@ -1,4 +1,6 @@
-"""Attention to listed blocks through XLA, in both forms, against a float64 oracle. GPUs: tests/pallas_kernels/triton."""
+"""Attention to listed blocks through XLA, in both forms, against a float64 oracle.
+
+GPUs: tests/pallas_kernels/triton."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Cases of the GPU kernels, to be run in Triton's interpreter: each compares results and gradients with the oracle.
 
-`python -m tests.pallas_kernels.triton.cases FILE`, with TRITON_INTERPRET=1 in the environment, runs all of them and writes
-what each found: an empty text, or why it failed.
+`python -m tests.pallas_kernels.triton.cases FILE`, with TRITON_INTERPRET=1 in the environment, runs all of them and
+writes what each found: an empty text, or why it failed.
 """
 
 import functools
