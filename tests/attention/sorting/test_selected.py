@@ -1,6 +1,4 @@
-"""Attention to listed blocks through XLA, in both forms, against a float64 oracle.
-
-GPUs: tests/pallas_kernels/triton."""
+"""Attention to listed blocks through XLA, in both forms, against a float64 oracle."""
 
 import jax
 import jax.numpy as jnp
