@@ -72,7 +72,7 @@ class Mutant(NamedTuple):
 
 
 def _changes(node: ast.AST) -> Iterator[ast.AST]:
-    """Other nodes that could stand in this one's place."""
+    """Other nodes to put where this one is."""
 
     def changed(**fields: Any) -> ast.AST:
         new = copy.copy(node)
@@ -154,7 +154,7 @@ def draw(rooms: Sequence[str], seed: int, count: int, root: Path = ROOT) -> list
 
 
 def mirror_of(rooms: Sequence[str], root: Path = ROOT) -> list[str]:
-    """The tests that mirror the rooms: those named after a file, else those of its folder; and the laws."""
+    """The tests that mirror the rooms: files of the same name, else the folder's; and the laws."""
     found = set()
     for room in rooms:
         path = Path(room)
@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--count", type=int, default=20, help="how many mutants (default: 20)")
     parser.add_argument(
-        "--tests", nargs="+", metavar="PATH", help="tests to run in place of the rooms' mirror"
+        "--tests", nargs="+", metavar="PATH", help="tests to run instead of the rooms' mirror"
     )
     parser.add_argument("--timeout", type=float, default=60, help="seconds added to a mutant's expected time")
     options = parser.parse_args(argv)

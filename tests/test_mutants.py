@@ -1,4 +1,4 @@
-"""`python -m tests.mutants` on a small tree of its own."""
+"""`python -m tests.mutants` on a small tree."""
 
 import subprocess
 
