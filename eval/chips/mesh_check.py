@@ -228,7 +228,7 @@ def _run(request: dict[str, Any], devices: int) -> Iterator[dict[str, Any]]:
     line = [
         sys.executable,
         "-c",
-        "import sys; from eval.mesh_check import work; work(sys.argv[1])",
+        "import sys; from eval.chips.mesh_check import work; work(sys.argv[1])",
         json.dumps(request),
     ]
     with subprocess.Popen(

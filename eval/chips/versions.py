@@ -35,10 +35,7 @@ def installed(package: str) -> str:
 
 def header() -> list[str]:
     """The first two lines of the table."""
-    return [
-        f"| Python | {' | '.join(PACKAGES)} | what was run |",
-        "|---" * (len(PACKAGES) + 2) + "|",
-    ]
+    return [f"| Python | {' | '.join(PACKAGES)} | what was run |", "|---" * (len(PACKAGES) + 2) + "|"]
 
 
 def row(ran: str) -> str:

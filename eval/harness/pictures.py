@@ -169,9 +169,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def report(
-    results: Iterable[dict[str, Any]],
-    draw: Callable[[Sequence[dict[str, Any]]], Figure],
-    picture: str | None,
+    results: Iterable[dict[str, Any]], draw: Callable[[Sequence[dict[str, Any]]], Figure], picture: str | None
 ) -> None:
     """Prints each result as a JSON object as soon as it is known; then draws all of them if --picture names a file.
 

@@ -181,11 +181,7 @@ def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
         "area": area(options.ratios, mean.tolist()),
         "uniform_area": area(options.ratios, uniform_score(options.length, options.ratios).tolist()),
         "layers": [
-            {
-                "layer": layer,
-                "score": score.tolist(),
-                "area": area(options.ratios, score.tolist()),
-            }
+            {"layer": layer, "score": score.tolist(), "area": area(options.ratios, score.tolist())}
             for layer, score in sorted(layers.items())
         ],
     }

@@ -47,13 +47,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "synthesizer": {"max_length": 64},
     "luna": {"num_packed": 8, "chunk_size": 16},
     "mamba2": {"state_size": 16},
-    "native_sparse": {
-        "window": 8,
-        "compressed_size": 8,
-        "stride": 4,
-        "selected_size": 8,
-        "num_selected": 3,
-    },
+    "native_sparse": {"window": 8, "compressed_size": 8, "stride": 4, "selected_size": 8, "num_selected": 3},
 }
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "local": ("full", "local", "global_window", "diag"),

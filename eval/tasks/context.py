@@ -233,10 +233,7 @@ def measure(options: ContextOptions) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> None:
     """Prints the table or the JSON objects, and draws the picture; see the module's docstring and --help."""
     options = parse_options(
-        ContextOptions(),
-        argv,
-        prog="python -m eval.context",
-        about="Where a language model's context pays.",
+        ContextOptions(), argv, prog="python -m eval.context", about="Where a language model's context pays."
     )
     picture = picture_path(options.picture)
     results = measure(options)

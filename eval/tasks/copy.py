@@ -125,12 +125,7 @@ class _CopyEvaluation(Evaluation[CopyEvalOptions]):
         data = COPY.load(config, ("test",))
         cases = measure_batches(run, COPY.held_out(config, data, "test", lengths=sorted(set(lengths))))
         return Measured(
-            {
-                "settings": run_settings(config),
-                "trained": longest,
-                "cases": cases,
-                **run_facts(run),
-            }
+            {"settings": run_settings(config), "trained": longest, "cases": cases, **run_facts(run)}
         )
 
 

@@ -86,10 +86,7 @@ def draw(runs: Sequence[tuple[Result, Example]]) -> Figure:
             plain = {"linewidth": 1.4, "marker": None}
             axes.plot(ahead, units(example.true[at, :, -1]), label="true", **{**styles["true"], **plain})
             axes.plot(
-                ahead,
-                units(example.point[at, :, -1]),
-                label="forecast",
-                **{**styles["forecast"], **plain},
+                ahead, units(example.point[at, :, -1]), label="forecast", **{**styles["forecast"], **plain}
             )
             low, high = (units(end[at, :, -1]) for end in (example.low, example.high))
             axes.fill_between(

@@ -151,10 +151,7 @@ def draw(results: Sequence[Result]) -> Figure:
         label="the best with at most these bytes",
         zorder=0,
     )
-    for name, text, dashes in (
-        ("guess_in_row", _IN_ROW, "--"),
-        ("chance", "chance", ":"),
-    ):
+    for name, text, dashes in (("guess_in_row", _IN_ROW, "--"), ("chance", "chance", ":")):
         lowest = min(100 * case[name] for result in results for case in result["cases"])
         for axes in panels:
             axes.axhline(lowest, color="#999999", linestyle=dashes, label=text)
