@@ -34,10 +34,11 @@ from eval.context_table import draw, markdown
 from eval.plotting import picture_path, save
 from eval.reach import window_reach
 from eval.runs import Run, open_run
-from train.config import parse_options
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
 from train.data import Corpus
-from train.errors import UserError, command
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.lm import LM, held_out_stream
 from train.tasks.lm_config import LmConfig
 

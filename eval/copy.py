@@ -25,11 +25,12 @@ from brl_jax.decoding import generate
 from eval.copy_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
 from eval.runs import Run, run_facts
-from train.config_file import flatten, to_json
+from train.cli.command import command
+from train.cli.summary import mechanism_name
 from train.data.copying import BEGIN, END, SPECIAL
-from train.data.tokenizers import load_tokenizer
-from train.errors import UserError, command, one_line
-from train.summary import mechanism_name
+from train.data.tokenizers.named import load_tokenizer
+from train.engine.config_file import flatten, to_json
+from train.engine.errors import UserError, one_line
 from train.tasks.copy import COPY
 from train.tasks.copy_config import CopyConfig
 

@@ -28,9 +28,11 @@ from brl_jax.attention.core.checks import check_at_least, check_counts
 from brl_jax.decoding import generate
 from eval.generate_batch import Sampling, check_length, generate_file
 from eval.lm import read_run
-from train.config import check_seed, parse_options
+from train.cli.command import command
+from train.cli.options import parse_options
 from train.data import Tokenizer, load_tokenizer
-from train.errors import UserError, command
+from train.engine.config import check_seed
+from train.engine.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,10 @@ import numpy as np
 from eval.glue_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
 from eval.runs import Run, run_facts
+from train.cli.command import command
+from train.cli.summary import mechanism_names
 from train.data.glue import GLUE_TASKS
-from train.errors import UserError, command
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.glue import GLUE
 
 

@@ -37,9 +37,10 @@ from rich.table import Table
 from eval import gpu_mechanisms
 from eval.plotting import json_path
 from eval.program_costs import computations, trips
-from train.config import parse_options
-from train.errors import RunError, UserError, command
-from train.storage import write_whole
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.engine.errors import RunError, UserError
+from train.engine.storage import write_whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,9 +61,10 @@ from brl_jax.models import DecoderLM
 from eval.locality import layer_weights
 from eval.plotting import legend_outside, line_styles, report
 from eval.runs import first_rows, open_run, run_labels
-from train.config import parse_options
-from train.errors import UserError, command
-from train.summary import mechanism_names
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 
 Kind = Literal["softmax", "linear", "norm"]

@@ -1,9 +1,9 @@
 """How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...].
 
 Reads what `train.lm --log_gradient_std True` wrote to metrics.jsonl: the relative standard deviation of the
-gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2; defined in train/moments.py). Prints a
-JSON object a run, with the values at its last step, and draws how they developed. In a short run the first steps, whose
-gradients are several times as large as all later ones, decide that number: with --after N it also prints
+gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2; defined in `train.engine.moments`).
+Prints a JSON object a run, with the values at its last step, and draws how they developed. In a short run the first steps, whose gradients
+are several times as large as all later ones, decide that number: with --after N it also prints
 `grad_rsd_after`, that of the whole gradient's norm over the steps after N.
 """
 
@@ -21,12 +21,13 @@ from matplotlib.figure import Figure
 from brl_jax.attention.core.checks import check_at_least
 from eval.plotting import legend_outside, line_styles, report
 from eval.runs import run_labels
-from train.config import parse_options
-from train.errors import UserError, command
-from train.metrics import read_metrics
-from train.summary import mechanism_names
-from train.task import read_config
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
+from train.engine.metrics import read_metrics
 from train.tasks.lm import LM
+from train.tasks.task import read_config
 
 _TITLES = {
     "grad_rsd": "norm of the whole gradient",

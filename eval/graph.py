@@ -23,8 +23,9 @@ import numpy as np
 from eval.graph_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
 from eval.runs import Run, run_facts
-from train.errors import UserError, command
-from train.summary import mechanism_names
+from train.cli.command import command
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.graph import GRAPH, GraphData
 
 

@@ -35,10 +35,11 @@ from eval.locality import layer_weights
 from eval.plotting import report
 from eval.regularizer import summary
 from eval.runs import Run, open_run
-from train.config import parse_options
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
 from train.data.graphs.poly_tokens import PolyTokens
-from train.errors import UserError, command
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.graph import GRAPH, GraphData
 
 

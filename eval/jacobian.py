@@ -34,10 +34,11 @@ from brl_jax.models.stack import Stack
 from eval.plotting import legend_outside, line_styles, plain_log_axis, report
 from eval.reach import window_reach
 from eval.runs import first_rows, open_run, run_labels
-from train.config import parse_options
-from train.errors import UserError, command
-from train.step import Objective
-from train.summary import mechanism_names
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
+from train.engine.step import Objective
 from train.tasks.every import TASKS
 
 

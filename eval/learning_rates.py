@@ -26,8 +26,8 @@ from matplotlib.figure import Figure
 
 from eval.coordinates import WidthOptions, compare, make_model, text_batch
 from eval.plotting import legend_outside, line_styles
-from train.errors import command
-from train.optimizer import OptimizerConfig, optimizer_of
+from train.cli.command import command
+from train.engine.optimizer import OptimizerConfig, optimizer_of
 from train.tasks.lm import lm_objective
 
 

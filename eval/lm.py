@@ -15,7 +15,7 @@ from typing import Any, Literal
 from brl_jax.models import DecoderLM
 from eval.main import EvalOptions, Evaluation, Measured, measure_split
 from eval.runs import Run, open_run
-from train.errors import command
+from train.cli.command import command
 from train.tasks.lm import LM
 from train.tasks.lm_config import LmConfig
 

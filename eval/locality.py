@@ -36,10 +36,11 @@ from brl_jax.models.stack import group_layers
 from eval.lm import read_run
 from eval.plotting import legend_outside, line_styles, report
 from eval.runs import run_labels
-from train.config import parse_options
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
 from train.data import load
-from train.errors import UserError, command
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ from brl_jax.models import StackConfig
 from eval.lra_table import draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
 from eval.runs import Run, run_facts
-from train.errors import command
-from train.summary import mechanism_names
+from train.cli.command import command
+from train.cli.summary import mechanism_names
 from train.tasks.lra import LRA
 
 

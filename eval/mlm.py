@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from eval.main import EvalOptions, Evaluation
-from train.errors import command
+from train.cli.command import command
 from train.tasks.mlm import MLM
 
 

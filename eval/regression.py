@@ -25,10 +25,10 @@ from brl_jax.models import Regressor
 from eval.main import Evaluation, Measured, TableOptions
 from eval.regression_table import draw, markdown
 from eval.runs import Run, run_facts
-from train.errors import command
-from train.flops import matrix_flops
-from train.metrics import read_metrics
-from train.summary import mechanism_names
+from train.cli.command import command
+from train.cli.summary import mechanism_names
+from train.engine.flops import matrix_flops
+from train.engine.metrics import read_metrics
 from train.tasks.regression import REGRESSION, RegressionConfig
 
 

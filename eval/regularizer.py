@@ -37,8 +37,9 @@ from brl_jax.models import DecoderLM
 from eval.locality import layer_weights
 from eval.plotting import report
 from eval.runs import Run, first_rows, open_run
-from train.config import parse_options
-from train.errors import UserError, command
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 from train.tasks.recall import RECALL
 

@@ -36,9 +36,10 @@ from eval.locality import layer_weights
 from eval.plotting import report
 from eval.regularizer import require_brl, sown_maps
 from eval.runs import open_run, run_names
-from train.config import parse_options
+from train.cli.command import command
+from train.cli.options import parse_options
 from train.data.recall import HeldOutRecall, Kind
-from train.errors import UserError, command
+from train.engine.errors import UserError
 from train.tasks.recall import RECALL
 
 

@@ -37,8 +37,9 @@ from brl_jax.layers import TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.operations import products
 from eval.plotting import legend_outside, line_styles, picture_path, save
-from train.config import parse_options
-from train.errors import UserError, command
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 
 KINDS = ("miss", "first", "hit")
 

@@ -31,8 +31,9 @@ from rich.table import Table
 from eval.stages import stages
 from eval.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from pallas_kernels import tpu
-from train.config import parse_options
-from train.errors import RunError, command, one_line
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.engine.errors import RunError, one_line
 
 #: Keeps every temporary array in HBM; each kind of chip uses the option for the memories that it has.
 _ALL_IN_HBM: dict[str, str | bool] = {

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from train.config import parse_options
-from train.errors import command
+from train.cli.command import command
+from train.cli.options import parse_options
 
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "jax-triton", "libtpu")
 

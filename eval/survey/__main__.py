@@ -22,9 +22,10 @@ from eval.survey.options import SurveyOptions, survey_run, survey_runs
 from eval.survey.speed import kept_speeds, measure_speeds
 from eval.survey.table import collect, draw, markdown
 from eval.survey.training import finished, train_all
-from train.config import parse_options
-from train.errors import RunError, command
-from train.main import keep_programs
+from train.cli.command import command
+from train.cli.main import keep_programs
+from train.cli.options import parse_options
+from train.engine.errors import RunError
 
 
 def main(argv: Sequence[str]) -> None:

@@ -19,8 +19,8 @@ from eval.survey.networks import CONTROL, network, network_names
 from eval.survey.options import SIZES, SurveyOptions, survey_run, survey_runs
 from eval.survey.speed import kept_speeds
 from eval.survey.table import collect, draw, markdown
-from train.config_file import differences, to_json
-from train.errors import RunError, UserError
+from train.engine.config_file import differences, to_json
+from train.engine.errors import RunError, UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 

@@ -13,7 +13,7 @@ import eval.forecast
 import train.forecast
 from eval.forecast_table import markdown
 from tests.train.logs import metrics_lines
-from train.config import parse
+from train.cli.options import parse
 from train.data.series import (
     HeldOutWindows,
     SeriesConfig,
@@ -30,9 +30,9 @@ from train.data.series_tokens import (
     to_numbers,
     to_tokens,
 )
-from train.errors import UserError
-from train.task import read_config
+from train.engine.errors import UserError
 from train.tasks.forecast import FORECAST, FORECAST_TASKS, forecast
+from train.tasks.task import read_config
 
 ROWS = 240
 TINY = (

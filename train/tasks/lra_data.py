@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from train.config import LoopConfig
 from train.data.lra import EvalBatches, Examples, LraDataConfig, Source, TrainBatches
-from train.mesh import host_rows
+from train.engine.config import LoopConfig
+from train.engine.mesh import host_rows
 
 
 class LraData(NamedTuple):

@@ -11,9 +11,9 @@ import pytest
 
 from train.data import DataConfig, EvalStream, forget_unstarted, load, load_tokenizer
 from train.data import corpus as corpus_module
-from train.data.tokenizer import text_pieces
-from train.data.tokenizers import BytesTokenizer
-from train.errors import UserError
+from train.data.tokenizers.base import text_pieces
+from train.data.tokenizers.named import BytesTokenizer
+from train.engine.errors import UserError
 
 
 @pytest.fixture

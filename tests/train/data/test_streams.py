@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from train.data import Corpus, EvalStream, TokenStreams
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 def corpus_of(tokens, digest="d"):
