@@ -2,10 +2,9 @@
 
 Reads what `train.lm --log_gradient_std True` wrote to metrics.jsonl: the relative standard deviation of the
 gradients' norms over all steps so far (TransNormer, arXiv:2210.10340, table 2; defined in `train.engine.moments`).
-Prints a JSON object a run, with the values at its last step, and draws how they developed. In a short run the first steps, whose gradients
-are several times as large as all later ones, decide that number: with --after N it also prints
-`grad_rsd_after`, that of the whole gradient's norm over the steps after N.
-"""
+Prints a JSON object a run, with the values at its last step, and draws how they developed. In a short run the first
+steps, whose gradients are several times as large as all later ones, decide that number: with --after N it also prints
+`grad_rsd_after`, that of the whole gradient's norm over the steps after N."""
 
 from __future__ import annotations
 
