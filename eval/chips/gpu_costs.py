@@ -37,9 +37,9 @@ from rich.table import Table
 from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import computations, trips
 from eval.harness.pictures import json_path
-from train.config import parse_options
-from train.errors import RunError, UserError
-from train.storage import write_whole
+from train.cli.options import parse_options
+from train.engine.errors import RunError, UserError
+from train.engine.storage import write_whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ from flax import traverse_util
 
 from brl_jax.configuration import configuration
 from brl_jax.layers import Mechanism, mechanism_name
-from train.errors import UserError
-from train.fields import Mark, marked
-from train.storage import as_os_errors, write_whole
+from train.engine.errors import UserError
+from train.engine.fields import Mark, marked
+from train.engine.storage import as_os_errors, write_whole
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], free: Collection
     """Fields, as "name old -> new", that keep a run of `old` from being resumed as `new` (both from `to_json`).
 
     Args:
-      free: dotted names of the fields that may differ (`train.fields.Free`), or of whole parts.
+      free: dotted names of the fields that may differ (`train.engine.fields.Free`), or of whole parts.
     """
     old_flat, new_flat = flatten(old), flatten(new)
     missing = object()

@@ -18,8 +18,8 @@ import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from brl_jax.sharding import constrain
-from train.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
-from train.optimizer import Schedule
+from train.engine.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
+from train.engine.optimizer import Schedule
 
 Batch = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class Objective:
       averages: names of what is reported beside the loss, averaged over the targets as well ("accuracy").
       best: what decides which of two checkpoints did better on held-out data: "loss" (the lower one), or one of the
         averages (the higher one).
-      rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.mup`).
+      rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
       start: the parameters of `init`, unboxed and on their devices -> those that a new run starts from.
     """
 
@@ -96,7 +96,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: optax's state.
       key: (2,) uint32, the run's random key; the key of a step is derived from it with `fold_in`.
       memory: what the rows of each microbatch carry, stacked: leaves (accumulation, ...).
-      moments: those of the gradients so far (`train.moments`), or None where they are not logged.
+      moments: those of the gradients so far (`train.engine.moments`), or None where they are not logged.
     """
 
     step: Int[Array, ""]
@@ -181,7 +181,7 @@ def make_train_step(
     divided by the weight of all targets, so that they equal those of one large batch.
     metrics: float32 scalars "loss" and the objective's averages (means over the targets), "grad_norm" (before
     clipping), "learning_rate", and where the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far
-    (`train.moments`).
+    (`train.engine.moments`).
 
     Raises:
       ValueError: when traced with a number of rows that is not a multiple of accumulation.

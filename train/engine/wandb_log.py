@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 class WandbLog:

@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax
 
 from brl_jax.models import StackConfig
-from train.optimizer import is_bias
+from train.engine.optimizer import is_bias
 
 # Dimensions that grow with the model.
 _WIDTHS = frozenset(
@@ -34,7 +34,7 @@ _OF_A_HEAD = frozenset(("heads", "kv_heads", "head_dim"))
 
 
 def make_rates(config: StackConfig) -> Callable[[Any], Any]:
-    """The `rates` of an objective (`train.step.Objective`) on a network of that configuration."""
+    """The `rates` of an objective (`train.engine.step.Objective`) on a network of that configuration."""
     if config.mup_base_width is None:
         return lambda boxed: None
     base, width = config.mup_base_width, config.d_model

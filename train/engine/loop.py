@@ -24,28 +24,19 @@ from etils import epath
 from jax.sharding import Mesh
 
 from brl_jax.sharding import MeshConfig, make_mesh
-from train.checkpoint import Checkpoints
-from train.config import LoopConfig
-from train.config_file import write_json
-from train.errors import RunError, Stopped, UserError, one_line
-from train.hosts import ending_together, is_lead, preempted
-from train.mesh import place_batch, training_programs
-from train.metrics import MetricsLog, Reporter, RunReport, log
-from train.optimizer import OptimizerConfig
-from train.profiling import Profiler
-from train.step import (
-    Batch,
-    Objective,
-    TrainState,
-    make_eval_step,
-    means,
-    num_rows,
-    num_tokens,
-)
-from train.storage import as_os_errors
-from train.summary import resuming
-from train.throughput import Meter
-from train.watchdog import WATCHDOG
+from train.engine.checkpoint import Checkpoints
+from train.engine.config import LoopConfig
+from train.engine.config_file import write_json
+from train.engine.errors import RunError, Stopped, UserError, one_line
+from train.engine.hosts import ending_together, is_lead, preempted
+from train.engine.mesh import place_batch, training_programs
+from train.engine.metrics import MetricsLog, Reporter, RunReport, log
+from train.engine.optimizer import OptimizerConfig
+from train.engine.profiling import Profiler
+from train.engine.step import Batch, Objective, TrainState, make_eval_step, means, num_rows, num_tokens
+from train.engine.storage import as_os_errors
+from train.engine.throughput import Meter
+from train.engine.watchdog import WATCHDOG
 
 
 class Stream(Protocol):
@@ -74,7 +65,7 @@ class HeldOut(Protocol):
 
 class Trained(NamedTuple):
     """A run that is done: its last state, what its last evaluation measured (`held_out_metrics`), and how fast this
-    process trained (`train.throughput.Meter`); both are empty where there was nothing left to do."""
+    process trained (`train.engine.throughput.Meter`); both are empty where there was nothing left to do."""
 
     state: TrainState
     measured: dict[str, float]
@@ -83,7 +74,7 @@ class Trained(NamedTuple):
 
 class Signals:
     """A context manager that records SIGTERM and Ctrl-C instead of ending the process; a second Ctrl-C ends it. With
-    several processes it records nothing: `train.hosts.preempted` reports to all of them at the same step."""
+    several processes it records nothing: `train.engine.hosts.preempted` reports to all of them at the same step."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -169,6 +160,13 @@ class _Best:
             self.misses += 1
 
 
+def resuming(step: int, steps: int) -> str:
+    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`."""
+    if step < steps:
+        return f"resuming from step {step} of {steps}"
+    return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"
+
+
 def train(
     objective: Objective,
     loop: LoopConfig,
@@ -193,7 +191,7 @@ def train(
       stream: the training batches; closed at the end.
       held_out, full_held_out: the data of the evaluations on the way, and of the last one (by default the same).
       mesh: what the arrays are sharded over; by default all devices in the default shape. The streams give the rows of
-        this process (`train.mesh.host_rows`).
+        this process (`train.engine.mesh.host_rows`).
       introduction: lines that are logged before the first step, once the run's folder is known to serve.
       report: what shows the progress; by default a bar on a terminal, otherwise a line now and then.
 

@@ -14,10 +14,10 @@ from jaxtyping import Int
 
 from brl_jax.models import StackConfig
 from brl_jax.sharding import MeshConfig, make_mesh, parameter_shardings, partition_spec, row_shards
-from train.config import LoopConfig
-from train.errors import UserError
-from train.optimizer import OptimizerConfig, optimizer_of
-from train.step import Batch, Objective, TrainState, init_state, make_train_step
+from train.engine.config import LoopConfig
+from train.engine.errors import UserError
+from train.engine.optimizer import OptimizerConfig, optimizer_of
+from train.engine.step import Batch, Objective, TrainState, init_state, make_train_step
 
 
 def open_mesh(
@@ -71,7 +71,7 @@ class TrainingPrograms(NamedTuple):
 
     Attributes:
       fresh: makes the first state.
-      step: (state, batch) -> (state, metrics), see `train.step.make_train_step`; the state that it is given is donated.
+      step: (state, batch) -> (state, metrics), see `make_train_step`; the state that it is given is donated.
       shardings: those of the state's arrays.
     """
 

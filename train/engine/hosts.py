@@ -24,10 +24,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from brl_jax.attention.core.checks import check_at_least
-from train.config_file import differences
-from train.errors import UserError, one_line
-from train.storage import as_os_errors
-from train.watchdog import WATCHDOG
+from train.engine.config_file import differences
+from train.engine.errors import UserError, one_line
+from train.engine.storage import as_os_errors
+from train.engine.watchdog import WATCHDOG
 
 # A process that is silent for this long counts as lost. Gloo and the TPU's runtime mostly notice sooner.
 _HEARTBEAT_SECONDS = 30

@@ -18,13 +18,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from train.config import RunConfig
-from train.config_file import differences, from_json, read_values, to_json
-from train.errors import UserError
-from train.fields import Mark, marked
-from train.loop import HeldOut, Stream, evaluate
-from train.metrics import log
-from train.step import Objective, make_eval_step, means
+from train.engine.config import RunConfig
+from train.engine.config_file import differences, from_json, read_values, to_json
+from train.engine.errors import UserError
+from train.engine.fields import Mark, marked
+from train.engine.loop import HeldOut, Stream, evaluate
+from train.engine.metrics import log
+from train.engine.step import Objective, make_eval_step, means
 
 C = TypeVar("C", bound=RunConfig)
 D = TypeVar("D")
@@ -91,7 +91,7 @@ class Task(abc.ABC, Generic[C, D]):
 
     @abc.abstractmethod
     def training_stream(self, config: C, data: D, mesh: Mesh) -> Stream:
-        """The training batches; those rows that belong to this process (`train.mesh.host_rows`)."""
+        """The training batches; those rows that belong to this process (`train.engine.mesh.host_rows`)."""
 
     @abc.abstractmethod
     def held_out(self, config: C, data: D, split: str, mesh: Mesh | None = None) -> HeldOut:
@@ -107,7 +107,7 @@ class Task(abc.ABC, Generic[C, D]):
         return None
 
     def measures(self, config: C, data: D, split: str, held_out: HeldOut, sums: Mapping[str, float]) -> dict:
-        """What an evaluation reports of the sums over a split (see `train.loop.evaluate`)."""
+        """What an evaluation reports of the sums over a split (see `train.engine.loop.evaluate`)."""
         return means(sums)
 
     def describe_data(self, config: C, data: D) -> str:

@@ -22,11 +22,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from train.errors import UserError, one_line
-from train.hosts import is_lead
-from train.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
-from train.tensorboard_log import TensorboardLog
-from train.wandb_log import WandbLog
+from train.engine.errors import UserError, one_line
+from train.engine.hosts import is_lead
+from train.engine.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
+from train.engine.tensorboard_log import TensorboardLog
+from train.engine.wandb_log import WandbLog
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class MetricsLog:
     """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events beside it.
 
     A run that is resumed after step s first drops the lines after s, so that no step appears twice. Of several
-    processes the first one writes. In object storage the files are copies of local ones (`train.storage.Mirror`).
+    processes the first one writes. In object storage the files are copies of local ones (`storage.Mirror`).
 
     Args:
       workdir: the run's folder.

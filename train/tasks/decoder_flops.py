@@ -1,7 +1,7 @@
 """Floating-point operations that training a decoder takes by its formulas: the measure of networks at equal compute.
 
 Counted are the matrix products alone, pair by pair: what a token does not see costs nothing, however the attention is
-computed. `train.flops` counts what a program multiplies, masked parts of blocks included.
+computed. `train.engine.flops` counts what a program multiplies, masked parts of blocks included.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from etils import epath
 from jaxtyping import Int
 
 from train.data.splits import DocumentStart
-from train.errors import UserError
-from train.storage import write_whole
+from train.engine.errors import UserError
+from train.engine.storage import write_whole
 
 PIECE = 1 << 20
 _SMALL_PIECE, _BATCH_BYTES, _BATCH_PIECES = 1 << 16, 1 << 22, 4096

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Int
 
 from train.data.splits import DocumentStart
-from train.data.tokenizer import Encoded, Tokenizer, decode_piece
-from train.errors import UserError
+from train.data.tokenizers.base import Encoded, Tokenizer, decode_piece
+from train.engine.errors import UserError
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
 UNKNOWN_CHARACTER = "\ufffd"

@@ -133,7 +133,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Clipping, then AdamW with `schedule` and weight decay where `decay_mask` (see `decayed`) is True.
 
-    `rates`: the factor on the learning rate of each parameter (`train.mup`), a pytree of floats like the parameters;
+    `rates`: the factor on the learning rate of each parameter (`mup`), a pytree of floats like the parameters;
     None for one rate. The weight decay keeps the schedule's rate: the smaller rates of a wide model do not weaken it.
     """
     adamw = optax.chain(

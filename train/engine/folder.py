@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.errors import UserError
-from train.hosts import gather, is_lead
-from train.storage import is_remote
+from train.engine.errors import UserError
+from train.engine.hosts import gather, is_lead
+from train.engine.storage import is_remote
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from brl_jax.layers import MECHANISMS
-from train.config import option_names
+from train.cli.options import option_names
 from train.tasks.every import TASKS
 
 _SCRIPT = """{zsh}_{function}() {{

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from train.checkpoint import Checkpoints
-from train.errors import UserError
-from train.metrics import log
-from train.storage import check_client
-from train.task import Task, read_config
+from train.engine.checkpoint import Checkpoints
+from train.engine.errors import UserError
+from train.engine.metrics import log
+from train.engine.storage import check_client
+from train.tasks.task import Task, read_config
 
 
 def pretrained_run(tasks: Sequence[Task[Any, Any]], folder: str) -> tuple[Task[Any, Any], Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from etils import epath
 
-from train.errors import UserError, is_client_error, one_line
+from train.engine.errors import UserError, is_client_error, one_line
 
 # Orbax writes checkpoints to these, and etils reads and writes their files. It knows s3:// only half.
 SCHEMES = ("gs",)

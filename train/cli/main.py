@@ -10,21 +10,21 @@ from typing import Any
 import jax
 from etils import epath
 
-from train.checkpoint import Checkpoints
-from train.config import parse
-from train.config_file import read_values
-from train.data import forget_unstarted
-from train.errors import UserError
-from train.folder import alone_in
-from train.hosts import check_shared, gather, is_lead, join, lead_first
-from train.loop import HeldOut, Stream, another_configuration, train
-from train.mesh import open_mesh
-from train.metrics import RunReport, announce, log
-from train.step import num_tokens
-from train.storage import check_client, user_cache
-from train.summary import beginning, ending, num_parameters
-from train.task import Task
-from train.throughput import in_words
+from train.cli.options import parse
+from train.cli.summary import beginning, ending, num_parameters
+from train.data.dataset import forget_unstarted
+from train.engine.checkpoint import Checkpoints
+from train.engine.config_file import read_values
+from train.engine.errors import UserError
+from train.engine.folder import alone_in
+from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
+from train.engine.loop import HeldOut, Stream, another_configuration, train
+from train.engine.mesh import open_mesh
+from train.engine.metrics import RunReport, announce, log
+from train.engine.step import num_tokens
+from train.engine.storage import check_client, user_cache
+from train.engine.throughput import in_words
+from train.tasks.task import Task
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
@@ -36,7 +36,7 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
       name: the command's module, "train.lm".
 
     Raises:
-      UserError, RunError, Stopped: see `train.loop.train`.
+      UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
     config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
@@ -49,10 +49,10 @@ def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None)
     Args:
       task: the task of the configuration.
       config: the configuration; its folder is `config.loop.workdir`.
-      report: what shows the progress, see `train.loop.train`.
+      report: what shows the progress, see `train.engine.loop.train`.
 
     Raises:
-      UserError, RunError, Stopped: see `train.loop.train`.
+      UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     check_client("--workdir", config.loop.workdir)
     announce(f"{task.name}: starting in {config.loop.workdir}")

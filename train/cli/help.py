@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from train.fields import Mark, marked
+from train.engine.fields import Mark, marked
 
 
 def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: str, about: str) -> str:
@@ -66,6 +66,6 @@ def preset_list(presets: Mapping[str, Any]) -> str:
 
 
 def _mechanisms(config: Any) -> str:
-    from train.summary import mechanism_names  # which needs the configurations that train.config defines
+    from train.cli.summary import mechanism_names
 
     return mechanism_names(config.model)

@@ -26,10 +26,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from train.errors import RunError, UserError, is_memory_shortage, one_line
-from train.hosts import gather, is_lead
-from train.step import TrainState
-from train.storage import absolute, as_os_errors, move, write_whole
+from train.engine.errors import RunError, UserError, is_memory_shortage, one_line
+from train.engine.hosts import gather, is_lead
+from train.engine.step import TrainState
+from train.engine.storage import absolute, as_os_errors, move, write_whole
 
 _DAMAGED = "damaged_checkpoints"
 

@@ -11,8 +11,8 @@ from etils import epath
 from jaxtyping import Int
 
 from train.data.splits import DocumentStart
-from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
-from train.errors import UserError, one_line
+from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
+from train.engine.errors import UserError, one_line
 
 _JSON, _SENTENCEPIECE = "tokenizer.json", "sentencepiece.model.base64"
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from brl_jax.layers import mechanism_name
 from brl_jax.models import EncoderDecoderConfig, StackConfig
-from train.config import LoopConfig
-from train.metrics import clock
-from train.step import perplexity
+from train.engine.config import LoopConfig
+from train.engine.metrics import clock
+from train.engine.step import perplexity
 
 
 def num_parameters(params: Any) -> int:
@@ -50,19 +50,12 @@ def beginning(
     ]
 
 
-def resuming(step: int, steps: int) -> str:
-    """The line about a run that begins at `step`, its newest checkpoint, and ends at `steps`."""
-    if step < steps:
-        return f"resuming from step {step} of {steps}"
-    return f"nothing is left to train: the run is at step {step}, and --steps is {steps}"
-
-
 def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:
     """The line about a run that is done.
 
     Args:
       step: its last step. seconds: how long this process trained. measured: the last evaluation
-        (`train.loop.held_out_metrics`); a text's has bits per byte, and the perplexity is shown too.
+        (`train.engine.loop.held_out_metrics`); a text's has bits per byte, and the perplexity is shown too.
     """
     values = {name.removeprefix("val_").replace("_", " "): value for name, value in measured.items()}
     if "bits per byte" in values:

@@ -14,11 +14,11 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
-from train.data.pretrained import PretrainedTokenizer, is_pretrained
 from train.data.splits import DocumentStart
-from train.data.tokenizer import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
-from train.data.vocabularies import CharactersTokenizer, WordsTokenizer
-from train.errors import UserError
+from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
+from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
+from train.data.tokenizers.vocabularies import CharactersTokenizer, WordsTokenizer
+from train.engine.errors import UserError
 
 _UNCASED = "bpe-uncased"
 _EXPECTED = (
@@ -170,7 +170,7 @@ def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokeniz
 
     Args:
       spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise, or one that exists
-        already (`train.data.pretrained`).
+        already (`train.data.tokenizers.published`).
       pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
 
     Raises:

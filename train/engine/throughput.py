@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from train.flops import matrix_flops
-from train.step import Batch, Objective, num_rows
+from train.engine.flops import matrix_flops
+from train.engine.step import Batch, Objective, num_rows
 
 #: bfloat16 operations per second of a device, without sparsity, by how JAX names its kind (the longest name that the
 #: kind begins with counts), from the makers' data sheets. A device is a chip, but half of one on TPU7x.

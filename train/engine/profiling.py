@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from train.metrics import log
-from train.storage import is_remote, user_cache
+from train.engine.metrics import log
+from train.engine.storage import is_remote, user_cache
 
 
 def parse_steps(spec: str) -> range:
