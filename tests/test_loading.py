@@ -15,7 +15,7 @@ import brl_jax
 import train.lm
 from brl_jax import commands
 from brl_jax.loading import _network, load_run
-from eval.lm import read_run
+from eval.tasks.lm import read_run
 from train.tasks.every import TASKS
 
 ROOT = Path(__file__).parents[1]

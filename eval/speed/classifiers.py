@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eval.speed.measure import Candidate, Case, Program, check_finite, check_room, compile_program
-from eval.survey.networks import Network, network, network_names
+from eval.speed.networks import Network, network, network_names
 from train.mesh import open_mesh, place_batch, training_programs
 from train.step import Batch, make_eval_step
 from train.summary import num_parameters

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-import eval.runs
+import eval.harness.runs
 import train.lm
 import train.main
 from tests.bad_input.test_command_lines import run
@@ -132,4 +132,4 @@ def test_too_little_memory(error, trained, monkeypatch, capsys):
         assert "out of memory" in one_line(*run("eval.lm", ["--workdir", f"{trained}/run"], patch, capsys), 1)
     assert sorted(path.name for path in (trained / "run").rglob("*")) == before
     assert Checkpoints(trained / "run" / "checkpoints").steps() == [2]
-    assert eval.runs.open_run([train.lm.LM], str(trained / "run"), "last").step == 2
+    assert eval.harness.runs.open_run([train.lm.LM], str(trained / "run"), "last").step == 2

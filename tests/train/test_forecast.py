@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-import eval.forecast
+import eval.tasks.forecast
 import train.forecast
-from eval.forecast_table import markdown
+from eval.tasks.forecast_table import markdown
 from tests.train.logs import metrics_lines
 from train.config import parse
 from train.data.series import (
@@ -198,7 +198,7 @@ def test_a_forecast_does_not_read_what_came(table, center):
 @pytest.mark.slow
 def test_commands(runs, capsys):
     picture = runs / "forecasts.png"
-    eval.forecast.main(
+    eval.tasks.forecast.main(
         f"--workdir {runs}/encoder {runs}/tokens --picture {picture} --stride 11 --samples 3".split()
     )
     encoder, tokens = (json.loads(line) for line in capsys.readouterr().out.splitlines())
@@ -216,7 +216,7 @@ def test_commands(runs, capsys):
         assert 0 <= result["coverage"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not (runs / "encoder" / "forecast_test.json").exists()  # not the standard measurement
-    eval.forecast.main(["--table", str(runs)])
+    eval.tasks.forecast.main(["--table", str(runs)])
     text = capsys.readouterr().out
     assert "| waves, multivariate | 6 | the last row |" in text
     assert "| waves, univariate | 6 | tokens: full |" in text
@@ -232,7 +232,7 @@ def test_the_dates_say_how_many_rows_a_day_has(tmp_path, minutes, rows):
 def test_the_naive_forecast_of_a_day_follows_the_dates(tmp_path, capsys):
     """A wave of a day, in rows of an hour and a half: the last day repeated is right."""
     run(tmp_path / "run", write_table(tmp_path / "waves.csv.gz", 90), "encoder", "--target load")
-    eval.forecast.main(["--workdir", str(tmp_path / "run")])
+    eval.tasks.forecast.main(["--workdir", str(tmp_path / "run")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["seasonal_naive"]["mae"] < 1e-5 < result["naive"]["mae"]
 

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-import eval.glue
+import eval.tasks.glue
 import train.glue
 import train.mlm
 from brl_jax.layers import CosformerConfig, MLRConfig
-from eval.glue import task_metrics
-from eval.glue_table import PAPER, markdown, summarise
-from eval.runs import open_run
+from eval.harness.runs import open_run
+from eval.tasks.glue import task_metrics
+from eval.tasks.glue_table import PAPER, markdown, summarise
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
@@ -248,11 +248,11 @@ def test_fine_tuning_as_a_user_runs_it(tmp_path, monkeypatch, capsys):
     run(tmp_path / "runs/scratch", mlm, tmp_path, "--from_scratch True")
     assert metrics_lines(tmp_path / "runs/scratch", names)[0]["loss"] != lines[0]["loss"]
     capsys.readouterr()
-    eval.glue.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "glue.png")])
+    eval.tasks.glue.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "glue.png")])
     text = capsys.readouterr().out
     assert "local, pretrained" in text
     assert "local, from scratch" in text
-    eval.glue.main(["--workdir", str(tmp_path / "runs/whole")])
+    eval.tasks.glue.main(["--workdir", str(tmp_path / "runs/whole")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["examples"] == 12
     with pytest.raises(UserError, match=r"--pretrained: .* is of the task 'glue'; expected mlm"):

@@ -7,7 +7,7 @@ import pytest
 
 import train.lra
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier
-from eval.runs import open_run
+from eval.harness.runs import open_run
 from tests.train.logs import metrics_lines
 from train.errors import UserError
 from train.tasks.lra import LRA

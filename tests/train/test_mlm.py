@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-import eval.mlm
+import eval.tasks.mlm
 import train.config
 import train.mesh
 import train.mlm
@@ -196,7 +196,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_is_measured(tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"is of another configuration: .*pack always -> never"):
         run(tmp_path / "stopped", "--pack never")
     capsys.readouterr()
-    eval.mlm.main(["--workdir", str(tmp_path / "whole")])
+    eval.tasks.mlm.main(["--workdir", str(tmp_path / "whole")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
     assert 0 <= result["accuracy"] <= 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from eval.runs import open_run
+from eval.harness.runs import open_run
 from tests.train.object_store import BUCKET, ObjectStore
 from train.data.sources import open_source
 from train.errors import UserError
