@@ -105,7 +105,7 @@ def test_which_tokens_are_drawn(options, expected):
         ({"variables": {"embedding": np.ones(3)}}, r"variables must hold .* the keys \['embedding'\]"),
         ({"variables": None}, "variables must hold the model's parameters, .* got NoneType"),
         ({"model": Classifier(EncoderConfig(**SIZES))}, "model must be a decoder .*, got Classifier"),
-        ({"prompts": [[1, 2], [3]]}, "prompts must have rows of one length; fill shorter ones up"),
+        ({"prompts": [[1, 2], [3]]}, "prompts must have rows of equal length; pad shorter ones"),
         ({"prompts": [[1.0, 2.0]]}, r"prompts must be integers of shape .*, got float64 \(1, 2\)"),
         ({"prompts": [1, 2]}, r"prompts must be integers of shape .*, got int64 \(2,\)"),
         ({"prompts": [[1, 11]]}, r"prompts must hold tokens from 0 to 10, got \[11\]"),

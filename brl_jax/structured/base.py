@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StructuredMatrix:
-    """A matrix with fewer parameters than rows times columns: a frozen dataclass of arrays, registered as a pytree."""
+    """A matrix with fewer parameters than a dense one: a frozen dataclass of arrays, registered as a pytree."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -22,36 +22,35 @@ class StructuredMatrix:
 
     @property
     def num_parameters(self) -> int:
-        """The number of entries of all arrays."""
+        """The total number of entries of all arrays."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self))
 
     @property
     def flops(self) -> int:
-        """The FLOPs of the product with one vector; a multiplication and an addition count as two."""
+        """FLOPs of the product with one vector, counting a multiplication and an addition as two."""
         return self.as_mlbtc().flops
 
     @property
     def rank(self) -> int:
-        """The largest rank that parameters of these shapes can give, which almost all parameters give."""
+        """The largest rank that parameters of these shapes can give. Almost all parameters give it."""
         return self.as_mlbtc().rank
 
     def check(self) -> None:
-        """Raises ValueError for parameters whose shapes do not fit together.
+        """Raises ValueError if the shapes of the parameters do not fit together.
 
-        It is called by the products and not at construction, because a stack of matrices, over which vmap or scan maps,
-        is a pytree of the same class.
+        The products call it, not the constructor: a stack of matrices, for vmap or scan, is a pytree of the same class.
         """
 
     def as_mlbtc(self) -> MLBTC:
-        """The same matrix as a sum of block tensor contractions (section 3.3)."""
+        """Returns the same matrix as a sum of block tensor contractions (section 3.3)."""
         raise NotImplementedError
 
     def to_dense(self) -> Float[Array, "rows columns"]:
-        """The dense matrix, computed directly from its definition."""
+        """Returns the dense matrix, computed directly from its definition."""
         raise NotImplementedError
 
     def matmul(self, x: Float[Array, "*batch columns"]) -> Float[Array, "*batch rows"]:
-        """M x for each vector of x, without the dense matrix.
+        """Returns M x for each vector of x, without building the dense matrix.
 
         Raises:
           ValueError: the length of x's last axis differs from the number of columns.
@@ -62,7 +61,7 @@ class StructuredMatrix:
     def bilinear(
         self, x: Float[Array, "*batch rows"], y: Float[Array, "*batch columns"]
     ) -> Float[Array, "*batch"]:
-        """x^T M y for each pair of vectors, without the dense matrix.
+        """Returns x^T M y for each pair of vectors, without building the dense matrix.
 
         Raises:
           ValueError: the lengths of the last axes differ from the numbers of rows and columns.

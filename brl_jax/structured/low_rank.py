@@ -1,4 +1,4 @@
-"""Low-rank matrices: as a whole, in blocks on the diagonal, and sums of these over block sizes (section 3.1)."""
+"""Low-rank matrices: a whole one, blocks on the diagonal, and sums of these over several block sizes (section 3.1)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class BlockLowRank(StructuredMatrix):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["levels"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MLR(StructuredMatrix):
-    """A multi-level low-rank matrix: the sum of block low-rank matrices of one shape (eqs. 4 and 10)."""
+    """A multi-level low-rank matrix: a sum of block low-rank matrices of the same shape (eqs. 4 and 10)."""
 
     levels: tuple[BlockLowRank, ...]
 

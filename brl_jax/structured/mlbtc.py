@@ -28,14 +28,15 @@ class ContractionSizes(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class BlockContraction:
-    """One level: p blocks on the diagonal, in each of which
+    """One level: p diagonal blocks, each of which computes
 
       y[a, b] = sum_{c, t} left[b, a, c, t]  sum_e right[c, e, b, t] x[c, e]
 
     where x is reshaped to (c, e) and y to (a, b), in row-major order.
 
     Attributes:
-      left: (p, b, a, c, t); right: (p, c, e, b, t).
+      left: (p, b, a, c, t).
+      right: (p, c, e, b, t).
     """
 
     left: Float[Array, "p b a c t"]
@@ -68,7 +69,7 @@ class BlockContraction:
         return s.p * min(s.c * min(s.e, s.b * s.t), s.b * min(s.a, s.c * s.t))
 
     def to_inner(self, y: Float[Array, "*batch columns"]) -> Float[Array, "*batch p b c t"]:
-        """A vector with one entry per column, multiplied by the right factors."""
+        """Multiplies a vector with one entry per column by the right factors."""
         s = self.sizes
         y = y.reshape(*y.shape[:-1], s.p, s.c, s.e)
         return jnp.einsum("...pce,pcebt->...pbct", y, self.right)
@@ -78,7 +79,7 @@ class BlockContraction:
         return y.reshape(*y.shape[:-3], -1)
 
     def rows_to_inner(self, x: Float[Array, "*batch rows"]) -> Float[Array, "*batch p b c t"]:
-        """A vector with one entry per row, multiplied by the transposes of the left factors."""
+        """Multiplies a vector with one entry per row by the transposes of the left factors."""
         s = self.sizes
         x = x.reshape(*x.shape[:-1], s.p, s.a, s.b)
         return jnp.einsum("...pab,pbact->...pbct", x, self.left)
@@ -92,7 +93,7 @@ class BlockContraction:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["levels"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MLBTC(StructuredMatrix):
-    """The sum of block contractions, each with its own numbers of blocks (eq. 8)."""
+    """A sum of block contractions, each with different numbers of blocks (eq. 8)."""
 
     levels: tuple[BlockContraction, ...]
 
@@ -105,7 +106,7 @@ class MLBTC(StructuredMatrix):
 
     @classmethod
     def init(cls, key: Array, sizes: tuple[ContractionSizes, ...]) -> MLBTC:
-        """Levels of the given sizes, in which the entries of each factor have its RMS_0 (appendix E.1)."""
+        """Draws levels of the given sizes; each factor's entries have RMS_0 (appendix E.1)."""
         levels = []
         for s, own in zip(sizes, jax.random.split(key, len(sizes))):
             left, right = jax.random.split(own)

@@ -1,4 +1,4 @@
-"""GPU kernels in Triton, reached through jax-triton: arrays in, arrays out, differentiable, forward and backward."""
+"""GPU kernels in Triton, called through jax-triton: differentiable functions of arrays, forward and backward."""
 
 from pallas_kernels.triton.compress.api import compress, compress_obstacle
 from pallas_kernels.triton.core.bridge import (
