@@ -8,7 +8,7 @@ import pytest
 
 from brl_jax.layers import DeltaNetConfig, FullConfig, GlobalWindowConfig, LocalConfig, MLRConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from tests.laws.oracles import full_mask, local_mask
+from tests.oracles.parts import full_mask, local_mask
 from train.decoder_flops import attention_products, decoder_multiplications, training_flops
 from train.flops import matrix_flops
 

@@ -9,7 +9,7 @@ from brl_jax import compress, compress_blocks, propagate
 from brl_jax.attention.compressed import reference
 from tests.attention.compressed.test_compress import SCORES, arrays, oracle_compress
 from tests.laws.networks import relative_error
-from tests.laws.oracles import sigma
+from tests.oracles.parts import sigma
 
 
 @pytest.mark.parametrize("score", SCORES)

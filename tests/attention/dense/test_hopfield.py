@@ -8,8 +8,8 @@ import numpy as np
 
 from brl_jax.attention.dense import hopfield
 from brl_jax.attention.dense.hopfield import hopfield_attention
-from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, expect, random_qkv
+from tests.oracles import attention as oracles
 
 EVERYTHING = oracles.sliding(10**6, 10**6)
 

@@ -26,8 +26,8 @@ from brl_jax.attention.local.patterns import (
     Strided,
     SurroundedBlocks,
 )
-from tests.attention import oracles
 from tests.marks import slow_unless
+from tests.oracles import attention as oracles
 
 MASK = np.random.default_rng(5).random((12, 12)) < 0.3
 BIG_BIRD = BigBird(8, window_blocks=3, global_blocks=1, random_blocks=2, seed=1)

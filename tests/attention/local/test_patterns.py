@@ -14,9 +14,9 @@ from brl_jax.attention.local.patterns import (
     SlidingWindow,
     Strided,
 )
-from tests.attention import oracles
 from tests.attention.local.test_local import PATTERNS
 from tests.marks import slow_unless
+from tests.oracles import attention as oracles
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.low_rank.linformer import linformer_attention
-from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, random_qkv
+from tests.oracles import attention as oracles
 
 
 def projections(shape, seed=3, dtype=jnp.float32):

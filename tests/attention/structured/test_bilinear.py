@@ -12,7 +12,7 @@ from brl_jax.attention.dense import full
 from brl_jax.attention.structured import bilinear, feature_attention, global_window
 from brl_jax.attention.structured.bilinear import btt_factors
 from brl_jax.structured import BTT, MLR, BlockLowRank
-from tests.attention import oracles
+from tests.oracles import attention as oracles
 
 STATIC = ("normalize", "scale", "is_causal", "ranks", "window", "implementation")
 

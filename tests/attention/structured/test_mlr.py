@@ -12,9 +12,9 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.structured import mlr_tiles
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
 from brl_jax.attention.structured.mlr_rectangles import rectangles
-from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, largest_array, random_qkv, schedule  # noqa: F401
 from tests.marks import slow_unless
+from tests.oracles import attention as oracles
 
 # name: (ranks, block sizes) with heads of 8
 LEVELS = {
