@@ -19,7 +19,7 @@ from brl_jax.layers import MECHANISMS, FullConfig
 from eval.speed import decoders, encoder_decoders, encoders, functions, gpu_references, layers, measure
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
-from tests.attention import oracles
+from tests.oracles import attention as oracles
 from train.engine.errors import RunError, UserError
 from train.engine.step import make_eval_step
 from train.tasks.lm import LM

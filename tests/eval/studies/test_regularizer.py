@@ -17,7 +17,7 @@ import eval.studies.signal_to_noise
 from eval.harness.runs import Run, first_rows
 from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.studies.signal_to_noise import compare, draw, relevant_tokens
-from tests.laws.oracles import norm, project, softmax
+from tests.oracles.parts import norm, project, softmax
 from train.cli.options import parse
 from train.data.recall import draw_rows
 from train.engine.checkpoint import Checkpoints

@@ -1,4 +1,4 @@
-"""Networks of the mechanisms with a state of fixed size, in float64 NumPy (see `tests.laws.oracles`).
+"""Networks of the mechanisms with a state of fixed size.
 
 Weights are written as dense (n, n) matrices and recurrences token by token: neither chunks nor states of chunks.
 """
@@ -9,53 +9,51 @@ import jax
 import numpy as np
 
 from brl_jax.attention.recurrent.performer import performer_projection
-from tests.laws.oracles import feed_forward, full_mask, layers, norm, project, rotary, softmax
+from tests.oracles.parts import (
+    FEATURES,
+    feed_forward,
+    full_mask,
+    head_inputs,
+    layers,
+    merge,
+    mixer_network,
+    norm,
+    project,
+    relu,
+    residual_network,
+    rotary,
+    sigmoid,
+    silu,
+    softmax,
+    turned,
+)
 
 
-def residual_network(mix):
-    """Pre-norm blocks around mix(normalised input (n, d), parameters, mechanism, dimensions) -> (n, d)."""
-
-    def network(params, mechanism, d, x):
-        for p in layers(params):
-            x = x + mix(norm(x, p["mixer_norm"], d.norm), p["mixer"], mechanism, d)
-            x = x + feed_forward(norm(x, p["feed_forward_norm"], d.norm), p["feed_forward"])
-        return norm(x, params["final_norm"], d.norm)
-
-    return network
+def decayed(q, k, v, decay, segments=None):
+    """The recurrence S <- diag(decay) S + k v^T, o = S^T q of one head, for decay (n, features or 1)."""
+    state, out = 0, []
+    for t in range(len(q)):
+        kept = decay[t][:, None] * begun(state, t, segments)
+        state = kept + np.outer(k[t], v[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
 
 
-def head_inputs(u, p, d, rotated=True):
-    """Query (n, h), key (n, h) and value (n, h) of each query head."""
-    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
-    if rotated:
-        q, k = rotary(q, np.arange(len(u))), rotary(k, np.arange(len(u)))
-    group = d.num_heads // d.num_kv_heads
-    return [(q[:, a], k[:, a // group], v[:, a // group]) for a in range(d.num_heads)]
+def delta(q, k, v, beta, decay=None, segments=None):
+    """The recurrence S <- D + beta k (v - D^T k)^T, D = diag(decay) S, o = S^T q of one head."""
+    state, out = np.zeros((k.shape[1], v.shape[1])), []
+    for t in range(len(q)):
+        state = begun(state, t, segments)
+        if decay is not None:
+            state = decay[t][..., None] * state
+        state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
+        out.append(state.T @ q[t])
+    return np.stack(out)
 
 
-def merge(heads, p):
-    return np.tensordot(np.stack(heads, 1), p["out"]["kernel"], axes=2)
-
-
-def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
-
-
-def silu(z):
-    return z * sigmoid(z)
-
-
-def elu(z):
-    positive = np.real(z) > 0
-    return np.where(positive, z, np.exp(np.where(positive, 0, z)) - 1)
-
-
-FEATURES = {"elu+1": lambda z: elu(z) + 1, "elu": elu, "relu": lambda z: z * (np.real(z) > 0)}
-
-
-def turned(x):
-    """Features (n, h) of one head, rotated."""
-    return rotary(x[:, None], np.arange(len(x)))[:, 0]
+def begun(state, t, segments):
+    """The state before token t: zeros where a segment begins."""
+    return state if segments is None else state * (t > 0 and segments[t] == segments[t - 1])
 
 
 def linear_mix(u, p, m, d):
@@ -71,24 +69,16 @@ def linear_mix(u, p, m, d):
 
 
 def delta_mix(u, p, m, d):
-    """The recurrence S <- S + beta k (v - S^T k)^T, o = S^T q."""
-    beta = sigmoid(u @ p["beta"]["kernel"])
-    group = d.num_heads // d.num_kv_heads
-    heads = []
+    beta, group = sigmoid(u @ p["beta"]["kernel"]), d.num_heads // d.num_kv_heads
     projected = {name: project(u, p[name]) for name in ("query", "key", "value")}
     if m.conv_size:
         q, k, v = (short_convolved(x, p[f"{name}_conv"]) for name, x in projected.items())
     else:
         q, k, v = (silu(x) for x in projected.values())
-    q, k = unit(q), k / np.sqrt((k * k).sum(-1, keepdims=True))
+    q, k, heads = unit(q), k / np.sqrt((k * k).sum(-1, keepdims=True)), []
     for a in range(d.num_heads):
-        query, key, value = q[:, a], k[:, a // group], v[:, a // group]
-        state = np.zeros((key.shape[1], value.shape[1]), u.dtype)
-        out = []
-        for t in range(len(u)):
-            state = state + beta[t, a // group] * np.outer(key[t], value[t] - state.T @ key[t])
-            out.append(state.T @ query[t])
-        heads.append(norm(np.stack(out), {"scale": p["head_norm"]["scale"][a]}, d.norm))
+        out = delta(q[:, a], k[:, a // group], v[:, a // group], beta[:, a // group])
+        heads.append(norm(out, {"scale": p["head_norm"]["scale"][a]}, d.norm))
     return merge(heads, p)
 
 
@@ -110,16 +100,6 @@ def step_decay(z, p):
     return np.exp(-np.exp(rate) * np.log(1 + np.exp(z + p["step_bias"])))
 
 
-def gated_delta_head(q, k, v, beta, decay):
-    """The recurrence S <- D + beta k (v - D^T k)^T, D = diag(decay) S, o = S^T q."""
-    state, out = np.zeros((k.shape[1], v.shape[1]), k.dtype), []
-    for t in range(len(q)):
-        state = state * decay[t][..., None]
-        state = state + beta[t] * np.outer(k[t], v[t] - state.T @ k[t])
-        out.append(state.T @ q[t])
-    return np.stack(out)
-
-
 def gated_norm(x, gate, p, opened):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"] * opened(gate)
 
@@ -131,7 +111,7 @@ def gated_delta_mix(u, p, m, d):
     gate, group = project(u, p["gate"]), v.shape[1] // k.shape[1]
     heads = []
     for a in range(v.shape[1]):
-        out = gated_delta_head(q[:, a // group], k[:, a // group], v[:, a], beta[:, a], decay[:, a])
+        out = delta(q[:, a // group], k[:, a // group], v[:, a], beta[:, a], decay[:, a])
         heads.append(gated_norm(out, gate[:, a], p["head_norm"], silu))
     return merge(heads, p)
 
@@ -144,18 +124,9 @@ def kda_mix(u, p, m, d):
     heads = []
     for a in range(d.num_heads):
         b = a * d.num_kv_heads // d.num_heads
-        out = gated_delta_head(q[:, a], k[:, b], v[:, b], beta[:, b], decay[:, b])
+        out = delta(q[:, a], k[:, b], v[:, b], beta[:, b], decay[:, b])
         heads.append(gated_norm(out, gate[:, a], p["head_norm"], sigmoid))
     return merge(heads, p)
-
-
-def decayed(q, k, v, decay):
-    """The recurrence S <- diag(decay) S + k v^T, o = S^T q of one head, for decay (n, features or 1)."""
-    state, out = 0, []
-    for t in range(len(q)):
-        state = decay[t][:, None] * state + np.outer(k[t], v[t])
-        out.append(state.T @ q[t])
-    return np.stack(out)
 
 
 def retnet_mix(u, p, m, d):
@@ -190,17 +161,6 @@ def mamba2_mix(u, p, m, d):
     return np.tensordot(gated / root * p["merged_norm"]["scale"], p["out"]["kernel"], axes=2)
 
 
-def mixer_network(mix):
-    """Blocks of a mixer alone."""
-
-    def network(params, mechanism, d, x):
-        for p in layers(params):
-            x = x + mix(norm(x, p["mixer_norm"], d.norm), p["mixer"], mechanism, d)
-        return norm(x, params["final_norm"], d.norm)
-
-    return network
-
-
 def norm_mix(u, p, m, d):
     phi = FEATURES[m.feature_map]
     inputs = head_inputs(u, p, d, rotated=False)
@@ -214,7 +174,7 @@ def cosformer_mix(u, p, m, d):
     nearness = np.cos(np.pi * (i[:, None] - i) / (2 * m.max_length)) * full_mask(len(u), d, m)
     heads = []
     for q, k, v in head_inputs(u, p, d, rotated=False):
-        w = FEATURES["relu"](q) @ FEATURES["relu"](k).T * nearness
+        w = relu(q) @ relu(k).T * nearness
         total = w.sum(-1, keepdims=True)
         heads.append(w @ v / np.where(np.real(total) > 1e-6, total, 1e-6))
     return merge(heads, p)
@@ -279,7 +239,7 @@ def gated_network(attend):
 def gau_attend(maps, v, bias, m, d):
     mask = full_mask(len(v), d, m)
     q, k = maps
-    return FEATURES["relu"](q @ k.T / mask.sum(-1, keepdims=True) + bias) ** 2 * mask @ v
+    return relu(q @ k.T / mask.sum(-1, keepdims=True) + bias) ** 2 * mask @ v
 
 
 def flash_attend(maps, v, bias, m, d):
@@ -287,7 +247,7 @@ def flash_attend(maps, v, bias, m, d):
     same = chunk[:, None] == chunk
     before = chunk[:, None] > chunk if d.is_causal else np.ones_like(same)
     q, k, linear_q, linear_k = maps
-    inside = FEATURES["relu"](q @ k.T / m.chunk_size + bias) ** 2 * (same & full_mask(len(v), d, m))
+    inside = relu(q @ k.T / m.chunk_size + bias) ** 2 * (same & full_mask(len(v), d, m))
     return (inside + linear_q @ linear_k.T / m.chunk_size * before) @ v
 
 

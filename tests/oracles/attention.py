@@ -1,4 +1,4 @@
-"""Float64 NumPy references for softmax attention, forward and gradient by hand; no code of the library."""
+"""Softmax attention, forward and gradient by hand, biases by position, and the pairs that patterns see."""
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def alibi(slopes, distance):
 
 def t5(table, distance, max_distance, bidirectional):
     """As `alibi`, for a table (buckets, N)."""
-    table = np.asarray(table, np.float64)
+    table = np.asarray(table, np.result_type(np.asarray(table).dtype, np.float64))
     count = len(table) // 2 if bidirectional else len(table)
     first = np.where(distance < 0, count, 0) if bidirectional else 0
     far = np.abs(distance) if bidirectional else np.maximum(distance, 0)

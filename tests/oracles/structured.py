@@ -1,4 +1,4 @@
-"""Networks of the structured-matrix mechanisms in float64 NumPy (see `tests.laws.oracles`).
+"""Networks of the structured-matrix mechanisms.
 
 Score matrices are dense (n, n) sums, bilinear forms dense (d, d) matrices put together entry by entry from the weights;
 where layer norms stand between the factors, features are made channel block by channel block.
@@ -10,8 +10,16 @@ import math
 
 import numpy as np
 
-from tests.laws.oracles import full_mask, layer_norm, norm, project, rotary, softmax
-from tests.laws.state_oracles import merge, residual_network
+from tests.oracles.parts import (
+    full_mask,
+    layer_norm,
+    merge,
+    norm,
+    project,
+    residual_network,
+    rotary,
+    softmax,
+)
 
 
 def mlr_mix(u, p, m, d):
