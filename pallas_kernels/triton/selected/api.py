@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 from pallas_kernels.varying import vary_alike
 
 #: Query heads of a key head, which one program has.
@@ -121,6 +121,7 @@ def _attend_backward(call: _SelectedCall, saved, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+@adjustable("selected")
 def choose_tiles(dtype: Any) -> SelectedTiles:
     """The kernels' sizes for a type on the GPU that is compiled for."""
     if bridge.interprets():
