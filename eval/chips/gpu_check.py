@@ -129,32 +129,35 @@ def _task(kind: str, operation: str, size: dict | None = None, implementation: s
     return {"kind": kind, "operation": operation, "size": size or {}, "implementation": implementation, **more}
 
 
-def checks(dtype: str, interpret: bool) -> Iterator[dict]:
-    """The checks of one dtype: each kernel, each default, and the shapes that have tilings of their own."""
-    size = _SMALL if interpret else _CHECKED
+def checks(dtype: str) -> Iterator[dict]:
+    """The checks of one dtype: each default, each kernel, and the sizes that have tilings of their own."""
     for name in (*RECURRENT, *KERNELS, *OTHERS):
-        alike = {"kv_heads": None} if name in ("compress_blocks", *OTHERS) else {}
-        if interpret:
-            has_kernel = name in KERNELS and name != "native_sparse"
-            yield _task("check", name, size | alike, "triton" if has_kernel else "default", dtype=dtype)
-            continue
-        yield _task("check", name, size | alike, dtype=dtype)
+        size = _CHECKED | ({"kv_heads": None} if name in ("compress_blocks", *OTHERS) else {})
+        yield _task("check", name, size, dtype=dtype)
         if name in RECURRENT or name == "local":
-            yield _task("check", name, size | alike, "triton", dtype=dtype)
-    if interpret:
-        return
+            yield _task("check", name, size, "triton", dtype=dtype)
     for head_dim in (40, 128, 256):
-        yield _task("check", "local", size | {"head_dim": head_dim}, "triton", dtype=dtype)
+        yield _task("check", "local", _CHECKED | {"head_dim": head_dim}, "triton", dtype=dtype)
     for name in ("linear", "delta", "gla", "kda", "compress", "propagate", "gau", "selected"):
-        yield _task("check", name, size | {"head_dim": 128, "few": 128, "batch": 1}, dtype=dtype)
+        yield _task("check", name, _CHECKED | {"head_dim": 128, "few": 128, "batch": 1}, dtype=dtype)
+
+
+def interpreted() -> Iterator[dict]:
+    """The checks without a GPU, of small sizes: the kernels in float32 and float16, the rest through XLA in float32."""
+    size = {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20, "batch": 2}
+    for dtype in ("float32", "float16"):
+        for name in (*RECURRENT, *KERNELS):
+            alike = {"kv_heads": None} if name == "compress_blocks" else {}
+            yield _task("check", name, size | alike, "triton", dtype=dtype)
+    for name in (*RECURRENT, *OTHERS):
+        yield _task("check", name, size | ({"kv_heads": None} if name in OTHERS else {}), dtype="float32")
 
 
 def tasks(options: argparse.Namespace) -> list[dict]:
     """Everything to do, the most important first."""
     found: list[dict] = []
     if options.interpret:
-        found += checks("float32", True)
-        found += checks("float16", True)
+        found += interpreted()
     else:
         timed = [
             _task("speed", name, size, implementation, passes=passes, dtype="bfloat16")
@@ -170,12 +173,12 @@ def tasks(options: argparse.Namespace) -> list[dict]:
         first = [task for task in timed if not task["size"] and task["implementation"] == "default"][:14]
         found += [_task("ceiling", name) for name in ("copy", "matmul")]
         found += [_task("peer", name, {"n": 16384, "heads": 8, "head_dim": 128, "window": 256}) for name in PEERS]
-        found += [_task("training", "training", autotune=True), *first, *checks("bfloat16", False)]
+        found += [_task("training", "training", autotune=True), *first, *checks("bfloat16")]
         found += [task for task in timed if task not in first and task["implementation"] != "xla"]
-        found += [*(tuned if options.tune else ()), *checks("float32", False)]
+        found += [*(tuned if options.tune else ()), *checks("float32")]
         found += [_task("training", "training", autotune=False)]
         found += [task for task in timed if task["implementation"] == "xla"]
-        found += checks("float16", False)
+        found += checks("float16")
     if options.only:
         found = [t for t in found if t["operation"] in options.only or t["operation"].split()[0] in options.only]
     return [{**task, "order": n} for n, task in enumerate(found)]
@@ -197,7 +200,7 @@ class Process:
         }
         environment.pop("TRITON_INTERPRET", None)
         if options.interpret:
-            environment["TRITON_INTERPRET"] = "1"
+            environment |= {"TRITON_INTERPRET": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         line = [sys.executable, "-m", "eval.chips.gpu_worker"]
         if peer:
             environment.pop("PYTHONPATH", None)

@@ -10,7 +10,7 @@ neither a driver nor a device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
 (through XLA: more than half as many again) or exceeds the limits in `MOST`, or if a mechanism exceeds those in
-`eval.gpu_mechanisms`.
+`eval.chips.gpu_mechanisms`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from eval import gpu_mechanisms
-from eval.harness.pictures import json_path
+from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import computations, trips
 from eval.chips.ptxas import find_assembler
+from eval.harness.pictures import json_path
 from train.config import parse_options
 from train.errors import RunError, UserError
 from train.storage import write_whole

@@ -608,7 +608,7 @@ def run_chip(options: ScheduleOptions, chip: str) -> Iterator[dict[str, Any]]:
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
         }
         code = (
-            "import sys, json, pathlib; from eval import tpu_schedule as s; o = json.loads(sys.argv[1]); "
+            "import sys, json, pathlib; from eval.chips import tpu_schedule as s; o = json.loads(sys.argv[1]); "
             "s.compile_chip(s.ScheduleOptions(**o), sys.argv[2], pathlib.Path(sys.argv[3]))"
         )
         given = json.dumps(dataclasses.asdict(options))

@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 
 from eval.harness.main import Evaluation, Measured, TableOptions, unfinished
 from eval.harness.pictures import legend_outside, line_styles
-from eval.tasks.recall_table import grouped
 from eval.harness.runs import Run, run_facts
+from eval.tasks.recall_table import grouped
 from train.config_file import flatten, to_json
 from train.decoder_flops import decoder_multiplications, training_flops
 from train.errors import UserError

@@ -57,9 +57,9 @@ from brl_jax.layers.core.protocol import MechanismLayer
 from brl_jax.layers.core.side_by_side import SideBySideConfig
 from brl_jax.layers.recurrent.state_layer import StateAttention
 from brl_jax.models import DecoderLM
-from eval.studies.locality import layer_weights
 from eval.harness.pictures import legend_outside, line_styles, report
 from eval.harness.runs import first_rows, open_run, run_labels
+from eval.studies.locality import layer_weights
 from train.config import parse_options
 from train.errors import UserError
 from train.summary import mechanism_names

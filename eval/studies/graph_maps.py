@@ -30,10 +30,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from brl_jax.models.graph import NodeClassifier, SetEncoder, first_present
-from eval.studies.locality import layer_weights
 from eval.harness.pictures import report
-from eval.studies.regularizer import summary
 from eval.harness.runs import Run, open_run
+from eval.studies.locality import layer_weights
+from eval.studies.regularizer import summary
 from train.config import parse_options
 from train.data.graphs.poly_tokens import PolyTokens
 from train.errors import UserError

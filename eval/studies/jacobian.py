@@ -31,8 +31,8 @@ from matplotlib.figure import Figure
 
 from brl_jax.models.stack import Stack
 from eval.harness.pictures import legend_outside, line_styles, plain_log_axis, report
-from eval.tasks.reach import window_reach
 from eval.harness.runs import first_rows, open_run, run_labels
+from eval.tasks.reach import window_reach
 from train.config import parse_options
 from train.errors import UserError
 from train.step import Objective

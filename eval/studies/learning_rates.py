@@ -23,8 +23,8 @@ import optax
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from eval.studies.coordinates import WidthOptions, compare, make_model, text_batch
 from eval.harness.pictures import legend_outside, line_styles
+from eval.studies.coordinates import WidthOptions, compare, make_model, text_batch
 from train.optimizer import OptimizerConfig, optimizer_of
 from train.tasks.lm import lm_objective
 

@@ -32,9 +32,9 @@ from matplotlib.figure import Figure
 
 from brl_jax.models import DecoderConfig, DecoderLM
 from brl_jax.models.stack import group_layers
-from eval.tasks.lm import read_run
 from eval.harness.pictures import legend_outside, line_styles, report
 from eval.harness.runs import run_labels
+from eval.tasks.lm import read_run
 from train.config import parse_options
 from train.data import load
 from train.errors import UserError

@@ -33,9 +33,9 @@ from matplotlib.figure import Figure
 
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
-from eval.studies.locality import layer_weights
 from eval.harness.pictures import report
 from eval.harness.runs import Run, first_rows, open_run
+from eval.studies.locality import layer_weights
 from train.config import parse_options
 from train.errors import UserError
 from train.tasks.lm import LM

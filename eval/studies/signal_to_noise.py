@@ -31,10 +31,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
 
-from eval.studies.locality import layer_weights
 from eval.harness.pictures import report
-from eval.studies.regularizer import require_brl, sown_maps
 from eval.harness.runs import open_run, run_names
+from eval.studies.locality import layer_weights
+from eval.studies.regularizer import require_brl, sown_maps
 from train.config import parse_options
 from train.data.recall import HeldOutRecall, Kind
 from train.errors import UserError

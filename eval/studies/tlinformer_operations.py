@@ -8,9 +8,9 @@ layers, with N tokens so far, the windows W_og and W_oh, and the width D:
 
 Both count D multiplications for a pair of a query and a key, as many as their score takes; reading the values takes as
 many again, and the projections and feed-forward networks of the rows are left out. Here the multiplications of all
-matrix products are counted from the traced program (`eval.operations`): of the first token of a window ("first"), of
-a token in its middle ("hit"), and of all its tokens one by one ("miss", the first and W_og - 1 others), which is what
-equation 4 counts. Nothing is run.
+matrix products are counted from the traced program (`eval.studies.operations`): of the first token of a window
+("first"), of a token in its middle ("hit"), and of all its tokens one by one ("miss", the first and W_og - 1 others),
+which is what equation 4 counts. Nothing is run.
 
 Prints a JSON object for each number of tokens, and then one with the straight line through each: its slope in
 multiplications for each token of history, and R^2; "pairs" is what attention's pairs alone take by the equations, with
@@ -34,8 +34,8 @@ from matplotlib.figure import Figure
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.studies.operations import products
 from eval.harness.pictures import legend_outside, line_styles, picture_path, save
+from eval.studies.operations import products
 from train.config import parse_options
 from train.errors import UserError
 

@@ -29,10 +29,10 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.tasks.context_table import draw, markdown
 from eval.harness.pictures import picture_path, save
-from eval.tasks.reach import window_reach
 from eval.harness.runs import Run, open_run
+from eval.tasks.context_table import draw, markdown
+from eval.tasks.reach import window_reach
 from train.config import parse_options
 from train.data import Corpus
 from train.errors import UserError

@@ -21,9 +21,9 @@ import numpy as np
 from etils import epath
 
 from brl_jax.decoding import generate
-from eval.tasks.copy_table import draw, markdown
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
+from eval.tasks.copy_table import draw, markdown
 from train.config_file import flatten, to_json
 from train.data.copying import BEGIN, END, SPECIAL
 from train.data.tokenizers import load_tokenizer

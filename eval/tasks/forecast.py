@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
-from eval.tasks.forecast_table import Example, draw, markdown
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
+from eval.tasks.forecast_table import Example, draw, markdown
 from train.config import check_seed
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers

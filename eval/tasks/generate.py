@@ -6,7 +6,7 @@ linear, the cost of a token does not grow with the text before it.
 
 With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file, each a JSON object with `prompt` and
 optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, the next one takes its place. See
-`eval.generate_batch` for the files.
+`eval.tasks.generate_batch` for the files.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from eval.tasks.glue_table import draw, markdown
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
+from eval.tasks.glue_table import draw, markdown
 from train.data.glue import GLUE_TASKS
 from train.errors import UserError
 from train.summary import mechanism_names

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from eval.tasks.graph_table import draw, markdown
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
+from eval.tasks.graph_table import draw, markdown
 from train.errors import UserError
 from train.summary import mechanism_names
 from train.tasks.graph import GRAPH, GraphData

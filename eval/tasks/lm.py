@@ -39,7 +39,7 @@ class _LmEvaluation(Evaluation[LmEvalOptions]):
 
 
 def read_run(workdir: str, checkpoint: str) -> tuple[LmConfig, DecoderLM, Any, int]:
-    """The configuration, model, parameters and step of a language model's run; see `eval.runs.open_run`."""
+    """The configuration, model, parameters and step of a language model's run; see `eval.harness.runs.open_run`."""
     run = open_run([LM], workdir, checkpoint)
     return run.config, run.model, run.params, run.step
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from brl_jax.layers import BRLConfig, DiagConfig, LocalConfig, NormConfig
 from brl_jax.models import StackConfig
-from eval.tasks.lra_table import draw, markdown
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
+from eval.tasks.lra_table import draw, markdown
 from train.summary import mechanism_names
 from train.tasks.lra import LRA
 

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eval.harness.groups import alike
-from eval.tasks.lra_figures import AVERAGES, PAPERS
 from eval.harness.pictures import line_styles
+from eval.tasks.lra_figures import AVERAGES, PAPERS
 from train.data.lra import LRA_TASKS
 
 Row = dict[str, str]

@@ -20,8 +20,8 @@ import jax
 from brl_jax.layers import BRLConfig
 from brl_jax.models import DecoderLM
 from eval.harness.main import Evaluation, Measured, TableOptions
-from eval.tasks.recall_table import draw, markdown
 from eval.harness.runs import Run, run_facts
+from eval.tasks.recall_table import draw, markdown
 from train.config_file import flatten, to_json
 from train.data.recall import Case, RecallDataConfig, obstacle
 from train.errors import UserError, one_line

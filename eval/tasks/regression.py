@@ -22,8 +22,8 @@ import numpy as np
 
 from brl_jax.models import Regressor
 from eval.harness.main import Evaluation, Measured, TableOptions
-from eval.tasks.regression_table import draw, markdown
 from eval.harness.runs import Run, run_facts
+from eval.tasks.regression_table import draw, markdown
 from train.flops import matrix_flops
 from train.metrics import read_metrics
 from train.summary import mechanism_names

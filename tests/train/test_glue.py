@@ -13,9 +13,9 @@ import eval.tasks.glue
 import train.glue
 import train.mlm
 from brl_jax.layers import CosformerConfig, MLRConfig
+from eval.harness.runs import open_run
 from eval.tasks.glue import task_metrics
 from eval.tasks.glue_table import PAPER, markdown, summarise
-from eval.harness.runs import open_run
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on

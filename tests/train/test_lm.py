@@ -340,12 +340,32 @@ def _command(monkeypatch, capsys, main, name, argv):
         ),
         (eval.tasks.lm.main, ["--workdir", "{run}", "--split", "train"], ["--split", "train", "valid"]),
         (eval.tasks.lm.main, ["--workdir", "{run}", "--data", "text:{new}/*"], ["--data", "no file"]),
-        (eval.tasks.generate.main, ["--workdir", "{new}", "--prompt", "a"], ["--workdir", "no run there", "{new}"]),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{new}", "--prompt", "a"],
+            ["--workdir", "no run there", "{new}"],
+        ),
         (eval.tasks.generate.main, ["--workdir", "{run}"], ["--prompt", "expected a text"]),
-        (eval.tasks.generate.main, ["--workdir", "{run}", "--prompt", ""], ["--prompt", "at least one token"]),
-        (eval.tasks.generate.main, ["--workdir", "{run}", "--prompt", "a", "--tokens", "0"], ["--tokens", "got 0"]),
-        (eval.tasks.generate.main, ["--workdir", "{run}", "--prompt", "a", "--top_p", "2"], ["--top_p", "got 2.0"]),
-        (eval.tasks.generate.main, ["--workdir", "{run}", "--prompt_file", "{new}"], ["--prompt_file", "{new}"]),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt", ""],
+            ["--prompt", "at least one token"],
+        ),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt", "a", "--tokens", "0"],
+            ["--tokens", "got 0"],
+        ),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt", "a", "--top_p", "2"],
+            ["--top_p", "got 2.0"],
+        ),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt_file", "{new}"],
+            ["--prompt_file", "{new}"],
+        ),
     ],
 )
 def test_bad_input_is_a_line_and_status_2(monkeypatch, capsys, tmp_path, run, main, argv, words):
@@ -363,7 +383,9 @@ def test_bad_input_is_a_line_and_status_2(monkeypatch, capsys, tmp_path, run, ma
 
 def test_no_checkpoint_yet(monkeypatch, capsys, run, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    status, err, _ = _command(monkeypatch, capsys, eval.tasks.lm.main, "eval.lm", ["--workdir", str(tmp_path)])
+    status, err, _ = _command(
+        monkeypatch, capsys, eval.tasks.lm.main, "eval.lm", ["--workdir", str(tmp_path)]
+    )
     assert status == 2
     assert f"--workdir: no checkpoint in {tmp_path}/checkpoints" in err
 

@@ -18,10 +18,10 @@ import train.lra
 from brl_jax.layers import CosformerConfig, FlowformerConfig, MLRConfig
 from brl_jax.models import EncoderConfig, TokenClassifier
 from eval.harness.groups import compared
-from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
-from eval.tasks.lra_table import average_note, markdown
 from eval.harness.main import Measured
 from eval.harness.runs import open_run
+from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
+from eval.tasks.lra_table import average_note, markdown
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
@@ -116,7 +116,9 @@ def test_measuring(runs, capsys):
         (line for line in lines(runs / "local") if "val_accuracy" in line),
         key=lambda line: line["val_accuracy"],
     )
-    eval.tasks.lra.main(["--workdir", str(runs / "local"), "--split", "valid", "--checkpoint", str(best["step"])])
+    eval.tasks.lra.main(
+        ["--workdir", str(runs / "local"), "--split", "valid", "--checkpoint", str(best["step"])]
+    )
     valid = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert valid["accuracy"] == pytest.approx(best["val_accuracy"], abs=1e-6)
     assert valid["loss"] == pytest.approx(best["val_loss"], rel=1e-5)

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.tasks.lra_table import summarise
 from eval.harness.pictures import label_points, line_styles, plain_log_axis
 from eval.speed.networks import CONTROL
+from eval.tasks.lra_table import summarise
 
 BASE = "full"
 # Accuracies fewer standard errors above chance than this are marked: their network has hardly learned.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.tasks.lra import KEPT, measure_run
 from eval.harness.main import unfinished
 from eval.studies.survey.options import SurveyRun
+from eval.tasks.lra import KEPT, measure_run
 from train.config_file import read_values
 from train.errors import RunError, UserError
 from train.main import run_task

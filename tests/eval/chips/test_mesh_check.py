@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from eval import mesh_check
+from eval.chips import mesh_check
 from tests.marks import slow_unless
 from train.errors import RunError, UserError
 from train.tasks.every import TASKS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import pod_plan, stages
+from eval.chips import pod_plan, stages
 from train.errors import RunError, UserError
 from train.tasks.lm_config import PRESETS
 

@@ -5,7 +5,7 @@ import importlib.util
 import jax.numpy as jnp
 import pytest
 
-from eval import tpu_compile
+from eval.chips import tpu_compile
 from train.errors import RunError, UserError
 
 

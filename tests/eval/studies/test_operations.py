@@ -1,4 +1,4 @@
-"""eval.operations and eval.tlinformer_operations: counted multiplications against those of the formulas."""
+"""eval.studies.operations and eval.tlinformer_operations: counted multiplications against those of the formulas."""
 
 import json
 

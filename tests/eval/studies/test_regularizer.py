@@ -14,8 +14,8 @@ from etils import epath
 
 import eval.studies.regularizer
 import eval.studies.signal_to_noise
-from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.harness.runs import Run, first_rows
+from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.studies.signal_to_noise import compare, draw, relevant_tokens
 from tests.laws.oracles import norm, project, softmax
 from train.checkpoint import Checkpoints
@@ -183,7 +183,9 @@ def test_commands(run, tmp_path, capsys):
     assert layer["beyond_window"] > 0.1
     assert picture.stat().st_size > 10_000
     picture = tmp_path / "ratios.png"
-    eval.studies.signal_to_noise.main(["--workdir", str(folder), "--sequences", "3", "--picture", str(picture)])
+    eval.studies.signal_to_noise.main(
+        ["--workdir", str(folder), "--sequences", "3", "--picture", str(picture)]
+    )
     (layer,) = json.loads(capsys.readouterr().out)["layers"]
     gamma = np.exp([0.4, -0.6]) - np.exp([0.1, 0.3])
     np.testing.assert_allclose(layer["gamma"], sorted(gamma), rtol=1e-3)

@@ -8,17 +8,17 @@ import pytest
 
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.layers import MECHANISMS, DiagConfig, NormConfig
-from eval.tasks.lra import KEPT
 from eval.harness.pictures import save
 from eval.speed import classifiers
 from eval.speed.__main__ import main as speed_main
+from eval.speed.networks import CONTROL, network, network_names
 from eval.speed.options import SpeedOptions
 from eval.studies.survey import training
 from eval.studies.survey.main import main
-from eval.speed.networks import CONTROL, network, network_names
 from eval.studies.survey.options import SIZES, SurveyOptions, survey_run, survey_runs
 from eval.studies.survey.speed import kept_speeds
 from eval.studies.survey.table import collect, draw, markdown
+from eval.tasks.lra import KEPT
 from train.config_file import differences, to_json
 from train.errors import RunError, UserError
 from train.tasks.lra import LRA

@@ -38,7 +38,9 @@ def generate(params, folder, **changes):
         "slots": 2,
         "run": "x",
     }
-    eval.tasks.generate_batch.generate_file(MODEL, params, BytesTokenizer(), sampling=sampling, **call | changes)
+    eval.tasks.generate_batch.generate_file(
+        MODEL, params, BytesTokenizer(), sampling=sampling, **call | changes
+    )
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
