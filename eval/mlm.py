@@ -1,34 +1,7 @@
-"""Measures a masked language model on held-out text: python -m eval.mlm --workdir DIR.
+"""Measures a masked language model on held-out text: python -m eval.mlm --workdir DIR."""
 
-The last line of stdout is one JSON object: of the masked tokens of the split, which are the same in every evaluation,
-the accuracy, perplexity, loss (nats) and number (tokens); and step and split.
-"""
-
-from __future__ import annotations
-
-import dataclasses
-import sys
-from collections.abc import Sequence
-
-from eval.main import EvalOptions, Evaluation
-from train.errors import command
-from train.tasks.mlm import MLM
-
-
-@dataclasses.dataclass(frozen=True)
-class MlmEvalOptions(EvalOptions):
-    """What to measure."""
-
-
-def main(argv: Sequence[str]) -> None:
-    """Prints the measures; see the module's text and --help."""
-    Evaluation(
-        [MLM],
-        MlmEvalOptions(split="valid"),
-        name="eval.mlm",
-        about="Measures a masked language model on held-out text.",
-    ).main(argv)
-
+from eval.harness.entry import start
+from eval.tasks.mlm import main
 
 if __name__ == "__main__":
-    sys.exit(command(main, "eval.mlm"))
+    start(main, "eval.mlm")

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.plotting import json_path, make_folder
+from eval.harness.pictures import json_path, make_folder
 from eval.speed import (
     classifiers,
     decoders,
@@ -39,8 +39,9 @@ from eval.speed import (
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
 from eval.speed.pictures import draw
-from train.config import parse_options
-from train.errors import RunError, command
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.engine.errors import RunError
 
 LEVELS = {
     "functions": functions.cases,

@@ -18,11 +18,7 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import delta_rule, gated_delta_rule, kimi_delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention
-from brl_jax.attention.sorting.native_sparse import (
-    DEFAULT_SIZES,
-    compression_blocks,
-    native_sparse_attention,
-)
+from brl_jax.attention.sorting.native_sparse import DEFAULT_SIZES, compression_blocks, native_sparse_attention
 from brl_jax.attention.structured.mlr import mlr_attention
 from brl_jax.layers import MLRConfig
 from eval.speed import gpu_references

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.plotting import plain_log_axis, save
+from eval.harness.pictures import plain_log_axis, save
 
 _TLIN, _PLAIN, _DARK = "#0072B2", "#D55E00", "#333333"
 

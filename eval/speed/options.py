@@ -12,7 +12,7 @@ from brl_jax.layers import MECHANISMS, Dimensions
 from eval.speed import decoders, encoder_decoders, encoders
 from eval.speed.functions import CASES
 from eval.speed.gpu_references import NAMES as REFERENCES
-from eval.survey.networks import network_names
+from eval.speed.networks import network_names
 
 Level = Literal["functions", "layers", "encoders", "classifiers", "encoder_decoders", "decoders"]
 # Levels of whole networks.

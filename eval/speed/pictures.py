@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from brl_jax.layers import MECHANISMS
-from eval.plotting import label_points, legend_outside, line_styles, plain_log_axis, save
+from eval.harness.pictures import label_points, legend_outside, line_styles, plain_log_axis, save
 from eval.speed.options import NETWORKS
 from eval.speed.report import fitted_exponent
 

@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-import eval.copy
+import eval.tasks.copy
 import train.copy
-from eval.recall_table import grouped
+from eval.tasks.recall_table import grouped
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.copying import (
     CopyDataConfig,
     HeldOutPairs,
@@ -21,7 +21,7 @@ from train.data.copying import (
     draw_pairs,
     load_pairs,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.copy import COPY
 from train.tasks.copy_config import PRESETS
 
@@ -188,20 +188,20 @@ def test_measuring_and_the_table(tmp_path, capsys):
     run(tmp_path / "runs/a")
     run(tmp_path / "runs/b", "--cross_window 4 --seed 1")
     capsys.readouterr()
-    eval.copy.main(["--workdir", str(tmp_path / "runs/a"), "--length", "5"])
+    eval.tasks.copy.main(["--workdir", str(tmp_path / "runs/a"), "--length", "5"])
     (case,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
     assert (case["length"], case["rows"]) == (5, 6)
     assert 0 <= case["sequence_accuracy"] <= case["token_accuracy"] < 0.9
     assert not (tmp_path / "runs/a/copy_test.json").exists()
     picture = tmp_path / "copy.png"
-    eval.copy.main(["--table", str(tmp_path / "runs"), "--picture", str(picture)])
+    eval.tasks.copy.main(["--table", str(tmp_path / "runs"), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| 12 | 24 | 48 |" in text
     assert "| full, cross_window 4 |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "runs/a/copy_test.json").read_text())["trained"] == 12
     with pytest.raises(UserError, match="--source: expected a run on pairs of texts"):
-        eval.copy.main(["--workdir", str(tmp_path / "runs/a"), "--source", "1 2"])
+        eval.tasks.copy.main(["--workdir", str(tmp_path / "runs/a"), "--source", "1 2"])
 
 
 @pytest.mark.slow
@@ -215,11 +215,11 @@ def test_texts_as_a_user_runs_them(tmp_path, capsys):
     )
     train.copy.main(line.split())
     capsys.readouterr()
-    eval.copy.main(["--workdir", str(workdir)])
+    eval.tasks.copy.main(["--workdir", str(workdir)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sum(case["rows"] for case in result["cases"]) == 7
     assert all(case["sequence_accuracy"] == case["token_accuracy"] == 1.0 for case in result["cases"])
-    eval.copy.main(["--workdir", str(workdir), "--source", "three", "x y"])
+    eval.tasks.copy.main(["--workdir", str(workdir), "--source", "three", "x y"])
     written = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert written["target"] == ["eerht", "y x"]
     for options, message in (
@@ -227,9 +227,9 @@ def test_texts_as_a_user_runs_them(tmp_path, capsys):
         (["--source", ""], "--source"),
     ):
         with pytest.raises(UserError, match=message):
-            eval.copy.main(["--workdir", str(workdir), *options])
+            eval.tasks.copy.main(["--workdir", str(workdir), *options])
     with pytest.raises(UserError, match="--source must be given with workdir, not with table"):
-        eval.copy.main(["--table", str(tmp_path), "--source", "three"])
+        eval.tasks.copy.main(["--table", str(tmp_path), "--source", "three"])
 
 
 def test_only_what_is_right_at_its_place_counts(monkeypatch):
@@ -237,9 +237,9 @@ def test_only_what_is_right_at_its_place_counts(monkeypatch):
     targets = np.array([[1, 2, 7, 0], [3, 3, 3, 7], [4, 7, 0, 0], [1, 1, 1, 7]])
     weights = np.array([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
     written = np.array([[1, 2, 7, 0], [3, 0, 3, 7], [4, 4, 7, 0], [1, 1, 1, 7]])
-    monkeypatch.setattr(eval.copy, "write_targets", lambda *_: written)
+    monkeypatch.setattr(eval.tasks.copy, "write_targets", lambda *_: written)
     batch = {"targets": targets, "weights": weights, "source": None, "source_lengths": None}
-    (case,) = eval.copy.measure_batches(None, [batch])
+    (case,) = eval.tasks.copy.measure_batches(None, [batch])
     assert case == {"length": 3, "token_accuracy": 7 / 9, "sequence_accuracy": 1 / 3, "rows": 3}
 
 
@@ -305,4 +305,4 @@ def test_an_encoder_of_another_mechanism():
 def test_a_row_of_the_table_names_each_mechanism_once(options, label):
     argv = f"--num_layers 2 --mechanism local {options}".split()
     config = parse(PRESETS, "copy-full", argv, prog="", about="")
-    assert list(grouped([{"settings": eval.copy.run_settings(config)}])) == [label]
+    assert list(grouped([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]

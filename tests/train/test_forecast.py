@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-import eval.forecast
+import eval.tasks.forecast
 import train.forecast
-from eval.forecast_table import markdown
+from eval.tasks.forecast_table import markdown
 from tests.train.logs import metrics_lines
-from train.config import parse
+from train.cli.options import parse
 from train.data.series import (
     HeldOutWindows,
     SeriesConfig,
@@ -23,16 +23,10 @@ from train.data.series import (
     naive_forecast,
     origins,
 )
-from train.data.series_tokens import (
-    TokenSeriesConfig,
-    TokenWindows,
-    column_origins,
-    to_numbers,
-    to_tokens,
-)
-from train.errors import UserError
-from train.task import read_config
+from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins, to_numbers, to_tokens
+from train.engine.errors import UserError
 from train.tasks.forecast import FORECAST, FORECAST_TASKS, forecast
+from train.tasks.task import read_config
 
 ROWS = 240
 TINY = (
@@ -198,7 +192,7 @@ def test_a_forecast_does_not_read_what_came(table, center):
 @pytest.mark.slow
 def test_commands(runs, capsys):
     picture = runs / "forecasts.png"
-    eval.forecast.main(
+    eval.tasks.forecast.main(
         f"--workdir {runs}/encoder {runs}/tokens --picture {picture} --stride 11 --samples 3".split()
     )
     encoder, tokens = (json.loads(line) for line in capsys.readouterr().out.splitlines())
@@ -216,7 +210,7 @@ def test_commands(runs, capsys):
         assert 0 <= result["coverage"] <= 1
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not (runs / "encoder" / "forecast_test.json").exists()  # not the standard measurement
-    eval.forecast.main(["--table", str(runs)])
+    eval.tasks.forecast.main(["--table", str(runs)])
     text = capsys.readouterr().out
     assert "| waves, multivariate | 6 | the last row |" in text
     assert "| waves, univariate | 6 | tokens: full |" in text
@@ -232,7 +226,7 @@ def test_the_dates_say_how_many_rows_a_day_has(tmp_path, minutes, rows):
 def test_the_naive_forecast_of_a_day_follows_the_dates(tmp_path, capsys):
     """A wave of a day, in rows of an hour and a half: the last day repeated is right."""
     run(tmp_path / "run", write_table(tmp_path / "waves.csv.gz", 90), "encoder", "--target load")
-    eval.forecast.main(["--workdir", str(tmp_path / "run")])
+    eval.tasks.forecast.main(["--workdir", str(tmp_path / "run")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["seasonal_naive"]["mae"] < 1e-5 < result["naive"]["mae"]
 

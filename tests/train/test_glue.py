@@ -9,24 +9,24 @@ import jax
 import numpy as np
 import pytest
 
-import eval.glue
+import eval.tasks.glue
 import train.glue
 import train.mlm
 from brl_jax.layers import CosformerConfig, MLRConfig
-from eval.glue import task_metrics
-from eval.glue_table import PAPER, markdown, summarise
-from eval.runs import open_run
+from eval.harness.runs import open_run
+from eval.tasks.glue import task_metrics
+from eval.tasks.glue_table import PAPER, markdown, summarise
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.test_mlm import TINY as TINY_MLM
 from train.data.glue import SCORE_STEPS, GlueDataConfig, join_sentences, load_glue
-from train.data.lra import TrainBatches
-from train.data.tokenizers import BytesTokenizer
-from train.errors import UserError
-from train.task import read_config
+from train.data.lra.batches import TrainBatches
+from train.data.tokenizers.named import BytesTokenizer
+from train.engine.errors import UserError
 from train.tasks.glue import GLUE, scores
 from train.tasks.mlm import MLM
+from train.tasks.task import read_config
 
 SEPARATOR = 257
 
@@ -248,11 +248,11 @@ def test_fine_tuning_as_a_user_runs_it(tmp_path, monkeypatch, capsys):
     run(tmp_path / "runs/scratch", mlm, tmp_path, "--from_scratch True")
     assert metrics_lines(tmp_path / "runs/scratch", names)[0]["loss"] != lines[0]["loss"]
     capsys.readouterr()
-    eval.glue.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "glue.png")])
+    eval.tasks.glue.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "glue.png")])
     text = capsys.readouterr().out
     assert "local, pretrained" in text
     assert "local, from scratch" in text
-    eval.glue.main(["--workdir", str(tmp_path / "runs/whole")])
+    eval.tasks.glue.main(["--workdir", str(tmp_path / "runs/whole")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["examples"] == 12
     with pytest.raises(UserError, match=r"--pretrained: .* is of the task 'glue'; expected mlm"):

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-import eval.graph
+import eval.tasks.graph
 import train.graph
-from eval.graph import f1_scores
-from eval.graph_table import markdown, paper_figures, summarise
+from eval.tasks.graph import f1_scores
+from eval.tasks.graph_table import markdown, paper_figures, summarise
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
@@ -67,9 +67,9 @@ def test_training_as_a_user_runs_it(tmp_path, monkeypatch, capsys, preset, label
     names = ("step", "loss", score, "grad_norm", "val_loss", f"val_{score}")
     assert metrics_lines(tmp_path / "stopped", names) == metrics_lines(tmp_path / "runs/whole", names)
     capsys.readouterr()
-    eval.graph.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "graph.png")])
+    eval.tasks.graph.main(["--table", str(tmp_path / "runs"), "--picture", str(tmp_path / "graph.png")])
     assert "| g | " in capsys.readouterr().out
-    eval.graph.main(["--workdir", str(tmp_path / "runs/whole")])
+    eval.tasks.graph.main(["--workdir", str(tmp_path / "runs/whole")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["nodes"] == 30
     assert 0.01 < result["step_megabytes"] < 10
@@ -90,7 +90,7 @@ def test_a_network_with_neighbours_learns_what_an_mlp_cannot(tmp_path, capsys, n
         "--steps 80 --eval_every 10 --learning_rate 1e-2 --dropout 0.1 --input_dropout 0".split()
     )
     capsys.readouterr()
-    eval.graph.main(["--workdir", f"{tmp_path}/run"])
+    eval.tasks.graph.main(["--workdir", f"{tmp_path}/run"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["micro_f1"]
     assert found > 90 if learns else found < 55
 

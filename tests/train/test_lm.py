@@ -20,14 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import eval.generate
-import eval.lm
+import eval.tasks.generate
+import eval.tasks.lm
 import train.lm
 from brl_jax.models import DecoderLM
-from eval.lm import read_run
+from eval.tasks.lm import read_run
 from tests.train.logs import metrics_lines
-from train.data import Corpus, load
-from train.errors import UserError, command
+from train.cli.command import command
+from train.data import load
+from train.data.corpus import Corpus
+from train.engine.errors import UserError
 from train.tasks.lm import LM, held_out_stream, lm_objective
 from train.tasks.lm_config import PRESETS
 
@@ -93,7 +95,7 @@ def words_run(text, tmp_path_factory):
 
 
 def _json(capsys, *argv):
-    eval.lm.main(argv)
+    eval.tasks.lm.main(argv)
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -128,7 +130,7 @@ def test_a_run_says_what_it_is_and_what_came_out(finished, capsys):
     assert evaluation[0] == "eval.lm"
     assert _json(capsys, *evaluation[1:])["step"] == 8
     assert generation[0] == "eval.generate"
-    eval.generate.main([*generation[1:], "--tokens", "3"])
+    eval.tasks.generate.main([*generation[1:], "--tokens", "3"])
     assert capsys.readouterr().out.startswith("The ")
 
 
@@ -164,7 +166,7 @@ def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
 
 def test_the_second_interrupt_ends_the_process_at_once():
     code = (
-        "import signal, time\nfrom train.loop import Signals\n"
+        "import signal, time\nfrom train.engine.loop import Signals\n"
         "with Signals():\n signal.raise_signal(signal.SIGINT)\n print('first', flush=True)\n"
         " signal.raise_signal(signal.SIGINT)\n print('second', flush=True)"
     )
@@ -230,7 +232,7 @@ def test_words_count_the_bytes_of_the_text(text, words_run, capsys):
     assert config.model.vocab_size == 4
     # The prompt that the run proposes is of the vocabulary.
     _, generation = LM.next_commands(config, LM.load(config, ("train", "valid")))
-    eval.generate.main([*generation[1:], "--tokens", "1"])
+    eval.tasks.generate.main([*generation[1:], "--tokens", "1"])
     assert capsys.readouterr().out
 
 
@@ -253,7 +255,7 @@ def test_a_sample_that_a_mechanism_is_too_short_for(text, tmp_path, capsys):
     train.lm.main(_argv(text, tmp_path, "--steps", "2", "--sample_tokens", "80", mechanism=mechanism))
     assert "no sample of 80 tokens: max_length=64 of the cosformer mechanism" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"--tokens: max_length=64 of the cosformer mechanism"):
-        eval.generate.main(["--workdir", str(tmp_path), "--prompt", "ab", "--tokens", "80"])
+        eval.tasks.generate.main(["--workdir", str(tmp_path), "--prompt", "ab", "--tokens", "80"])
 
 
 @pytest.mark.slow
@@ -268,7 +270,7 @@ def test_a_schedule_is_read_back(text, tmp_path, capsys):
     config, _, params, _ = read_run(str(tmp_path), "last")
     assert (config.model.schedule, config.model.ffn) == ("parallel", "swiglu")
     assert set(params["stack"]["layers_0"]["block_0"]["mixer"]) == {"first", "second"}
-    eval.generate.main(["--workdir", str(tmp_path), "--prompt", "alpha", "--tokens", "5"])
+    eval.tasks.generate.main(["--workdir", str(tmp_path), "--prompt", "alpha", "--tokens", "5"])
     assert capsys.readouterr().out.startswith("alpha")
 
 
@@ -276,13 +278,13 @@ def test_generation(run, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("gamma ")
     line = ["--workdir", str(run), "--tokens", "7", "--prompt", "alpha", "--prompt", "be"]
     line += ["--prompt_file", str(tmp_path / "prompt.txt")]
-    eval.generate.main(line)
+    eval.tasks.generate.main(line)
     out = capsys.readouterr().out
     for i, prompt in enumerate(("alpha", "be", "gamma ")):
         assert f"--- {i + 1} of 3\n{prompt}" in out
-    eval.generate.main(line)
+    eval.tasks.generate.main(line)
     assert capsys.readouterr().out == out
-    eval.generate.main([*line, "--seed", "1"])
+    eval.tasks.generate.main([*line, "--seed", "1"])
     assert capsys.readouterr().out != out
 
 
@@ -291,12 +293,12 @@ def test_a_file_of_prompts_is_continued(finished, tmp_path):
     run = finished[0]
     (tmp_path / "in.jsonl").write_text('{"prompt": "alpha", "max_tokens": 3}\n{"prompt": "be", "id": "b"}\n')
     line = ["--workdir", str(run), "--batch", str(tmp_path / "in.jsonl"), "--tokens", "4"]
-    eval.generate.main([*line, "--out", str(tmp_path / "out.jsonl"), "--temperature", "0"])
+    eval.tasks.generate.main([*line, "--out", str(tmp_path / "out.jsonl"), "--temperature", "0"])
     rows = [json.loads(row) for row in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["id"], row["prompt"], row["tokens"]) for row in rows] == [(1, "alpha", 3), ("b", "be", 4)]
     # With every byte that a text may have as a stop, each continuation ends at once.
     stops = [part for row in rows for part in ("--stop", row["text"][0])]
-    eval.generate.main([*line, "--out", str(tmp_path / "short.jsonl"), "--temperature", "0", *stops])
+    eval.tasks.generate.main([*line, "--out", str(tmp_path / "short.jsonl"), "--temperature", "0", *stops])
     rows = [json.loads(row) for row in (tmp_path / "short.jsonl").read_text().splitlines()]
     assert [(row["tokens"], row["finish_reason"]) for row in rows] == [(1, "stop")] * 2
 
@@ -304,7 +306,7 @@ def test_a_file_of_prompts_is_continued(finished, tmp_path):
 @pytest.mark.slow
 def test_the_likeliest_tokens_are_the_models(run, capsys):
     """Greedy text against the argmax of the model's logits over the whole text, anew for each token."""
-    eval.generate.main(
+    eval.tasks.generate.main(
         ["--workdir", str(run), "--tokens", "12", "--prompt", "alpha be", "--temperature", "0"]
     )
     out = capsys.readouterr().out.removesuffix("\n")
@@ -332,20 +334,40 @@ def _command(monkeypatch, capsys, main, name, argv):
         (train.lm.main, ["--workdir", "{new}", "--data", "text:{new}/*"], ["--data", "no file"]),
         (train.lm.main, ["--workdir", "{new}", "--data", "hff:x"], ["--data", "hff"]),
         (train.lm.main, ["--workdir", "{file}/x"], ["--workdir", "{file}/x", "Not a directory"]),
-        (eval.lm.main, ["--workdir", "{new}"], ["--workdir", "no run there", "{new}"]),
+        (eval.tasks.lm.main, ["--workdir", "{new}"], ["--workdir", "no run there", "{new}"]),
         (
-            eval.lm.main,
+            eval.tasks.lm.main,
             ["--workdir", "{run}", "--checkpoint", "7"],
             ["--checkpoint", "best, last or one of", "7"],
         ),
-        (eval.lm.main, ["--workdir", "{run}", "--split", "train"], ["--split", "train", "valid"]),
-        (eval.lm.main, ["--workdir", "{run}", "--data", "text:{new}/*"], ["--data", "no file"]),
-        (eval.generate.main, ["--workdir", "{new}", "--prompt", "a"], ["--workdir", "no run there", "{new}"]),
-        (eval.generate.main, ["--workdir", "{run}"], ["--prompt", "expected a text"]),
-        (eval.generate.main, ["--workdir", "{run}", "--prompt", ""], ["--prompt", "at least one token"]),
-        (eval.generate.main, ["--workdir", "{run}", "--prompt", "a", "--tokens", "0"], ["--tokens", "got 0"]),
-        (eval.generate.main, ["--workdir", "{run}", "--prompt", "a", "--top_p", "2"], ["--top_p", "got 2.0"]),
-        (eval.generate.main, ["--workdir", "{run}", "--prompt_file", "{new}"], ["--prompt_file", "{new}"]),
+        (eval.tasks.lm.main, ["--workdir", "{run}", "--split", "train"], ["--split", "train", "valid"]),
+        (eval.tasks.lm.main, ["--workdir", "{run}", "--data", "text:{new}/*"], ["--data", "no file"]),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{new}", "--prompt", "a"],
+            ["--workdir", "no run there", "{new}"],
+        ),
+        (eval.tasks.generate.main, ["--workdir", "{run}"], ["--prompt", "expected a text"]),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt", ""],
+            ["--prompt", "at least one token"],
+        ),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt", "a", "--tokens", "0"],
+            ["--tokens", "got 0"],
+        ),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt", "a", "--top_p", "2"],
+            ["--top_p", "got 2.0"],
+        ),
+        (
+            eval.tasks.generate.main,
+            ["--workdir", "{run}", "--prompt_file", "{new}"],
+            ["--prompt_file", "{new}"],
+        ),
     ],
 )
 def test_bad_input_is_a_line_and_status_2(monkeypatch, capsys, tmp_path, run, main, argv, words):
@@ -363,14 +385,16 @@ def test_bad_input_is_a_line_and_status_2(monkeypatch, capsys, tmp_path, run, ma
 
 def test_no_checkpoint_yet(monkeypatch, capsys, run, tmp_path):
     (tmp_path / "config.json").write_text((run / "config.json").read_text())
-    status, err, _ = _command(monkeypatch, capsys, eval.lm.main, "eval.lm", ["--workdir", str(tmp_path)])
+    status, err, _ = _command(
+        monkeypatch, capsys, eval.tasks.lm.main, "eval.lm", ["--workdir", str(tmp_path)]
+    )
     assert status == 2
     assert f"--workdir: no checkpoint in {tmp_path}/checkpoints" in err
 
 
 def test_a_prompt_outside_the_vocabulary(monkeypatch, capsys, text, words_run, tmp_path):
     line = ["--workdir", str(words_run), "--prompt", "zeta"]
-    status, err, _ = _command(monkeypatch, capsys, eval.generate.main, "eval.generate", line)
+    status, err, _ = _command(monkeypatch, capsys, eval.tasks.generate.main, "eval.generate", line)
     assert status == 2
     assert err.count("\n") == 1
     assert "--prompt" in err

@@ -13,25 +13,25 @@ import jax
 import numpy as np
 import pytest
 
-import eval.lra
+import eval.tasks.lra
 import train.lra
 from brl_jax.layers import CosformerConfig, FlowformerConfig, MLRConfig
 from brl_jax.models import EncoderConfig, TokenClassifier
-from eval.groups import compared
-from eval.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
-from eval.lra_table import average_note, markdown
-from eval.main import Measured
-from eval.runs import open_run
+from eval.harness.groups import compared
+from eval.harness.main import Measured
+from eval.harness.runs import open_run
+from eval.tasks.lra_figures import AVERAGES, BRL, BRL_ABLATION, PAPERS, TRANSNORMER
+from eval.tasks.lra_table import average_note, markdown
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
-from train.config import parse
-from train.config_file import to_json
-from train.data.lra import TrainBatches
-from train.errors import Stopped, UserError
-from train.loop import train as train_loop
-from train.step import Objective, classification
+from train.cli.options import parse
+from train.data.lra.batches import TrainBatches
+from train.engine.config_file import to_json
+from train.engine.errors import Stopped, UserError
+from train.engine.loop import train as train_loop
+from train.engine.step import Objective, classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 from train.tasks.lra_denoise import LRA_DENOISE
@@ -100,7 +100,7 @@ def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_measuring(runs, capsys):
-    eval.lra.main(["--workdir", str(runs / "local")])
+    eval.tasks.lra.main(["--workdir", str(runs / "local")])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["examples"] == 60
     assert result["chance"] == max(result["class_balance"])
@@ -116,7 +116,9 @@ def test_measuring(runs, capsys):
         (line for line in lines(runs / "local") if "val_accuracy" in line),
         key=lambda line: line["val_accuracy"],
     )
-    eval.lra.main(["--workdir", str(runs / "local"), "--split", "valid", "--checkpoint", str(best["step"])])
+    eval.tasks.lra.main(
+        ["--workdir", str(runs / "local"), "--split", "valid", "--checkpoint", str(best["step"])]
+    )
     valid = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert valid["accuracy"] == pytest.approx(best["val_accuracy"], abs=1e-6)
     assert valid["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
@@ -128,12 +130,12 @@ def test_a_table_leaves_out_a_run_whose_data_is_gone(runs, tmp_path, monkeypatch
             raise UserError("--data_dir: no such folder")
         return Measured({"step": 6} | json.loads(json.dumps(result)))
 
-    result = eval.lra.measure_run(str(runs / "local"))
+    result = eval.tasks.lra.measure_run(str(runs / "local"))
     for name in ("gone", "here"):
         shutil.copytree(runs / "local", tmp_path / name)
         (tmp_path / name / "lra_test.json").unlink(missing_ok=True)
-    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", gone)
-    eval.lra.main(["--table", str(tmp_path)])
+    monkeypatch.setattr(type(eval.tasks.lra._EVALUATION), "measure", gone)
+    eval.tasks.lra.main(["--table", str(tmp_path)])
     out, err = capsys.readouterr()
     assert "| local, w = 4 |" in out
     assert "gone is left out: --data_dir: no such folder" in " ".join(err.split())
@@ -143,8 +145,8 @@ def test_measures_are_printed_where_they_cannot_be_kept(runs, monkeypatch, capsy
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("eval.main.write_whole", full)
-    eval.lra.main(["--workdir", str(runs / "local")])
+    monkeypatch.setattr("eval.harness.main.write_whole", full)
+    eval.tasks.lra.main(["--workdir", str(runs / "local")])
     out, err = capsys.readouterr()
     assert "accuracy" in json.loads(out.splitlines()[-1])
     assert "eval.lra: the measures are not kept in" in err
@@ -155,7 +157,7 @@ def test_the_table_measures_what_has_not_been(runs, capsys):
     (runs / "other").mkdir()
     (runs / "other" / "config.json").write_text('{"task": "lm", "data": {"data": "stdlib"}}')
     picture = runs / "table.png"
-    eval.lra.main(["--table", str(runs), "--picture", str(picture)])
+    eval.tasks.lra.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| local, w = 4 |" in text
     assert "| chance (the most frequent class) |" in text
@@ -176,20 +178,20 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
         return Measured(result)
 
     shutil.copytree(runs / "local", tmp_path / "local")
-    result = eval.lra.measure_run(str(tmp_path / "local"))
-    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", measure)
+    result = eval.tasks.lra.measure_run(str(tmp_path / "local"))
+    monkeypatch.setattr(type(eval.tasks.lra._EVALUATION), "measure", measure)
     kept = tmp_path / "local" / "lra_test.json"
     written = json.loads(kept.read_text())
     for step, measured in ((result["step"], []), (result["step"] - 1, [str(tmp_path / "local")])):
         kept.write_text(json.dumps(written | {"step": step}))
-        eval.lra.main(["--table", str(tmp_path)])
+        eval.tasks.lra.main(["--table", str(tmp_path)])
         assert again == measured
     again.clear()
     assert "of 6" not in capsys.readouterr().err
     config = json.loads((tmp_path / "local" / "config.json").read_text())
     config["loop"]["steps"] = 9
     (tmp_path / "local" / "config.json").write_text(json.dumps(config))
-    eval.lra.main(["--table", str(tmp_path)])
+    eval.tasks.lra.main(["--table", str(tmp_path)])
     err = " ".join(capsys.readouterr().err.split())
     assert "is at step 6 of 9; the table has its best checkpoint so far" in err
     # A run that its --patience has ended has no steps left.
@@ -198,11 +200,11 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
     meta = tmp_path / "local" / "checkpoints" / "6" / "meta" / "metadata"
     for misses, mentioned in ((1, True), (2, False)):
         meta.write_text(json.dumps(json.loads(meta.read_text()) | {"best": {"score": 0.0, "misses": misses}}))
-        eval.lra.main(["--table", str(tmp_path)])
+        eval.tasks.lra.main(["--table", str(tmp_path)])
         assert ("is at step 6" in capsys.readouterr().err) == mentioned
     again.clear()
     shutil.rmtree(tmp_path / "local" / "checkpoints")  # what is kept is all that there is
-    eval.lra.main(["--table", str(tmp_path)])
+    eval.tasks.lra.main(["--table", str(tmp_path)])
     assert again == []
     assert "| local, w = 4 |" in capsys.readouterr().out
 
@@ -210,20 +212,20 @@ def test_the_table_measures_a_run_anew_that_has_gone_on(runs, tmp_path, monkeypa
 def test_the_table_measures_a_run_anew_whose_test_data_are_others(runs, tmp_path, monkeypatch):
     """A finished run may be given another number of test examples, which leaves its best checkpoint what it was."""
     shutil.copytree(runs / "local", tmp_path / "local")
-    result = eval.lra.measure_run(str(tmp_path / "local"))
+    result = eval.tasks.lra.measure_run(str(tmp_path / "local"))
     again = []
 
     def measure(self, run, options):
         again.append(run.config.data.test_examples)
         return Measured(result)
 
-    monkeypatch.setattr(type(eval.lra._EVALUATION), "measure", measure)
+    monkeypatch.setattr(type(eval.tasks.lra._EVALUATION), "measure", measure)
     config = json.loads((tmp_path / "local" / "config.json").read_text())
     config["loop"]["steps"] = 9
     for examples, measured in ((config["data"]["test_examples"], []), (7, [7]), (7, [7])):
         config["data"]["test_examples"] = examples
         (tmp_path / "local" / "config.json").write_text(json.dumps(config))
-        eval.lra.main(["--table", str(tmp_path)])
+        eval.tasks.lra.main(["--table", str(tmp_path)])
         assert again == measured
 
 
@@ -238,14 +240,14 @@ def test_the_table_leaves_out_what_cannot_be_measured(runs, tmp_path, capsys):
         shutil.rmtree(params)
     cut = tmp_path / "cut" / "config.json"
     cut.write_text(cut.read_text()[:-30])
-    eval.lra.main(["--table", str(tmp_path)])
+    eval.tasks.lra.main(["--table", str(tmp_path)])
     out, err = capsys.readouterr()
     assert "| local, w = 4 |" in out
     for name in ("begun", "damaged", "cut"):
         assert f"{tmp_path / name} is left out: " in err
     shutil.rmtree(tmp_path / "good")
     with pytest.raises(UserError, match=r"--table: none of the 2 runs under .* can be measured"):
-        eval.lra.main(["--table", str(tmp_path)])
+        eval.tasks.lra.main(["--table", str(tmp_path)])
 
 
 def test_pretraining_on_the_tasks_own_inputs(runs, tmp_path):
@@ -385,11 +387,11 @@ def test_windows_of_two_dimensions_have_rows_of_their_own():
     line = "--mechanism.pattern neighbourhood --mechanism.window 6"
     for mechanism, name in (("local", "local, 7 x 7"), ("brl", "BRL, 7 x 7, m = 64")):
         config = parse(PRESETS, "image", f"--mechanism {mechanism} {line}".split(), prog="p", about="a")
-        assert eval.lra.label(config.model) == name
+        assert eval.tasks.lra.label(config.model) == name
     config = parse(
         PRESETS, "image", ["--mechanism", "local", "--mechanism.pattern", "block"], prog="p", about="a"
     )
-    assert eval.lra.label(config.model) == "local, w = 128, block"
+    assert eval.tasks.lra.label(config.model) == "local, w = 128, block"
 
 
 def test_each_memory_has_a_row_of_its_own():
@@ -400,7 +402,7 @@ def test_each_memory_has_a_row_of_its_own():
         "--mechanism.memory output",
         "--mechanism.memory output --mechanism.gamma 0",
     ):
-        names.append(eval.lra.label(parse(PRESETS, "listops", line.split(), prog="p", about="a").model))
+        names.append(eval.tasks.lra.label(parse(PRESETS, "listops", line.split(), prog="p", about="a").model))
     row = "BRL, w = 16, m = 16"
     assert names == [row, f"{row}, output memory", f"{row}, output memory, without difference"]
 
@@ -497,7 +499,7 @@ def test_bad_input_of_measuring(tmp_path):
         (["--table", str(tmp_path)], "--table: no run of train.lra under"),
     ):
         with pytest.raises(UserError, match=message):
-            eval.lra.main(argv)
+            eval.tasks.lra.main(argv)
 
 
 # --- what the loop does for every task ---

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-import eval.recall
+import eval.tasks.recall
 import train.recall
-from eval.recall_table import draw, frontier, grouped
+from eval.tasks.recall_table import draw, frontier, grouped
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.recall import (
     Case,
     HeldOutRecall,
@@ -23,7 +23,7 @@ from train.data.recall import (
     draw_rows,
     num_answers,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
 
 TINY = (
@@ -257,7 +257,7 @@ def test_hybrids_in_the_table():
 def test_measuring_and_the_table(runs, capsys):
     lines = metrics_lines(runs / "full", MEASURED)
     assert [line["step"] for line in lines if "val_accuracy" in line] == [3, 6]
-    eval.recall.main(["--workdir", str(runs / "full"), "--length", "24", "40", "--pairs", "2"])
+    eval.tasks.recall.main(["--workdir", str(runs / "full"), "--length", "24", "40", "--pairs", "2"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(case["length"], case["pairs"]) for case in result["cases"]] == [(24, 2), (40, 2)]
     assert [case["answers"] for case in result["cases"]] == [24, 24]
@@ -266,7 +266,7 @@ def test_measuring_and_the_table(runs, capsys):
         assert 0 <= case["state_bytes"] - 2 * 16 * 4 * case["length"] < 64
     assert not (runs / "full" / "recall_test.json").exists()
     picture = runs / "recall.png"
-    eval.recall.main(["--table", str(runs), "--picture", str(picture)])
+    eval.tasks.recall.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| 24/3 | 48/3 | 96/3 |" in text
     assert "| chance | - | - | - | - | 16.7 | 16.7 | 16.7 |" in text
@@ -275,7 +275,7 @@ def test_measuring_and_the_table(runs, capsys):
     assert kept["learned_at"] is None
     assert kept["cases"][0]["accuracy"] < 0.6  # six steps teach nothing
     with pytest.raises(UserError, match="length must be at least 259 with 64 pairs and gap 4, got 24"):
-        eval.recall.main(["--workdir", str(runs / "full"), "--length", "24", "--pairs", "64"])
+        eval.tasks.recall.main(["--workdir", str(runs / "full"), "--length", "24", "--pairs", "64"])
 
 
 @pytest.mark.parametrize("kind", ["mqar", "induction", "copy"])
@@ -306,24 +306,24 @@ def test_state_and_cases():
     """A window keeps its tokens at any length, full attention all of them."""
     _, full = tiny_model()
     _, local = tiny_model("--mechanism local --mechanism.window 8")
-    assert eval.recall.state_bytes(full, 400) > 9 * eval.recall.state_bytes(full, 40)
-    assert eval.recall.state_bytes(local, 400) == eval.recall.state_bytes(local, 40)
+    assert eval.tasks.recall.state_bytes(full, 400) > 9 * eval.tasks.recall.state_bytes(full, 40)
+    assert eval.tasks.recall.state_bytes(local, 400) == eval.tasks.recall.state_bytes(local, 40)
     assert RecallDataConfig(length=(64,), pairs=(1, 2)).cases == (Case(64, 1), Case(64, 2))
     # Rows that a network cannot read are left out of those that are measured by default.
     _, short = tiny_model("--mechanism synthesizer --mechanism.max_length 48")
-    assert eval.recall._refusal(short, 48) is None
-    assert "max_length" in eval.recall._refusal(short, 96)
+    assert eval.tasks.recall._refusal(short, 48) is None
+    assert "max_length" in eval.tasks.recall._refusal(short, 96)
     data = RecallDataConfig(length=(32, 64), pairs=(2, 8))
-    assert eval.recall.chosen_cases(data, (), ()) == (
+    assert eval.tasks.recall.chosen_cases(data, (), ()) == (
         Case(32, 2), Case(64, 8), Case(128, 2), Case(128, 8), Case(256, 2), Case(256, 8)
     )  # fmt: skip
-    assert eval.recall.chosen_cases(data, (), (4,)) == (Case(32, 4), Case(64, 4))
+    assert eval.tasks.recall.chosen_cases(data, (), (4,)) == (Case(32, 4), Case(64, 4))
     # A combination without rows is left out; a value that has none at all is refused.
-    assert eval.recall.chosen_cases(data, (16, 64), (2, 12)) == (Case(16, 2), Case(64, 2), Case(64, 12))
+    assert eval.tasks.recall.chosen_cases(data, (16, 64), (2, 12)) == (Case(16, 2), Case(64, 2), Case(64, 12))
     with pytest.raises(UserError, match="--pairs must be at least 1, got 0"):
-        eval.recall.chosen_cases(data, (), (0, 4))
+        eval.tasks.recall.chosen_cases(data, (), (0, 4))
     with pytest.raises(UserError, match="--length must be at least 7 with 2 pairs and gap 0, got -5"):
-        eval.recall.chosen_cases(data, (64, -5), ())
+        eval.tasks.recall.chosen_cases(data, (64, -5), ())
 
 
 def test_a_run_of_another_task_differs_in_its_task_alone():

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import eval.regression
+import eval.tasks.regression
 import train.regression
-from eval.regression_table import draw, markdown
+from eval.tasks.regression_table import draw, markdown
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.in_context import (
     HeldOutPrompts,
     InContextConfig,
@@ -22,7 +22,7 @@ from train.data.in_context import (
     least_squares_errors,
     one_step_errors,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.regression import PRESETS, REGRESSION, make_prompt, regression_objective, squared_errors
 
 TINY = (
@@ -177,7 +177,7 @@ def test_a_run_stopped_goes_on_bit_for_bit(runs, tmp_path, monkeypatch):
 
 
 def test_measuring_and_the_table(runs, capsys):
-    eval.regression.main(["--workdir", str(runs / "full"), "--checkpoint", "6"])
+    eval.tasks.regression.main(["--workdir", str(runs / "full"), "--checkpoint", "6"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["prompts"] == 12
     assert result["error"] == pytest.approx(np.mean(result["errors"]))
@@ -190,7 +190,7 @@ def test_measuring_and_the_table(runs, capsys):
     assert dense < result["flops_per_step"] < 1.6 * dense
     assert result["curve"]["step"] == [3, 6]
     picture = runs / "table.png"
-    eval.regression.main(["--table", str(runs), "--picture", str(picture)])
+    eval.tasks.regression.main(["--table", str(runs), "--picture", str(picture)])
     text = capsys.readouterr().out
     assert "| full, 1 head | 16 | 16 |" not in text  # two heads here
     assert "| full, 2 heads | 16 | 8 | 8 |" in text
@@ -259,4 +259,4 @@ def test_compilation_is_no_training(tmp_path):
         for step, rate in enumerate((1.0, 100.0, 50.0), 1)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert eval.regression.read_curve(str(tmp_path), 100)["seconds"] == [1.0, 2.0, 4.0]
+    assert eval.tasks.regression.read_curve(str(tmp_path), 100)["seconds"] == [1.0, 2.0, 4.0]

@@ -23,7 +23,7 @@ from brl_jax.attention.local.patterns import (
     SlidingWindow,
     Strided,
 )
-from eval.tpu_chips import described_devices, prepare_compiler
+from eval.chips.tpu_chips import described_devices, prepare_compiler
 from pallas_kernels.tpu import (
     DistanceTable,
     Factors,

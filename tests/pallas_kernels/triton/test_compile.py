@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from brl_jax.attention.local.patterns import SlidingWindow
-from eval.gpu_costs import TARGETS, assemble
+from eval.chips.gpu_costs import TARGETS, assemble
 from pallas_kernels import triton
 from pallas_kernels.triton.core import bridge
 

@@ -1,0 +1,520 @@
+"""What the GPU kernels cost, by the compiler's own counts and without a GPU: python -m eval.gpu_costs.
+
+Compiles local attention, compress, propagate and the attention of gated attention units in Triton, forward and with the
+backward pass, for an A100, an H100 and a B200, and prints for each program how many kernels it launches, how many bytes
+these read and write beside the least that is possible (every argument and result once), and the registers, spilled
+bytes and shared memory of our own kernels. An operation that the kernels do not serve on a GPU is compiled as XLA runs
+it there. A second table has the launches and the temporary memory of the mechanisms that compute all chunks at once,
+and of BRL's layers, at two lengths. Needs `pip install '.[gpu]'` (the CUDA plugin brings its assembler), and
+neither a driver nor a device.
+
+The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
+(through XLA: more than half as many again) or exceeds the limits in `MOST`, or if a mechanism exceeds those in
+`eval.chips.gpu_mechanisms`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+from rich.console import Console
+from rich.table import Table
+
+from eval.chips import gpu_mechanisms
+from eval.chips.program_costs import computations, trips
+from eval.chips.ptxas import find_assembler
+from eval.harness.pictures import json_path
+from train.cli.options import parse_options
+from train.engine.errors import RunError, UserError
+from train.engine.storage import write_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU as XLA describes it; figures of the public data sheets."""
+
+    capability: int
+    multiprocessors: int
+    shared_memory: int
+    shared_memory_block: int
+    l2_cache: int
+    bandwidth: int
+    memory: int
+    clock: float
+    units: int
+    architecture: str
+
+    def description(self, name: str) -> str:
+        """The text form of XLA's GpuTargetConfigProto."""
+        major, minor = divmod(self.capability, 10)
+        extension = "NONE" if major < 9 else "ACCELERATED_FEATURES"
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  core_count: {self.multiprocessors} fpus_per_core: {self.units}
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory}
+  shared_memory_per_block_optin: {self.shared_memory_block}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.l2_cache} clock_rate_ghz: {self.clock}
+  device_memory_size: {self.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA {name.upper()}"
+"""
+
+
+TARGETS = {
+    "a100": Target(80, 108, 167936, 166912, 41943040, 2039040000000, 85100068864, 1.41, 64, "sm_80"),
+    "h100": Target(90, 132, 233472, 232448, 52428800, 3352320000000, 84942979072, 1.98, 128, "sm_90a"),
+    "b200": Target(100, 148, 233472, 232448, 132644864, 7672320000000, 191514411008, 1.965, 128, "sm_100a"),
+}
+
+
+OPERATIONS = ("local", "compress", "propagate", "selected", "squared_relu")
+
+#: The most launches of an operation of our kernels, forward and with the backward pass, and the most bytes of its
+#: forward pass over the least. compress merges what its blocks have read, so that its bytes depend on the length.
+MOST = {
+    "local": (1, 3, 1.1),
+    "compress": (6, 12, math.inf),
+    "propagate": (1, 6, 1.1),
+    "selected": (1, 40, 1.1),
+    "squared_relu": (1, 6, 1.1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CostOptions:
+    """What to compile."""
+
+    targets: tuple[str, ...] = ("a100", "h100", "b200")
+    """Out of a100, h100, b200."""
+    operations: tuple[str, ...] = OPERATIONS
+    """Out of local, compress, propagate, selected (16 blocks of 64 keys for each token, 4 query heads to a key head),
+    squared_relu (of gated attention units: one head, a bias)."""
+    mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
+    """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
+    length: int = 16384
+    """Tokens of the operations; every program is compiled for twice as many as well."""
+    heads: int = 8
+    """Heads of query, key and value."""
+    head_dim: int = 128
+    """Features of a head."""
+    window: int = 256
+    """Keys that a query of local attention sees."""
+    compressed: int = 128
+    """Compressed tokens of compress and propagate."""
+    json: str | None = None
+    """File for the figures."""
+
+    def __post_init__(self) -> None:
+        choices: dict[str, Iterable[str]] = {
+            "targets": TARGETS,
+            "operations": OPERATIONS,
+            "mechanisms": gpu_mechanisms.NAMES,
+        }
+        for name, known in choices.items():
+            for given in getattr(self, name):
+                if given not in known:
+                    raise ValueError(f"{name} must be out of {', '.join(known)}, got {given}")
+        for name in ("length", "heads", "head_dim", "window", "compressed"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def unserved(options: CostOptions) -> dict[str, str]:
+    """Why the kernels do not serve some of the operations on the GPU that is compiled for."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import triton
+
+    many, few = (
+        jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
+        for length in (options.length, options.compressed)
+    )
+    obstacles = {
+        "local": triton.local_obstacle(many, many, many),
+        "compress": triton.compress_obstacle(few, many),
+        "propagate": triton.propagate_obstacle(many, few, few),
+        "selected": triton.selected_obstacle(many, _grouped(many)),
+        "squared_relu": triton.squared_relu_obstacle(many, many, many),
+    }
+    return {name: why for name, why in obstacles.items() if why is not None and name in options.operations}
+
+
+def programs(
+    options: CostOptions, length: int, through_xla: Iterable[str] = ()
+) -> Iterator[tuple[str, str, Callable, tuple]]:
+    """(operation, pass, function, arguments) of each program for sequences of this length.
+
+    through_xla: the operations that the kernels do not serve; of the attention of gated attention units there is then
+    no program here, but the mechanism `gau`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import brl_jax
+    from brl_jax.attention.local.patterns import SlidingWindow
+    from brl_jax.attention.sorting.selected import selected_attention
+    from pallas_kernels import triton
+
+    many = jax.ShapeDtypeStruct((1, length, options.heads, options.head_dim), jnp.bfloat16)
+    few = jax.ShapeDtypeStruct((1, options.compressed, options.heads, options.head_dim), jnp.bfloat16)
+    head = jax.ShapeDtypeStruct((options.heads,), jnp.float32)
+    # The features of a bias stand beside those of queries and keys.
+    wide, one = (jax.ShapeDtypeStruct((1, length, 1, n * options.head_dim), jnp.bfloat16) for n in (2, 1))
+    token = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    shared = _grouped(many)
+    lists = jax.ShapeDtypeStruct((1, length, shared.shape[2], 16), jnp.int32)
+    window = SlidingWindow.of_width(options.window, True)
+    stretches = tuple((i, i + 128, i - window.left, i + 128) for i in range(0, length, 128))
+    pattern = triton.Pattern(stretches, window.visible, True, length, length)
+    scale = options.head_dim**-0.5
+    functions: dict[str, tuple[Callable, tuple]] = {
+        "local": (functools.partial(triton.local_attention, pattern=pattern), (many, many, many)),
+        "compress": (
+            lambda q, k, c, v, g: triton.compress(q, k, c, v, gamma=g, scale=scale),
+            (few, many, many, many, head),
+        ),
+        "propagate": (
+            lambda q, k, v, s: triton.propagate(q, k, v, strength=s, scale=scale),
+            (many, few, few, head),
+        ),
+        "selected": (
+            functools.partial(triton.selected_attention, size=64, scale=scale),
+            (many, shared, shared, lists, token),
+        ),
+        "squared_relu": (
+            lambda q, k, v, *ranges: triton.squared_relu_attention(q, k, v, triton.Ranges(*ranges)),
+            (wide, wide, one, token, token, token, token),
+        ),
+    }
+    xla: dict[str, Callable] = {
+        "selected": lambda q, k, v, starts, _: selected_attention(
+            q, k, v, starts, size=64, scale=scale, implementation="xla"
+        ),
+        "local": functools.partial(
+            brl_jax.local_attention, pattern=window, is_causal=True, implementation="xla"
+        ),
+        "compress": lambda q, k, c, v, g: brl_jax.compress(
+            q, k, c, v, gamma=g, scale=scale, implementation="xla"
+        ),
+        "propagate": lambda q, k, v, s: brl_jax.propagate(
+            q, k, v, strength=s, scale=scale, implementation="xla"
+        ),
+    }
+    for name in options.operations:
+        kernel, shapes = functions[name]
+        chosen = xla.get(name) if name in through_xla else kernel
+        if chosen is None:
+            continue
+        for passes, function, arguments in both_passes(chosen, shapes):
+            yield name, passes, function, arguments
+
+
+def _grouped(query: Any) -> Any:
+    """Keys of which one head is shared by four query heads, where that divides."""
+    import jax
+
+    group = 4 if query.shape[2] % 4 == 0 else 1
+    return jax.ShapeDtypeStruct((*query.shape[:2], query.shape[2] // group, query.shape[3]), query.dtype)
+
+
+def both_passes(function: Callable, arguments: tuple) -> Iterator[tuple[str, Callable, tuple]]:
+    """(pass, function, arguments) of a function and of the function with its gradients."""
+    import jax
+
+    def with_backward(cotangent: Any, *arguments: Any) -> Any:
+        result, pull = jax.vjp(function, *arguments)
+        return result, pull(cotangent)
+
+    yield "forward", function, arguments
+    yield "forward + backward", with_backward, (jax.eval_shape(function, *arguments), *arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One of our kernels as the assembler made it."""
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """One compiled program.
+
+    Attributes:
+      launches: kernels of one execution; doubled_launches: the same for twice the tokens.
+      traffic: bytes of the launches' operands and results over those of the program's arguments and results.
+      temporary: bytes of temporary memory.
+      kernels: ours.
+      through_xla: why the kernels do not serve it, so that XLA runs it; empty where they do.
+    """
+
+    target: str
+    operation: str
+    passes: str
+    launches: int
+    doubled_launches: int
+    traffic: float
+    temporary: int
+    kernels: tuple[Kernel, ...]
+    through_xla: str = ""
+
+    @property
+    def problems(self) -> list[str]:
+        where = f"{self.target}: {self.operation}, {self.passes}"
+        found = [f"{where}: {k.name} spills {k.spilled} bytes" for k in self.kernels if k.spilled]
+        found += [f"{where}: {k.name}: {k.error}" for k in self.kernels if k.error]
+        # XLA reduces longer rows in more steps, those of the transposed lists of `selected` too; a loop over them would
+        # be twice as long.
+        partly_xla = bool(self.through_xla) or self.operation == "selected"
+        if self.doubled_launches > self.launches * (gpu_mechanisms.GROWTH if partly_xla else 1):
+            found.append(
+                f"{where}: {self.launches} launches grow to {self.doubled_launches} at twice the tokens"
+            )
+        if self.through_xla:
+            return found
+        forward, backward, traffic = MOST[self.operation]
+        most = forward if self.passes == "forward" else backward
+        if self.launches > most:
+            found.append(f"{where}: {self.launches} launches, more than {most}")
+        if self.passes == "forward" and self.traffic > traffic:
+            found.append(f"{where}: {self.traffic:.2f} times the least bytes, more than {traffic}")
+        return found
+
+
+# Operations of a compiled program that launch nothing.
+_FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "opt-barrier",
+        "add-dependency",
+    )
+)
+_BITS = {"pred": 8, "s4": 4, "u4": 4}
+
+
+def launches(hlo: str) -> tuple[int, int]:
+    """How many kernels a compiled program launches, and the bytes of their operands and results."""
+    bodies, entry = computations(hlo)
+
+    def walk(name: str, times: int) -> tuple[int, int]:
+        count = size = 0
+        shapes: dict[str, str] = {}
+        for line in bodies.get(name, ()):
+            found = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$", line)
+            if found is None:
+                continue
+            result, shape, operation, rest = found.groups()
+            shapes[result] = shape
+            if operation in _FREE or operation.endswith("-done"):
+                continue
+            if operation in ("while", "call", "async-start"):
+                called = re.search(r"(?:body|to_apply|calls)=%?([\w.-]+)", rest)
+                condition = re.search(r"condition=%?([\w.-]+)", rest)
+                often = trips(line, bodies.get(condition[1], ())) if condition else 1
+                inner = walk(called[1], times * often) if called else (0, 0)
+                count, size = count + inner[0], size + inner[1]
+                continue
+            operands = re.findall(r"%([\w.-]+)", rest.split("), ")[0])
+            moved = _bytes(shape) + sum(_bytes(shapes.get(o, "")) for o in dict.fromkeys(operands))
+            count, size = count + times, size + times * moved
+        return count, size
+
+    return walk(entry, 1)
+
+
+def _bytes(shape: str) -> int:
+    total = 0
+    for kind, dims in re.findall(r"(pred|bf16|f8\w*|[fsuc]\d+)\[([\d,]*)\]", shape):
+        bits = _BITS.get(kind) or int(
+            re.sub(r"\D", "", kind.replace("f8", "f8 ").split()[0] if "f8" in kind else kind)
+        )
+        size = 1
+        for n in filter(None, dims.split(",")):
+            size *= int(n)
+        total += size * bits // 8
+    return total
+
+
+def assembler() -> str:
+    """The assembler; UserError where there is none."""
+    found = find_assembler()
+    if found is None:
+        raise UserError("ptxas is missing: pip install -e '.[gpu]'")
+    return found
+
+
+def assemble(ptx: Path, architecture: str) -> Kernel:
+    """A kernel's registers, spills and shared memory on an architecture."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as out:
+        line = [assembler(), "-v", f"-arch={architecture}", "-o", out.name, str(ptx)]
+        done = subprocess.run(line, capture_output=True, text=True)
+    log = done.stderr + done.stdout
+    entry = re.search(r"\.entry (\w+)", ptx.read_text(errors="replace"))
+    name = entry[1] if entry else ptx.stem
+    if done.returncode:
+        return Kernel(name, 0, 0, 0, f"the assembler refused it: {' '.join(log.split())[-200:]}")
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        return int(found[1]) if found else 0
+
+    spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+    info = ptx.with_suffix(".compile_info")
+    dynamic = int(info.read_text().rsplit(":", 1)[1]) if info.exists() else 0
+    registers = number(r"Used (\d+) registers")
+    # Where tensor memory does not suffice, Triton writes a kernel of a few instructions that stops the program.
+    trap = "Triton made a trap of it: too much tensor memory" if registers <= 8 else ""
+    return Kernel(name, registers, spilled, number(r"(\d+) bytes smem") + dynamic, trap)
+
+
+def _compile(function: Callable, arguments: tuple, name: str) -> Any:
+    import jax
+    from jax.experimental import topologies
+
+    description = TARGETS[name].description(name)
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=name, topology="1x1x1", target_config=description
+    )
+    where = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in arguments]
+    return jax.jit(function).lower(*shaped).compile()
+
+
+def aim_at(target: str) -> None:
+    """Makes this target the one that kernels are chosen and compiled for."""
+    import jax
+
+    os.environ["BRL_JAX_GPU_CAPABILITY"] = str(TARGETS[target].capability)
+    jax.clear_caches()  # what was traced for another target has made its choices
+
+
+def measure(options: CostOptions, target: str, dump: Path) -> Iterator[Cost]:
+    """The costs of the options' programs on one target, the one that was aimed at.
+
+    `dump` is the folder where Triton's bridge leaves its code.
+    """
+    refused = unserved(options)
+    doubled = [case[2:] for case in programs(options, 2 * options.length, refused)]
+    for number, (operation, passes, function, arguments) in enumerate(
+        programs(options, options.length, refused)
+    ):
+        before = set(dump.rglob("*.ptx"))
+        compiled = _compile(function, arguments, target)
+        own = sorted(set(dump.rglob("*.ptx")) - before)
+        kernels = tuple(assemble(path, TARGETS[target].architecture) for path in own)
+        count, moved = launches(compiled.as_text())
+        memory = compiled.memory_analysis()
+        least = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        twice, _ = launches(_compile(*doubled[number], target).as_text())
+        yield Cost(
+            target, operation, passes, count, twice, moved / max(least, 1), memory.temp_size_in_bytes, kernels,
+            refused.get(operation, ""),
+        )  # fmt: skip
+
+
+def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list[str], list[str]]]:
+    """A row of the second table for each mechanism and pass, and what is wrong with it."""
+    for name in options.mechanisms:
+        programs = (
+            both_passes(*gpu_mechanisms.program(name, length, options.heads, options.head_dim))
+            for length in gpu_mechanisms.LENGTHS
+        )
+        for both in zip(*programs):
+            compiled = [_compile(function, arguments, target) for _, function, arguments in both]
+            counts, temporary = (
+                tuple(measured)
+                for measured in (
+                    [launches(c.as_text())[0] for c in compiled],
+                    [c.memory_analysis().temp_size_in_bytes for c in compiled],
+                )
+            )
+            passes = both[0][0]
+            cells = [str(n) for n in counts] + [f"{n / 2**20:.0f}" for n in temporary]
+            print(f"{target}: {name}, {passes}", file=sys.stderr, flush=True)
+            found = gpu_mechanisms.problems(name, passes, counts, temporary)
+            yield [target, name, passes, *cells], [f"{target}: {problem}" for problem in found]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table; see the module's text and --help."""
+    options = parse_options(
+        CostOptions(),
+        argv,
+        prog="python -m eval.gpu_costs",
+        about="Compiles the GPU kernels and prints their costs.",
+    )
+    path = json_path(options.json)
+    for name in ("triton", "jax_triton", "jax_plugins"):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"{name} is missing: pip install -e '.[gpu]'")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # the plugin compiles, and looks for no driver
+    os.environ["PATH"] = f"{Path(assembler()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table("target", "operation", "pass", "launches", "bytes / least", "temporary MiB", "our kernels")
+    costs = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAX_TRITON_DUMP_DIR"] = folder
+        for target in options.targets:
+            aim_at(target)
+            for cost in measure(options, target, Path(folder)):
+                print(f"{target}: {cost.operation}, {cost.passes}", file=sys.stderr, flush=True)
+                kernels = "; ".join(
+                    f"{k.name} {k.registers} registers, {k.spilled} B spilled, {k.shared / 1024:.0f} KiB shared"
+                    for k in cost.kernels
+                )
+                if cost.through_xla:
+                    kernels = f"none, XLA runs it: {cost.through_xla}"
+                table.add_row(
+                    target, cost.operation, cost.passes, str(cost.launches), f"{cost.traffic:.2f}",
+                    f"{cost.temporary / 2**20:.1f}", kernels,
+                )  # fmt: skip
+                costs.append(cost)
+    console.print(table)
+    problems = [problem for cost in costs for problem in cost.problems]
+    short, long = (f"{length} tokens" for length in gpu_mechanisms.LENGTHS)
+    chunked = Table(
+        "target", "mechanism", "pass", f"launches, {short}", long, f"temporary MiB, {short}", long,
+        title="all chunks at once",
+    )  # fmt: skip
+    for target in options.targets:
+        aim_at(target)
+        for row, found in measure_mechanisms(options, target):
+            chunked.add_row(*row)
+            problems += found
+    console.print(chunked)
+    if path is not None:
+        write_whole(epath.Path(path), json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
+    if problems:
+        raise RunError("; ".join(problems))

@@ -1,0 +1,300 @@
+"""The same training on many meshes, for each listed mechanism: python -m eval.mesh_check [--task NAME].
+
+A small model of the task with each mechanism takes the same steps on one device and on eight devices of this machine's
+CPU, sharded in every way, and once more with the eight devices in two processes. Printed is the largest difference of a
+step's loss from that on one device, relative to it. The exit status is 1 where that is more than 1e-4.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
+from brl_jax.sharding import MeshConfig, make_mesh
+from train.cli.options import parse, parse_options
+from train.engine.errors import RunError, one_line
+from train.engine.hosts import HostsConfig, is_lead, join
+from train.engine.mesh import host_rows, place_batch, training_programs
+from train.engine.optimizer import OptimizerConfig
+from train.tasks.every import TASKS
+from train.tasks.task import Task
+
+_ROWS = 8
+_CLOSE = 1e-4
+_DEVICES = 8
+
+_MESHES = {
+    "data 8": MeshConfig(data=8),
+    "fsdp 8": MeshConfig(fsdp=8),
+    "data 2, fsdp 2, tensor 2": MeshConfig(data=2, fsdp=2, tensor=2),
+    "sequence 8": MeshConfig(sequence=8),
+}
+_TWO = "fsdp 8 in two processes"
+# XLA's CPU client runs what is ready of all devices in one pool, by default of as many threads as there are cores, and
+# a collective holds its thread until all devices have come to it. On fewer cores than devices, waiting collectives can
+# hold all threads while what they wait for has none: after 40 seconds XLA then ends the process.
+_THREADS = "32"
+# Programs as small as these take longer to optimise than to run.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+# The options that make a task's default preset small, with rows of 64 tokens.
+_OPTIONS = {
+    "lm": "--length 64 --tokenizer chars:max=64",
+    "lra": "--length 64 --buckets 64",
+    "lra_denoise": "--length 64 --buckets 64",
+    "lra_trace": "",  # its rows are images of 1,024 pixels
+    "mlm": "--length 64 --tokenizer chars:max=62",
+    "glue": "--length 64",
+    "graph": "",
+    "copy": "--length 64 --min_length 64",
+    "recall": "--length 64",
+    "regression": "--pairs 32 --input_dim 4 --mup_base_width 32",
+    "forecast": "--lookback 32 --horizon 32 --split 96 96 96",
+    "forecast_tokens": "--lookback 32 --horizon 33 --split 96 96 96 --bins 64",
+}
+# The mechanisms' sizes that fit a row of 64 tokens: several chunks, and a window longer than the 8 tokens of a device.
+_SMALL = {
+    "window": 12,
+    "chunk_size": 8,
+    "block_size": 8,
+    "num_compressed": 4,
+    "num_landmarks": 8,
+    "num_samples": 8,
+    "context": 8,
+    "max_length": 128,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckOptions:
+    """What to run."""
+
+    task: str = "lm"
+    """The task that is trained."""
+    mechanisms: tuple[str, ...] = ()
+    """Names of listed mechanisms, and brl-layer for BRL with memory per layer; empty: all that serve
+    the task."""
+    meshes: tuple[str, ...] = (*_MESHES, _TWO)
+    """Which of the meshes."""
+    steps: int = 20
+    """Steps of each."""
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
+        for name, given, known in (
+            ("mechanisms", self.mechanisms, candidates(TASKS[self.task])),
+            ("meshes", self.meshes, (*_MESHES, _TWO)),
+        ):
+            for word in given:
+                if word not in known:
+                    raise ValueError(f"{name} must be out of {', '.join(known)}, got {word!r}")
+        check_at_least(self, "steps")
+
+
+def candidates(task: Task[Any, Any] = TASKS["lm"]) -> dict[str, Mechanism]:
+    """Small configurations of the mechanisms that serve a task, by name."""
+    every = {name: _small(config()) for name, config in MECHANISMS.items()}
+    brl = every["brl"]
+    assert isinstance(brl, BRLConfig)
+    every |= {
+        # With heads this small its default would have a level of two features, of which a LayerNorm leaves only the
+        # sign: rounding would decide what is learned.
+        "bilinear_mlr": BilinearMLRConfig(ranks=(4, 4)),
+        "brl": dataclasses.replace(brl, block_size=16, history_size=16, memory="output"),
+        "brl-layer": dataclasses.replace(brl, history_size=20),
+    }
+    return {name: mechanism for name, mechanism in every.items() if small_config(task, mechanism) is not None}
+
+
+def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
+    """A small configuration of a task with a mechanism; None where the mechanism has no form for the task."""
+    options = f"--batch {_ROWS} --accumulation 1 {_OPTIONS[task.name]}"
+    config = parse(task.presets, task.default_preset, options.split(), prog="", about="")
+    try:
+        sizes: dict[str, Any] = {"d_model": 32, "num_heads": 4, "d_ff": 64, "dropout": 0.0}
+        layers = 2 * mechanism.group
+        model = dataclasses.replace(config.model, num_layers=layers, mechanism=mechanism, **sizes)
+    except ValueError:
+        return None
+    optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
+    return task.sized(dataclasses.replace(config, model=model, optimizer=optimizer))
+
+
+def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
+    """A batch of random numbers in the shapes of a task's batches. Tokens with a target each are a text that can be
+    learned: three times out of four a token follows from the one before it."""
+    rng = np.random.default_rng([5, step])
+    shapes = task.batch_shapes(config, _ROWS)
+    batch: dict[str, Any] = {}
+    for name, x in shapes.items():
+        if name == "tokens":
+            size = config.model.vocab_size
+            text = rng.integers(size, size=(*x.shape[:-1], x.shape[-1] + 1)).astype(np.int32)
+            for t in range(1, text.shape[-1]):
+                follows = rng.random(x.shape[:-1]) < 0.75
+                text[..., t] = np.where(follows, (text[..., t - 1] * 5 + 1) % size, text[..., t])
+            batch["tokens"], batch["targets"] = text[..., :-1], text[..., 1:]
+        elif name == "targets" and ("tokens" not in shapes or shapes["tokens"].shape != x.shape):
+            model = config.model  # answers at places of the row are tokens
+            is_token = "places" in shapes
+            classes = model.vocab_size if is_token else model.num_classes
+            batch[name] = rng.integers(classes, size=x.shape).astype(np.int32)
+        elif name == "source":
+            batch[name] = rng.integers(config.model.vocab_size, size=x.shape).astype(np.int32)
+        elif name == "source_lengths":
+            batch[name] = np.full(x.shape, shapes["source"].shape[-1], np.int32)
+        elif name == "places":
+            batch[name] = rng.integers(shapes["tokens"].shape[-1], size=x.shape).astype(np.int32)
+        elif name == "lengths":
+            batch[name] = np.full(x.shape, shapes["tokens"].shape[-1], np.int32)
+        elif name == "segment_ids":
+            batch[name] = np.cumsum(rng.random(x.shape) < 0.1, axis=-1, dtype=np.int32)
+        elif name in ("weights", "present"):
+            batch[name] = np.ones(x.shape, x.dtype)
+        elif name != "targets":
+            batch[name] = rng.standard_normal(x.shape).astype(np.float32)
+    return batch | {"reset": np.bool_(step == 0)}
+
+
+def _small(mechanism: Mechanism) -> Mechanism:
+    names = {field.name for field in dataclasses.fields(mechanism)} & _SMALL.keys()
+    # A size whose default is "auto" or "none" stays what it is.
+    sizes = {name: _SMALL[name] for name in names if isinstance(getattr(mechanism, name), int)}
+    return dataclasses.replace(mechanism, **sizes)
+
+
+def losses(task: Task[Any, Any], mechanism: Mechanism, mesh: Mesh, steps: int) -> list[float]:
+    """The loss of each training step on a mesh, in float32."""
+    config = small_config(task, mechanism)
+    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, steps=steps))
+    own = host_rows(mesh, _ROWS)
+    taken = []
+    with jax.set_mesh(mesh):
+        objective = task.objective(task.model(config), config)
+        programs = training_programs(mesh, objective, config.optimizer, config.loop)
+        state = programs.fresh()
+        for step in range(steps):
+            batch = {
+                name: x if name == "reset" else x[own] for name, x in make_batch(task, config, step).items()
+            }
+            state, metrics = programs.step(state, place_batch(mesh, batch, _ROWS))
+            taken.append(float(metrics["loss"]))
+    return taken
+
+
+def work(request: str) -> None:
+    """Runs in a process of its own with its own devices; prints a line of JSON for each mechanism and mesh."""
+    asked = json.loads(request)
+    join(HostsConfig(**asked["hosts"]))
+    task = TASKS[asked["task"]]
+    mechanisms = candidates(task)
+    for name in asked["mechanisms"]:
+        for where in asked["meshes"]:
+            answer: dict[str, Any] = {"mechanism": name, "mesh": where}
+            try:
+                one = where == "one"
+                config = MeshConfig() if one else _MESHES[where.partition(" in ")[0]]
+                mesh = make_mesh(config, jax.devices()[:1] if one else None)
+                answer["losses"] = losses(task, mechanisms[name], mesh, asked["steps"])
+            except Exception as error:  # reported in its cell of the table; the others continue
+                answer["error"] = one_line(error)
+            if is_lead():
+                print(json.dumps(answer), flush=True)
+
+
+def _run(request: dict[str, Any], devices: int) -> Iterator[dict[str, Any]]:
+    """The answers of a process with this many CPU devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PJRT_NPROC": _THREADS,
+        "XLA_FLAGS": flags,
+    }
+    line = [
+        sys.executable,
+        "-c",
+        "import sys; from eval.chips.mesh_check import work; work(sys.argv[1])",
+        json.dumps(request),
+    ]
+    with subprocess.Popen(
+        line, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            complaint = pool.submit(process.stderr.read)
+            yield from (json.loads(text) for text in process.stdout if text.startswith("{"))
+        if process.wait():
+            raise RunError(f"a process ended: {' '.join(complaint.result().split())[-300:]}")
+
+
+def _all_answers(request: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(_run(request, _DEVICES // 2))
+
+
+def _run_two(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answers of two processes that have four devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = [{"coordinator": f"127.0.0.1:{port}", "processes": 2, "process": process} for process in range(2)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(_all_answers, request | {"hosts": h}) for h in hosts]
+        return runs[0].result() + runs[1].result()
+
+
+def difference(answer: dict[str, Any], one: dict[str, Any]) -> float | str:
+    """The largest difference of an answer's losses from those of one device, relative to them; or the error, if
+    there is one."""
+    for either in (one, answer):
+        if "error" in either:
+            return either["error"]
+    expected = np.asarray(one["losses"])
+    found = float(np.max(np.abs(np.asarray(answer["losses"]) - expected) / np.abs(expected)))
+    return found if np.isfinite(found) else "not finite"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table; see the module's text and --help."""
+    options = parse_options(
+        CheckOptions(), argv, prog="python -m eval.mesh_check", about="The same losses on every mesh."
+    )
+    names = options.mechanisms or tuple(candidates(TASKS[options.task]))
+    here = [where for where in options.meshes if where != _TWO]
+    request: dict[str, Any] = {"task": options.task, "mechanisms": names, "meshes": ["one", *here]}
+    request |= {"steps": options.steps, "hosts": {}}
+    answers: dict[tuple[str, str], dict[str, Any]] = {}
+    for answer in _run(request, _DEVICES):
+        answers[answer["mechanism"], answer["mesh"]] = answer
+        far = difference(answer, answers[answer["mechanism"], "one"])
+        print(f"{answer['mechanism']}, {answer['mesh']}: {far}", file=sys.stderr, flush=True)
+    if _TWO in options.meshes:
+        for answer in _run_two(request | {"meshes": [_TWO]}):
+            answers[answer["mechanism"], answer["mesh"]] = answer
+    failed = []
+    print(f"| mechanism | loss | {' | '.join(options.meshes)} |")
+    print("|---|---|" + "---|" * len(options.meshes))
+    for name in names:
+        one = answers[name, "one"]
+        cells = [difference(answers[name, where], one) for where in options.meshes]
+        failed += [name for cell in cells if not isinstance(cell, float) or cell > _CLOSE]
+        words = " | ".join(f"{cell:.0e}" if isinstance(cell, float) else cell for cell in cells)
+        fell = f"{one['losses'][0]:.2f} to {one['losses'][-1]:.2f}" if "losses" in one else "none"
+        print(f"| {name} | {fell} | {words} |")
+    if failed:
+        raise RunError(f"losses differ by more than {_CLOSE}: {', '.join(dict.fromkeys(failed))}")

@@ -1,0 +1,341 @@
+"""What a training step takes on a TPU pod, planned without one: python -m eval.pod_plan PRESET --topology v5e:16x16.
+
+The real step of the preset's task (of `train.lm`, `train.lra`, `train.regression` or `train.forecast`) is compiled
+ahead of time for every chip of the topology; this needs the package libtpu and no TPU. All options of that command can
+be given, such as `--mesh.fsdp 16`, `--batch 256` and `--remat full`; `--context` is another name for `--length`.
+Printed are the memory that a chip needs beside what it has, the matrix products, the bytes that each kind of
+communication brings to a chip, and the shortest time that any of them allows for the step. The exit status is 1 where
+the step does not fit. `--json` prints one object instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from brl_jax.sharding import row_shards
+from eval.chips.program_costs import collective_bytes
+from eval.chips.stages import stages
+from eval.chips.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
+from train.cli.options import parse
+from train.engine.config import RunConfig
+from train.engine.errors import RunError, UserError, one_line
+from train.engine.flops import matrix_flops
+from train.engine.mesh import open_mesh, rows_sharding, training_programs
+from train.engine.step import Batch, Objective, TrainState, num_rows, num_tokens
+from train.tasks.every import TASKS
+from train.tasks.task import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Where a run would be trained."""
+
+    topology: str = "v5e:16x16"
+    """The slice: KIND:SHAPE, for example v5e:16x16 or v5p:4x4x4."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def check_topology(self) -> None:
+        """Raises UserError for a slice that does not exist."""
+        kind, _, shape = self.topology.partition(":")
+        if kind not in CHIPS or shape not in CHIPS[kind].topologies:
+            raise UserError(f"--topology: unknown {self.topology!r}; expected one of {known_topologies()}")
+
+    @property
+    def chip(self) -> Chip:
+        """The chips of the topology."""
+        return CHIPS[self.topology.partition(":")[0]]
+
+
+def plan_class(kind: type[RunConfig]) -> type[Any]:
+    """The class of a task's configuration with the fields of `Slice` added."""
+
+    @dataclasses.dataclass(frozen=True)
+    class PlanConfig(kind, Slice):  # type: ignore[valid-type, misc]
+        """A run, and where it would be trained."""
+
+        def __post_init__(self):
+            if hasattr(kind, "__post_init__"):
+                kind.__post_init__(self)
+            self.check_topology()
+
+    return PlanConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one step takes, in bytes and seconds; on one device where the name does not say otherwise."""
+
+    topology: str
+    devices: int
+    mesh: dict[str, int]
+    parameters: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    memory_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    temporary_bytes: int
+    program_bytes: int
+    total_bytes: int
+    hbm_bytes: int
+    matrix_flops: float
+    collective_bytes: dict[str, float]
+    matrix_seconds: float
+    hbm_seconds: float
+    link_seconds: float
+    tokens: int
+    compile_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.hbm_bytes
+
+    @property
+    def bound_seconds(self) -> float:
+        """The shortest possible step: the longest of the things that it must do."""
+        return max(self.matrix_seconds, self.hbm_seconds, self.link_seconds)
+
+    @property
+    def matrix_share(self) -> float:
+        """The share of that time that the matrix units need."""
+        return self.matrix_seconds / self.bound_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all devices together, at that time."""
+        return self.tokens / self.bound_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields and properties."""
+        names = ("fits", "bound_seconds", "matrix_share", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
+
+
+def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -> tuple[Plan, Mesh]:
+    """Compiles a step and adds up what it takes; returns the mesh that it is compiled for too.
+
+    Args:
+      task: the run's. config: of a `plan_class`, from `task.sized`.
+      begin: called with the name of each stage of the work when it begins.
+
+    Raises:
+      UserError: a mesh that doesn't divide what is sharded over it.
+      RunError: the program does not compile, or not within the chip's memory; says how much it takes.
+    """
+    from jax.experimental import topologies
+
+    started = time.monotonic()
+    begin(f"describing {config.topology}")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=config.topology).devices
+    length = task.row_length(config)
+    mesh = open_mesh(config.mesh, config.loop, config.model, devices, length=length)
+    objective = task.objective(task.build(config), config)
+    loop = config.loop
+    programs = training_programs(mesh, objective, config.optimizer, loop)
+    state = jax.tree.map(_placed, jax.eval_shape(programs.fresh), programs.shardings)
+    batch = {
+        name: _placed(x, rows_sharding(mesh, loop.batch, len(x.shape)))
+        for name, x in task.batch_shapes(config, loop.batch).items()
+    }
+    tokens = num_tokens(batch)
+    batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
+    begin(f"tracing the step for {len(devices)} devices")
+    kept = _kept_bytes(objective, state, task.batch_shapes(config, loop.microbatch), mesh)
+    with jax.set_mesh(mesh):
+        traced = programs.step.trace(state, batch)
+        begin("lowering the step")
+        lowered = traced.lower()
+        begin("compiling the step, which may take minutes")
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise RunError(
+                f"{config.topology}: {_why(error)}; {advice(config, mesh, kept, _share(state.params))}"
+            ) from None
+    begin("reading the compiled program")
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    parameters, gradients = _share(state.params), _share(state.params)
+    total = (
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    )  # fmt: skip
+    flops, received = matrix_flops(traced.jaxpr) / len(devices), collective_bytes(compiled.as_text())
+    kept = min(kept, max(memory.temp_size_in_bytes - gradients, 0))
+    plan = Plan(
+        topology=config.topology,
+        devices=len(devices),
+        mesh=dict(mesh.shape),
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        parameter_bytes=parameters,
+        optimizer_bytes=_share(state.opt_state),
+        memory_bytes=_share(state.memory),
+        gradient_bytes=gradients,
+        activation_bytes=kept,
+        temporary_bytes=max(memory.temp_size_in_bytes - gradients - kept, 0),
+        program_bytes=memory.generated_code_size_in_bytes,
+        total_bytes=total,
+        hbm_bytes=int(config.chip.hbm),
+        matrix_flops=flops,
+        collective_bytes=received,
+        matrix_seconds=flops / config.chip.flops,
+        # At least the state, and what the backward pass needs, is written and read.
+        hbm_seconds=2 * (_share(state) + loop.accumulation * kept) / config.chip.memory_bandwidth,
+        link_seconds=sum(received.values()) / config.chip.link_bandwidth,
+        tokens=tokens,
+        compile_seconds=time.monotonic() - started,
+    )
+    return plan, mesh
+
+
+def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _share(tree: Any) -> int:
+    """Bytes of a pytree's arrays on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _kept_bytes(objective: Objective, state: TrainState, batch: Batch, mesh: Mesh) -> int:
+    """About how many bytes a microbatch's forward pass keeps for the backward pass on one device, without weights."""
+    rows = num_rows(batch)
+    memory = jax.eval_shape(lambda: objective.init_memory(rows))
+
+    def residuals(params: Any, memory: Any, batch: Any, key: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return objective.sums(params, memory, batch, key)[0]["loss"]
+
+        return jax.vjp(loss, params)[1]
+
+    kept = jax.eval_shape(residuals, state.params, memory, batch, jax.random.key(0))
+    weights = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state.params)}
+    size = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(kept)
+        if (leaf.shape, leaf.dtype) not in weights
+    )
+    return size // (row_shards(mesh) * mesh.shape["sequence"])
+
+
+def _why(error: BaseException) -> str:
+    """Why the compiler refuses a program."""
+    text = str(error)
+    used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", text)
+    return f"does not fit: {used[1]} of {used[2]} a chip" if used else f"does not compile: {one_line(error)}"
+
+
+def advice(config: Any, mesh: Mesh, kept: int, parameters: int) -> str:
+    """What to change for a step to take less memory."""
+    loop, state = config.loop, 4 * parameters  # with two moments and the gradients
+    ways = []
+    if state > kept and row_shards(mesh) > mesh.shape["fsdp"]:
+        ways.append(f"--mesh.fsdp {row_shards(mesh)} keeps one copy of parameters and optimiser")
+    if config.model.remat != "full":
+        ways.append("--remat full computes activations again")
+    if config.model.dtype != "bfloat16":
+        ways.append("--dtype bfloat16 halves activations")
+    if loop.batch // loop.accumulation > row_shards(mesh):
+        ways.append(f"--accumulation {loop.batch // row_shards(mesh)} takes fewer rows at a time")
+    elif (config.model.num_kv_heads or config.model.num_heads) % (2 * mesh.shape["tensor"]) == 0:
+        ways.append(f"--mesh.tensor {2 * mesh.shape['tensor']} shares each layer")
+    return "to change: " + ("; ".join(ways) if ways else "more chips, or a shorter --context")
+
+
+def show(plan: Plan, config: Any) -> None:
+    """Prints a plan as tables."""
+    console = Console(soft_wrap=True, highlight=False)
+    shape = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    rows = config.loop.batch
+    console.print(
+        f"{plan.topology}, {plan.devices} devices as {shape}; {plan.parameters / 1e6:.1f}M parameters; "
+        f"{rows} rows of {plan.tokens // rows} tokens; compiled in {plan.compile_seconds:.0f} s"
+    )
+    table = Table(title="memory of a device")
+    table.add_column("what")
+    table.add_column("GiB", justify="right")
+    for name in (
+        "parameter",
+        "optimizer",
+        "memory",
+        "gradient",
+        "activation",
+        "temporary",
+        "program",
+        "total",
+        "hbm",
+    ):
+        words = {"memory": "carried memory", "total": "peak, as compiled", "hbm": "the chip has"}.get(
+            name, name
+        )
+        table.add_row(words, f"{getattr(plan, f'{name}_bytes') / 2**30:.3f}")
+    console.print(table)
+    table = Table(title="a step of one device, at the least")
+    for column in ("what", "amount", "ms"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    table.add_row(
+        "matrix products", f"{plan.matrix_flops / 1e12:.3f} TFLOP", f"{1e3 * plan.matrix_seconds:.2f}"
+    )
+    table.add_row("memory", "", f"{1e3 * plan.hbm_seconds:.2f}")
+    table.add_row(
+        "links", f"{sum(plan.collective_bytes.values()) / 1e9:.3f} GB", f"{1e3 * plan.link_seconds:.2f}"
+    )
+    for kind, size in sorted(plan.collective_bytes.items()):
+        table.add_row(f"  {kind}", f"{size / 1e9:.3f} GB", "")
+    console.print(table)
+    console.print(
+        f"bound: {1e3 * plan.bound_seconds:.2f} ms a step, {plan.tokens_per_second:,.0f} tokens/s; "
+        f"matrix products are {plan.matrix_share:.0%} of it"
+    )
+    used = f"{plan.total_bytes / 2**30:.2f} of {plan.hbm_bytes / 2**30:.0f} GiB"
+    console.print(f"fits: {used}" if plan.fits else f"does not fit: {used}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the plan; see the module's text and --help."""
+    words = ["--length" if word == "--context" else word.replace("--context=", "--length=") for word in argv]
+    if "--json" in words and words[words.index("--json") + 1 : words.index("--json") + 2] not in (
+        ["True"],
+        ["False"],
+    ):
+        words.insert(words.index("--json") + 1, "True")
+    tasks = {plan_class(task.config_class): task for task in TASKS.values()}
+    presets = {
+        name: kind(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
+        for kind, task in tasks.items()
+        for name, preset in task.presets.items()
+    }
+    config = parse(
+        presets,
+        "wikitext103-brl",
+        words,
+        prog="python -m eval.pod_plan",
+        about="What a training step takes on a TPU pod, without one.",
+    )
+    task = tasks[type(config)]
+    config = task.sized(config)
+    prepare_compiler()
+    with stages("pod_plan") as begin:
+        plan, mesh = make_plan(task, config, begin)
+    if config.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        show(plan, config)
+    if not plan.fits:
+        raise RunError(
+            f"{config.topology}: does not fit; {advice(config, mesh, plan.activation_bytes, plan.parameter_bytes)}"
+        )

@@ -1,0 +1,1 @@
+"""What the commands share: options, finding runs, tables, pictures, and how a command starts and fails."""

@@ -1,0 +1,255 @@
+"""How strongly outputs depend on far inputs: python -m eval.jacobian --workdir DIR [DIR ...] [--picture FILE.png].
+
+The sensitivity of BRL-Attention (OpenReview Vpyg3fqXbl, section 2.2), measured on trained networks of any task. With
+x_p the p-th row that enters the first layer (token and position) and y_i the i-th normalised output of the last,
+
+    s(i, p) = |d y_i / d x_p|_F / sqrt(D),
+
+which is 1 where an output is its own input. The Frobenius norm is estimated by `probes` random directions of y_i, one
+backward pass each: E |v^T J|^2 = |J|_F^2 for v of unit normal numbers. Printed is its root mean square over positions i
+and sequences, by the distance |i - p|. Proposition 2.2: sliding windows alone pass nothing on beyond `reach`, so that
+s is exactly 0 there; proposition 2.7: compressed tokens connect every pair that their histories cover.
+
+Prints a JSON object for each run: `sensitivity` for each range of distances, `reach` of the windows without
+compressed tokens, and `farthest`, the greatest distance with a sensitivity other than 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from matplotlib.figure import Figure
+
+from brl_jax.models.stack import Stack
+from eval.harness.pictures import legend_outside, line_styles, plain_log_axis, report
+from eval.harness.runs import first_rows, open_run, run_labels
+from eval.tasks.reach import window_reach
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
+from train.engine.step import Objective
+from train.tasks.every import TASKS
+
+
+@dataclasses.dataclass(frozen=True)
+class JacobianOptions:
+    """What to measure."""
+
+    workdir: tuple[str, ...] = ("runs/small",)
+    """Folders of the runs; each becomes a curve."""
+    split: Literal["valid", "test"] = "valid"
+    """Which part of the run's data."""
+    checkpoint: str = "best"
+    """best (the best evaluation while training), last, or a step."""
+    sequences: int = 4
+    """Sequences to read, the first of the split."""
+    positions: int = 16
+    """Outputs of each sequence whose sensitivity is measured, spaced evenly; the last token is one of them."""
+    probes: int = 4
+    """Random directions of each output."""
+    seed: int = 0
+    """Seed of the random directions."""
+    picture: str | None = None
+    """File to draw the runs in (PNG)."""
+
+    def __post_init__(self):
+        if not self.workdir:
+            raise ValueError("workdir must be one or more folders, got none")
+        for name in ("sequences", "positions", "probes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+
+
+def _moved(
+    objective: Objective, params: Any, batch: Any, moved: Any
+) -> tuple[dict[str, Array], Array, Array]:
+    """The objective's sums over a batch, and the input rows and the output of its network's stack of layers.
+
+    Args:
+      batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
+
+    Raises:
+      UserError: the network has no single stack.
+    """
+    seen: list[tuple[Array, Array]] = []
+
+    def intercept(run: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        if not isinstance(context.module, Stack) or context.method_name != "__call__":
+            return run(*args, **kwargs)
+        x = args[0] if moved is None else args[0] + moved
+        result = run(x, *args[1:], **kwargs)
+        seen.append((x, result[0]))
+        return result
+
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    with nn.intercept_methods(intercept):
+        sums, _ = objective.sums(params, objective.init_memory(rows), batch, None)
+    if len(seen) != 1:
+        raise UserError(
+            f"--workdir: expected a network that calls one stack of layers once, got {len(seen)} calls"
+        )
+    return sums, *seen[0]
+
+
+def stack_io(objective: Objective, params: Any, batch: Any, moved: Any) -> tuple[Array, Array]:
+    """The input rows and the output of a network's stack of layers while its objective is computed: (B, T, D) each.
+
+    Args:
+      batch: of the objective. moved: (B, T, D), added to the stack's input; None adds nothing.
+
+    Raises:
+      UserError: the network has no single stack.
+    """
+    _, x, y = _moved(objective, params, batch, moved)
+    return x, y
+
+
+def loss_gradients(objective: Objective, params: Any, batch: Any) -> Float[Array, "B T"]:
+    """How strongly each input row of a network's stack of layers moves the loss: the norm of its gradient by the row.
+
+    Args:
+      batch: of the objective.
+
+    Raises:
+      UserError: the network has no single stack.
+    """
+    shape = jax.eval_shape(lambda: stack_io(objective, params, batch, None)[0])
+    gradient = jax.grad(lambda moved: _moved(objective, params, batch, moved)[0]["loss"])
+    return jnp.linalg.norm(gradient(jnp.zeros(shape.shape, shape.dtype)), axis=-1)
+
+
+def sensitivities(
+    objective: Objective, params: Any, batch: Any, places: Int[Array, "B Q"], probes: int, key: Array
+) -> Float[Array, "B Q T"]:
+    """s(i, p) of the module's text, squared, for the positions i in `places` of each row and every p."""
+    shape = jax.eval_shape(lambda: stack_io(objective, params, batch, None)[0])
+    zeros = jnp.zeros(shape.shape, shape.dtype)
+    _, pull = jax.vjp(lambda moved: stack_io(objective, params, batch, moved)[1], zeros)
+    rows = jnp.arange(shape.shape[0])
+
+    def one(args: Any) -> Array:
+        place, key = args
+        v = (
+            jnp.zeros(shape.shape, jnp.float32)
+            .at[rows, place]
+            .set(jax.random.normal(key, (shape.shape[0], shape.shape[2])))
+        )
+        (pulled,) = pull(v.astype(shape.dtype))
+        return jnp.sum(jnp.square(pulled.astype(jnp.float32)), axis=-1) / shape.shape[2]
+
+    count = places.shape[1]
+    keys = jax.random.split(key, count * probes)
+    # One backward pass at a time: its memory is that of a training step.
+    squares = jax.lax.map(one, (jnp.repeat(places.T, probes, axis=0), keys))
+    return jnp.moveaxis(squares.reshape(count, probes, *squares.shape[1:]).mean(1), 0, 1)
+
+
+def by_distance(
+    squares: Float[np.ndarray, "B Q T"], places: Int[np.ndarray, "B Q"], lengths: Int[np.ndarray, " B"]
+) -> tuple[list[dict[str, Any]], int]:
+    """Root mean squares over ranges of distances (0, 1, 2 to 3, 4 to 7, ...), and the greatest distance with a
+    sensitivity other than 0. Pairs outside a row's length are left out; in a decoder so are later tokens, whose
+    sensitivity is exactly 0 for all."""
+    tokens = np.arange(squares.shape[2])
+    distance = np.abs(places[..., None] - tokens)
+    exists = tokens < lengths[:, None, None]
+    if not (squares * exists)[tokens > places[..., None]].any():
+        exists = exists & (tokens <= places[..., None])
+    exists = np.broadcast_to(exists, squares.shape)
+    farthest = int(distance[exists & (squares > 0)].max(initial=0))
+    ranges, low = [], 0
+    while low <= distance[exists].max(initial=0):
+        high = max(1, 2 * low)
+        chosen = exists & (distance >= low) & (distance < high)
+        if chosen.any():
+            value = math.sqrt(float(squares[chosen].mean(dtype=np.float64)))
+            ranges.append({"first": low, "end": high, "sensitivity": value})
+        low = high
+    return ranges, farthest
+
+
+def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
+    """The JSON object of one run.
+
+    Raises:
+      UserError: there is no run, or its network has no single stack of layers.
+    """
+    run = open_run(list(TASKS.values()), workdir, options.checkpoint)
+    objective = run.task.objective(run.model, run.config)
+    batch = first_rows(run, options.split, options.sequences)
+    shape = jax.eval_shape(lambda: stack_io(objective, run.params, batch, None)[0]).shape
+    lengths = np.full(shape[0], shape[1])
+    if "lengths" in batch:
+        # A learned token in front of the others is one more.
+        extra = shape[1] - batch["tokens"].shape[-1]
+        lengths = batch["lengths"].reshape(-1) + extra
+    places = np.stack([np.linspace(0, n, options.positions + 1)[1:].astype(np.int64) - 1 for n in lengths])
+    places = np.maximum(places, 0)
+    squares = jax.jit(
+        lambda params, batch, places, key: sensitivities(
+            objective, params, batch, places, options.probes, key
+        )
+    )(run.params, batch, jnp.asarray(places), jax.random.key(options.seed))
+    ranges, farthest = by_distance(np.asarray(squares), places, lengths)
+    return {
+        "workdir": workdir,
+        "task": run.task.name,
+        "mechanism": mechanism_names(run.config.model),
+        "step": run.step,
+        "length": int(shape[1]),
+        "sequences": int(shape[0]),
+        "reach": window_reach(
+            run.config.model.mechanisms, int(shape[1]), run.config.model.dimensions.is_causal
+        ),
+        "farthest": farthest,
+        "sensitivity": ranges,
+    }
+
+
+def draw(results: Sequence[dict[str, Any]]) -> Figure:
+    """The sensitivity by distance, one curve for each run, and the reach of each run's windows."""
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    axes = figure.subplots()
+    styles = line_styles([result["workdir"] for result in results])
+    for label, result in zip(run_labels(results), results, strict=True):
+        style = styles[result["workdir"]]
+        ranges = [each for each in result["sensitivity"] if each["first"] > 0 and each["sensitivity"] > 0]
+        middles = [math.sqrt(each["first"] * max(each["end"] - 1, 1)) for each in ranges]
+        axes.plot(
+            middles, [each["sensitivity"] for each in ranges], label=label, **{**style, "markersize": 5}
+        )
+    for reach in sorted({each["reach"] for each in results if each["reach"] < each["length"] - 1}):
+        axes.axvline(reach, color="#999999", linestyle=":", label=f"reach of windows alone, {reach}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    plain_log_axis(axes.xaxis)
+    axes.set(
+        xlabel="distance between input and output, tokens",
+        ylabel="sensitivity |dy / dx| / sqrt(D), root mean square",
+        title="how strongly outputs depend on far inputs (values of exactly 0 are not drawn)",
+    )
+    axes.grid(True, alpha=0.3)
+    legend_outside(axes)
+    return figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
+    options = parse_options(
+        JacobianOptions(),
+        argv,
+        prog="python -m eval.jacobian",
+        about="How strongly outputs depend on far inputs.",
+    )
+    report(map(functools.partial(measure_run, options), options.workdir), draw, options.picture)

@@ -1,0 +1,232 @@
+"""How local a trained model's attention is: python -m eval.locality --workdir DIR [DIR ...].
+
+The locally accumulated attention score of TransNormer (arXiv:2210.10340, section 3.2), for any mechanism that
+exposes its attention matrix, explicit or implied (`sow_weights` of the layers). With p_ij the attention of
+position i to position j (eq. 4), a neighbourhood of r N positions around i and a sequence of N,
+
+    l(i, r, N) = p_i,start + ... + p_i,end,     end = start + w - 1,  w = max(1, round(r N)),
+    start = i - floor(w / 2), moved as little as needed for all w positions to lie in the sequence,
+
+so that l(i, 1, N) = 1. It is averaged over the positions i, the heads and the sequences read. Where entries can be
+negative or a row does not sum to 1 (NormAttention, a delta rule), p_ij = |a_ij| / sum_k |a_ik|, with a the matrix by
+which values become outputs; for softmax and linear attention that is eq. 4 as it stands. BRL's matrix is that of its
+local attention: what its compressed tokens contribute from earlier blocks belongs to no single token.
+
+Prints a JSON object for each run: score (l at each of `ratios`, averaged over layers), area (under it; 1 means that all
+attention is on the neighbours, `uniform_area` is that of attention spread evenly over the past), and both for each
+layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from matplotlib.figure import Figure
+
+from brl_jax.models import DecoderConfig, DecoderLM
+from brl_jax.models.stack import group_layers
+from eval.harness.pictures import legend_outside, line_styles, report
+from eval.harness.runs import run_labels
+from eval.tasks.lm import read_run
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.data import load
+from train.engine.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalityOptions:
+    """What to measure."""
+
+    workdir: tuple[str, ...] = ("runs/small",)
+    """Folders of the runs; each becomes a curve."""
+    data: str | None = None
+    """A text to read in place of the run's own, as for train.lm; the run's tokenizer encodes it."""
+    split: Literal["valid", "test"] = "valid"
+    """Which part of the text."""
+    checkpoint: str = "best"
+    """best (lowest held-out loss), last, or a step."""
+    length: int = 256
+    """Tokens of a sequence."""
+    sequences: int = 16
+    """Number of sequences, spaced evenly over the text."""
+    ratios: tuple[float, ...] = tuple(i / 20 for i in range(1, 21))
+    """Sizes of the neighbourhood, as shares of the sequence."""
+    picture: str | None = None
+    """File to draw the curves in (PNG)."""
+
+    def __post_init__(self):
+        if not self.workdir:
+            raise ValueError("workdir must be one or more folders, got none")
+        for name, least in (("length", 2), ("sequences", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.ratios or not all(0 < ratio <= 1 for ratio in self.ratios):
+            raise ValueError(f"ratios must be above 0 and at most 1, got {self.ratios}")
+
+
+def locally_accumulated_score(
+    weights: Float[Array, "*B N N"], ratios: Sequence[float]
+) -> Float[Array, "*B N R"]:
+    """l(i, r, N) of the module's docstring for each position i and ratio r; a row of zeros gives 0.
+
+    Args:
+      weights: (..., N, N), the matrix by which values become outputs.
+      ratios: R sizes of the neighbourhood as shares of N, 0 to 1.
+    """
+    length = weights.shape[-1]
+    share = jnp.abs(weights.astype(jnp.float32))
+    total = share.sum(-1, keepdims=True)
+    share = share / jnp.where(total > 0, total, 1.0)
+    before = jnp.pad(jnp.cumsum(share, -1), [(0, 0)] * (share.ndim - 1) + [(1, 0)])
+    size = np.maximum(1, np.floor(np.asarray(ratios) * length + 0.5).astype(np.int32))[None]
+    start = np.clip(np.arange(length)[:, None] - size // 2, 0, length - size)
+    first, last = (
+        jnp.take_along_axis(before, jnp.asarray(x)[(None,) * (before.ndim - 2)], axis=-1)
+        for x in (start, start + size)
+    )
+    return last - first
+
+
+def uniform_score(length: int, ratios: Sequence[float]) -> np.ndarray:
+    """The score of attention that a decoder spreads evenly over each token's past, averaged over positions."""
+    even = jnp.tril(jnp.ones((length, length), jnp.float32))
+    return np.asarray(locally_accumulated_score(even, ratios).mean(0))
+
+
+def area(ratios: Sequence[float], score: Sequence[float]) -> float:
+    """The area under score over ratio, starting at (0, 0); the score at the largest ratio is kept up to 1."""
+    order = np.argsort(ratios)
+    x = np.concatenate([[0.0], np.asarray(ratios)[order], [1.0]])
+    y = np.concatenate([[0.0], np.asarray(score)[order], [np.asarray(score)[order[-1]]]])
+    return float(np.trapezoid(y, x))
+
+
+def layer_weights(config: DecoderConfig, maps: Any, name: str = "weights") -> dict[int, list[Array]]:
+    """What each layer's mechanism (or both that share it) has sown into `maps` as `name`, by the layer's number.
+
+    Each array of "weights" is (B, N, T, T).
+    """
+    found: dict[int, list[Array]] = {}
+    first = 0
+    for i, (period, repeats) in enumerate(group_layers(config.mechanisms)):
+        for j in range(len(period)):
+            block = maps.get("stack", {}).get(f"layers_{i}", {}).get(f"block_{j}", {})
+            leaves = jax.tree_util.tree_flatten_with_path(block)[0]
+            sown = [leaf for path, leaf in leaves if jax.tree_util.DictKey(name) in path]
+            for repeat in range(repeats if sown else 0):
+                found[first + repeat * len(period) + j] = [leaf[repeat] for leaf in sown]
+        first += repeats * len(period)
+    return found
+
+
+def measure(
+    model: DecoderLM, params: Any, tokens: Int[np.ndarray, "S N"], ratios: Sequence[float]
+) -> dict[int, np.ndarray]:
+    """The score of each layer that exposes its attention matrix, averaged over heads, positions and sequences."""
+
+    @jax.jit
+    def scores(params, row):
+        _, sown = model.apply({"params": params}, row[None], method="hidden", mutable="maps")
+        found = layer_weights(model.config, sown.get("maps", {}))
+        return {
+            layer: jnp.stack([locally_accumulated_score(x, ratios).mean((0, 1, 2)) for x in weights]).mean(0)
+            for layer, weights in found.items()
+        }
+
+    rows = [scores(params, jnp.asarray(row, jnp.int32)) for row in tokens]
+    return jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), axis=0), *rows)
+
+
+def measure_run(options: LocalityOptions, workdir: str) -> dict[str, Any]:
+    """The JSON object of one run.
+
+    Raises:
+      UserError: there is no run, too little text, or a mechanism without an attention matrix.
+    """
+    config, model, params, step = read_run(workdir, options.checkpoint)
+    mechanism = mechanism_names(config.model)
+    longest = min((m.segment for m in config.model.mechanisms if m.segment is not None), default=None)
+    if longest is not None and options.length > longest:
+        raise UserError(
+            f"--length: {workdir} takes {longest} tokens (its block_size) at once, got {options.length}"
+        )
+    data = config.data if options.data is None else dataclasses.replace(config.data, data=options.data)
+    _, corpora = load(data, workdir, (options.split,))
+    text = corpora[options.split].tokens
+    if len(text) < options.length:
+        raise UserError(f"--length: the text has {len(text)} tokens, got {options.length}")
+    starts = np.linspace(0, len(text) - options.length, options.sequences).astype(np.int64)
+    tokens = np.stack([text[start : start + options.length] for start in starts])
+    layers = measure(model, params, tokens, options.ratios)
+    if not layers:
+        raise UserError(f"--workdir: the mechanism of {workdir}, {mechanism}, exposes no attention matrix")
+    mean = np.mean(list(layers.values()), axis=0)
+    return {
+        "workdir": workdir,
+        "mechanism": mechanism,
+        "step": step,
+        "split": options.split,
+        "length": options.length,
+        "sequences": options.sequences,
+        "ratios": list(options.ratios),
+        "score": mean.tolist(),
+        "area": area(options.ratios, mean.tolist()),
+        "uniform_area": area(options.ratios, uniform_score(options.length, options.ratios).tolist()),
+        "layers": [
+            {"layer": layer, "score": score.tolist(), "area": area(options.ratios, score.tolist())}
+            for layer, score in sorted(layers.items())
+        ],
+    }
+
+
+def draw(results: Sequence[dict[str, Any]]) -> Figure:
+    """The score over the size of the neighbourhood, one curve for each run, and its area in each layer."""
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    curves, areas = figure.subplots(1, 2, width_ratios=(3, 2))
+    styles = line_styles([result["workdir"] for result in results])
+    for run, result in zip(run_labels(results), results, strict=True):
+        order = np.argsort(result["ratios"])
+        x, y = (np.asarray(result[name])[order] for name in ("ratios", "score"))
+        label = f"{run}, area {result['area']:.2f}"
+        style = {**styles[result["workdir"]], "markersize": 5}
+        curves.plot(x, y, label=label, **style)
+        numbers = [layer["layer"] + 1 for layer in result["layers"]]
+        areas.plot(numbers, [layer["area"] for layer in result["layers"]], label=label, **style)
+    first = results[0]
+    ratios = sorted(first["ratios"])
+    even = uniform_score(first["length"], ratios)
+    name = f"evenly over the past, area {first['uniform_area']:.2f}"
+    curves.plot(ratios, even, color="#999999", linestyle=":", label=name)
+    areas.axhline(first["uniform_area"], color="#999999", linestyle=":", label=name)
+    curves.set(
+        xlabel="size of the neighbourhood r, share of the sequence",
+        ylabel="share of attention inside, l(i, r, N)",
+        title=f"locally accumulated attention score, N = {first['length']}",
+        xlim=(0, 1),
+        ylim=(0, 1.02),
+    )
+    areas.set(xlabel="layer", ylabel="area under the curve", title="by layer", ylim=(0, 1.02))
+    areas.set_xticks(sorted({layer["layer"] + 1 for result in results for layer in result["layers"]}))
+    for axes in (curves, areas):
+        axes.grid(True, alpha=0.3)
+    legend_outside(areas)
+    return figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
+    options = parse_options(
+        LocalityOptions(),
+        argv,
+        prog="python -m eval.locality",
+        about="How local a trained model's attention is.",
+    )
+    report(map(functools.partial(measure_run, options), options.workdir), draw, options.picture)

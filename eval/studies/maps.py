@@ -1,0 +1,166 @@
+"""What each mechanism of a family sees, as one picture: python -m eval.maps --family FAMILY --picture FILE.
+
+Each panel is one layer with random parameters on random inputs: the size of the derivative of output i by input p, the
+root mean square over channels, relative to the largest of its row. White is exactly 0: no change of input p can reach
+output i. Mechanisms with a causal form are drawn in it, the others as in an encoder. Derivatives show what a layer can
+see before training, for every mechanism in the same way; what a trained network looks at is another question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from brl_jax.layers import MECHANISMS
+from brl_jax.layers.core.protocol import Dimensions, Mechanism
+from brl_jax.models.networks import make_stack
+from eval.harness.pictures import picture_path, save
+from train.cli.options import parse_options
+from train.engine.errors import UserError
+
+# Settings at which 64 tokens show each pattern.
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "local": {"window": 8},
+    "brl": {"window": 8, "num_compressed": 4, "block_size": 8, "history_size": 24},
+    "tlinformer": {"window": 16, "context": 8, "hidden": 0},
+    "diag": {"block_size": 16},
+    "linformer": {"num_projected": 8, "max_length": 64},
+    "nystromformer": {"num_landmarks": 8},
+    "skyformer": {"num_samples": 16},
+    "long_short": {"window": 8, "num_projected": 8, "chunk_size": 8},
+    "mlr": {"ranks": (4, 2, 2), "block_sizes": (None, 32, 8)},
+    "bilinear_mlr": {"ranks": (4, 2)},
+    "global_window": {"window": 8},
+    "bsbr": {"chunk_size": 16},
+    "flash": {"chunk_size": 16},
+    "reformer": {"num_rounds": 1, "num_buckets": 8, "chunk_size": 8},
+    "sinkhorn": {"block_size": 8, "max_length": 64},
+    "synthesizer": {"max_length": 64},
+    "luna": {"num_packed": 8, "chunk_size": 16},
+    "mamba2": {"state_size": 16},
+    "native_sparse": {"window": 8, "compressed_size": 8, "stride": 4, "selected_size": 8, "num_selected": 3},
+}
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "local": ("full", "local", "global_window", "diag"),
+    "compressed": ("local", "brl"),
+    "recurrent": (
+        "linear",
+        "norm",
+        "performer",
+        "cosformer",
+        "flowformer",
+        "luna",
+        "deltanet",
+        "gated_deltanet",
+        "kda",
+        "retnet",
+        "gla",
+        "mamba2",
+        "gau",
+        "flash",
+        "bsbr",
+    ),
+    "structured": ("mlr", "bilinear_mlr", "bilinear_btt", "global_window"),
+    "low_rank": ("linformer", "nystromformer", "skyformer", "long_short"),
+    "sorting": ("informer", "reformer", "sinkhorn", "native_sparse", "sliceformer"),
+    "dense": ("full", "diag", "hopfield", "kernelized", "synthesizer"),
+    "tlinformer": ("full", "tlinformer"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MapsOptions:
+    """What to draw."""
+
+    family: str = "local"
+    """One of the families of the documentation."""
+    length: int = 64
+    """Tokens."""
+    picture: str | None = None
+    """File to draw the maps in (PNG)."""
+
+    def __post_init__(self):
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {self.family!r}")
+        if not 16 <= self.length <= 256:
+            raise ValueError(f"length must be from 16 to 256, got {self.length}")
+
+
+def small(name: str) -> Mechanism:
+    """The configuration of a listed mechanism whose pattern shows within 64 tokens."""
+    return MECHANISMS[name](**SMALL.get(name, {}))
+
+
+def dependence(
+    mechanism: Mechanism, length: int, seed: int = 0, *, is_causal: bool | None = None
+) -> Float[Array, "T T"]:
+    """How far input p moves output i of one layer (of a group, where layers belong together), whose residual path
+    is on the diagonal: the root mean square of the Jacobian's block (i, p), relative to the largest of row i.
+
+    Args:
+      mechanism: of the layer, whose parameters are random.
+      length: tokens.
+      seed: of the input.
+      is_causal: whether the layer is a decoder's; by default where the mechanism has that form.
+    """
+    if is_causal is None:
+        is_causal = mechanism.causal
+    dims = Dimensions(
+        d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=16, is_causal=is_causal, ffn="relu"
+    )
+    stack = make_stack((mechanism,) * mechanism.group, dims)
+    x = jax.random.normal(jax.random.key(seed), (1, length, 16))
+    variables = nn.unbox(stack.init({"params": jax.random.key(1), "samples": jax.random.key(2)}, x))
+
+    def output(x):
+        return stack.apply(variables, x)[0][0]
+
+    # Forward mode: with jaxlib 0.10.2 on a CPU, jit(jacrev(.)) of a norm is wrong.
+    jacobian = jax.jit(jax.jacfwd(output))(x)[:, :, 0]
+    sizes = jnp.sqrt(jnp.mean(jnp.square(jacobian), axis=(1, 3)))
+    return sizes / sizes.max(axis=1, keepdims=True)
+
+
+def draw(names: Sequence[str], length: int) -> Figure:
+    """One panel for each mechanism, all on one scale."""
+    columns = min(len(names), 5)
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(2.6 * columns + 1.2, 2.75 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    for axes, name in zip(panels, names):
+        mechanism = small(name)
+        sizes = np.asarray(dependence(mechanism, length))
+        scale = LogNorm(1e-4, 1)
+        image = axes.imshow(
+            np.where(sizes > 0, np.maximum(sizes, 1e-4), np.nan), cmap="viridis_r", norm=scale
+        )
+        axes.set_title(name if mechanism.causal else f"{name} (encoder)", fontsize=10)
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    for axes in panels[: len(names)][-columns:]:
+        axes.set_xlabel("input p")
+        axes.tick_params(labelbottom=True)
+    for axes in panels[::columns]:
+        axes.set_ylabel("output i")
+    figure.colorbar(image, ax=list(panels), label="|dy / dx|, relative")
+    return figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draws the maps of a family; see the module's docstring and --help."""
+    options = parse_options(
+        MapsOptions(), argv, prog="python -m eval.maps", about="What each mechanism of a family sees."
+    )
+    path = picture_path(options.picture)
+    if path is None:
+        raise UserError("--picture: expected the file to draw in")
+    print(save(draw(FAMILIES[options.family], options.length), path))

@@ -1,0 +1,195 @@
+"""Which tokens BRL's compressed tokens connect: python -m eval.regularizer --workdir DIR [--picture FILE.png].
+
+The reconstructed regularizer score of BRL-Attention (OpenReview Vpyg3fqXbl, equation 15 and figure 14), of the layers
+of a trained decoder:
+
+    RRS = S_prop S_comp,
+
+where S_prop (T, M) are the weights lambda sigma(.) of equation 9, by which the tokens of a block read its compressed
+tokens, and S_comp (M, R) the weights S1 - gamma S2 of equation 12, by which these read the history before the block.
+Like the paper's, it leaves out what happens to the compressed tokens between the two (their norm and beta, and in the
+formulation "algorithm" the norm and the ReLU after propagation), so that it shows where information may come from
+and not how much arrives.
+
+Prints a JSON object: for each layer the mean over heads, sequences and tokens of the row sums of the local attention
+("local", 1 by definition), of the RRS ("row_sum") and of its absolute values ("row_sum_absolute"), and the share of the
+latter that lies beyond the layer's window ("beyond_window"). The picture shows for each layer the local attention, the
+RRS, and their sum, of the first sequence, averaged over heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Float, Int
+from matplotlib.colors import SymLogNorm
+from matplotlib.figure import Figure
+
+from brl_jax.layers import BRLConfig
+from brl_jax.models import DecoderLM
+from eval.harness.pictures import report
+from eval.harness.runs import Run, first_rows, open_run
+from eval.studies.locality import layer_weights
+from train.cli.options import parse_options
+from train.engine.errors import UserError
+from train.tasks.lm import LM
+from train.tasks.recall import RECALL
+
+
+@dataclasses.dataclass(frozen=True)
+class RegularizerOptions:
+    """What to measure."""
+
+    workdir: str = "runs/small"
+    """Folder of the run, of train.lm or train.recall, with BRL attention."""
+    split: Literal["valid", "test"] = "valid"
+    """Which part of the run's data."""
+    checkpoint: str = "best"
+    """best (the best evaluation while training), last, or a step."""
+    sequences: int = 4
+    """Sequences to read, the first of the split."""
+    length: int = 0
+    """Tokens of a sequence to read, from its start; 0: all."""
+    picture: str | None = None
+    """File to draw the first sequence's maps in (PNG)."""
+
+    def __post_init__(self):
+        if self.sequences < 1:
+            raise ValueError(f"sequences must be at least 1, got {self.sequences}")
+        if self.length < 0 or self.length == 1:
+            raise ValueError(f"length must be at least 2, or 0 for all, got {self.length}")
+
+
+def reconstructed_score(
+    propagated: Float[Array, "BC N t M"], compressed: Float[Array, "B C N M R"], *, block: int, length: int
+) -> Float[Array, "B N T T"]:
+    """The RRS of the module's text. A decoder's block c reads the R tokens before c * block.
+
+    Args:
+      propagated: the weights by which the t tokens of each block read its compressed tokens.
+      compressed: the weights by which these read their histories.
+      block: tokens of a block.
+      length: T; what compressed tokens read before token 0 is left out.
+    """
+    batch, blocks, _, _, history = compressed.shape
+    propagated = rearrange(propagated, "(b c) n t m -> b c n t m", b=batch)
+    scores = jnp.einsum("bcntm,bcnmr->bcntr", propagated, compressed)
+    heads, size = scores.shape[2:4]
+    whole = jnp.zeros((batch, heads, blocks * size, history + length), scores.dtype)
+    for c in range(blocks):
+        first = c * block
+        fits = min(history, length + history - first)
+        rows, columns = slice(c * size, (c + 1) * size), slice(first, first + fits)
+        whole = whole.at[:, :, rows, columns].set(scores[:, c, :, :, :fits])
+    return whole[:, :, :length, history:]
+
+
+def require_brl(run: Run) -> None:
+    """Raises UserError unless a layer of the run has BRL attention."""
+    if not any(isinstance(m, BRLConfig) for m in run.config.model.mechanisms):
+        raise UserError(f"--workdir: {run.config.loop.workdir} has no layer of BRL attention")
+
+
+def sown_maps(model: DecoderLM, params: Any, tokens: Int[Array, "B T"]) -> Mapping[str, Any]:
+    """What the layers of a decoder sow into "maps" (`brl_jax.layers.core.protocol`) for rows without a past."""
+    _, sown = model.apply({"params": params}, tokens, method="hidden", mutable="maps")
+    return sown["maps"]
+
+
+def layer_maps(model: DecoderLM, params: Any, tokens: Int[np.ndarray, "B T"]) -> dict[int, tuple[Any, Any]]:
+    """The local attention and the RRS, (B, N, T, T) each, of every BRL layer that read anything."""
+
+    @jax.jit
+    def maps(params: Any, tokens: Array) -> dict[int, tuple[Array, Array]]:
+        sown = sown_maps(model, params, tokens)
+        named = [layer_weights(model.config, sown, name) for name in ("weights", "propagate", "compress")]
+        return {
+            layer: (
+                named[0][layer][0],
+                reconstructed_score(
+                    named[1][layer][0],
+                    compressed,
+                    block=model.config.mechanisms[layer].block,  # type: ignore[attr-defined]
+                    length=tokens.shape[1],
+                ),
+            )
+            for layer, (compressed, *_) in named[2].items()
+        }
+
+    return maps(params, jnp.asarray(tokens))
+
+
+def summary(local: Float[np.ndarray, "B N T T"], score: Float[np.ndarray, "B N T T"]) -> dict[str, float]:
+    """The row sums of the module's text."""
+    beyond = ~(local != 0).any((0, 1))
+    absolute = np.abs(score)
+    total = float(absolute.sum())
+    return {
+        "local": float(local.sum(-1).mean()),
+        "row_sum": float(score.sum(-1).mean()),
+        "row_sum_absolute": float(absolute.sum(-1).mean()),
+        "beyond_window": float(absolute[..., beyond].sum()) / total if total else 0.0,
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the JSON object and draws the picture; see the module's docstring and --help."""
+    options = parse_options(
+        RegularizerOptions(),
+        argv,
+        prog="python -m eval.regularizer",
+        about="Which tokens BRL's compressed tokens connect.",
+    )
+    run = open_run([LM, RECALL], options.workdir, options.checkpoint)
+    require_brl(run)
+    tokens = first_rows(run, options.split, options.sequences)["tokens"]
+    # With the memory "output" a network reads a block at a time.
+    segments = [m.segment for m in run.config.model.mechanisms if m.segment is not None]
+    tokens = tokens[:, : min([options.length or tokens.shape[1], *segments])]
+    drawn: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def measured() -> Any:
+        found = layer_maps(run.model, run.params, tokens)
+        if not found:
+            raise UserError(
+                "--length: no compressed token reads anything within the rows; expected more than one block"
+            )
+        drawn.update({layer: (np.asarray(a), np.asarray(b)) for layer, (a, b) in found.items()})
+        yield {
+            "workdir": options.workdir,
+            "step": run.step,
+            "length": tokens.shape[1],
+            "sequences": len(tokens),
+            "layers": [{"layer": layer, **summary(*maps)} for layer, maps in sorted(drawn.items())],
+        }
+
+    report(measured(), lambda _: draw(drawn), options.picture)
+
+
+def draw(maps: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """The local attention, the RRS and their sum in each layer: of the first sequence, averaged over heads."""
+    figure = Figure(figsize=(12, 3.8 * len(maps)), layout="constrained")
+    panels = figure.subplots(len(maps), 3, squeeze=False, sharex=True, sharey=True)
+    for row, (layer, (local, score)) in zip(panels, sorted(maps.items())):
+        local, score = (x[0].mean(0) for x in (local, score))
+        shown = {
+            "local attention": local,
+            "reconstructed regularizer score": score,
+            "their sum": local + score,
+        }
+        for axes, (name, values) in zip(row, shown.items()):
+            image = axes.imshow(
+                values, cmap="RdBu_r", norm=SymLogNorm(1e-3, vmin=-1, vmax=1), interpolation="nearest"
+            )
+            axes.set_title(f"{name}, layer {layer + 1}", fontsize=10)
+        row[0].set_ylabel("token i")
+    for axes in panels[-1]:
+        axes.set_xlabel("token j")
+    figure.colorbar(image, ax=list(panels.ravel()), label="weight, linear below 0.001")
+    return figure

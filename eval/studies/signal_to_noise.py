@@ -1,0 +1,233 @@
+"""How well BRL's compressed tokens tell records from noise: python -m eval.signal_to_noise --workdir DIR [DIR ...].
+
+The attention signal-to-noise ratio of BRL-Attention (OpenReview Vpyg3fqXbl, equations 16 to 18), on trained runs of
+`train.recall`, whose rows say which tokens matter: relevant keys are the tokens of the records that a row asks for, all
+others in the history of a block are irrelevant. For a compressed token of one head with the weights S,
+
+    r = mean of S over the relevant keys / mean of S over the irrelevant keys     (16)
+
+is computed for S = S1, the plain softmax (17), and for S = S1 - gamma S2, the differential form (18), which may be
+negative: then r is no ratio of signal to noise. Proposition D.2 asserts that (18) is at least (17) wherever
+delta_1 - delta_2 <= delta, for every positive gamma, which is to say r of S2 <= r of S1.
+
+Prints a JSON object for each run, for each layer: the medians over heads, compressed tokens, blocks and rows of
+"first" (17), of "differential" (18, where its denominator is positive) and of "absolute" (16 of |S1 - gamma S2|, which
+is always defined); the 90% quantiles of the first two ("first_90", "differential_90"); the share "undefined" of (18)
+with a denominator of at most 0; the share "raised" of all with a defined (18) above (17); the share "condition" with
+gamma > 0 and r of S2 <= r of S1, and among these the share "proposition" with a defined (18) of at least (17); and the
+range of gamma over heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from matplotlib.figure import Figure
+
+from eval.harness.pictures import report
+from eval.harness.runs import open_run, run_names
+from eval.studies.locality import layer_weights
+from eval.studies.regularizer import require_brl, sown_maps
+from train.cli.options import parse_options
+from train.data.recall import HeldOutRecall, Kind
+from train.engine.errors import UserError
+from train.tasks.recall import RECALL
+
+
+@dataclasses.dataclass(frozen=True)
+class SignalToNoiseOptions:
+    """What to measure."""
+
+    workdir: tuple[str, ...] = ("runs/recall/brl",)
+    """Folders of the runs, of train.recall, with BRL attention."""
+    split: Literal["valid", "test"] = "valid"
+    """Which part of the run's data."""
+    checkpoint: str = "best"
+    """best (the best evaluation while training), last, or a step."""
+    sequences: int = 64
+    """Rows to read, the first of the split with the most records."""
+    picture: str | None = None
+    """File to draw the distributions in (PNG)."""
+
+    def __post_init__(self):
+        if not self.workdir:
+            raise ValueError("workdir must be one or more folders, got none")
+        if self.sequences < 1:
+            raise ValueError(f"sequences must be at least 1, got {self.sequences}")
+
+
+def relevant_tokens(
+    kind: Kind,
+    tokens: Int[np.ndarray, "B T"],
+    places: Int[np.ndarray, "B P"],
+    targets: Int[np.ndarray, "B P"],
+) -> Bool[np.ndarray, "B T"]:
+    """Which tokens belong to a record that is asked for: a question's token before it, and the answer that follows it;
+    in rows of "copy", which have no questions, the symbols.
+
+    Args:
+      kind: of the rows. tokens, places, targets: of `train.data.recall.draw_rows`.
+    """
+    asked = np.take_along_axis(tokens, places, axis=1)
+    first = places.min(axis=1)[:, None]
+    if kind == "copy":
+        return (tokens[..., None] == targets[:, None]).any(-1) & (np.arange(tokens.shape[1]) < first)
+    here, following = tokens[:, :-1, None], tokens[:, 1:, None]
+    starts = ((here == asked[:, None]) & (following == targets[:, None])).any(-1)
+    starts &= np.arange(tokens.shape[1] - 1) < first
+    relevant = np.zeros(tokens.shape, bool)
+    relevant[:, :-1] |= starts
+    relevant[:, 1:] |= starts
+    return relevant
+
+
+def history_mask(values: Any, *, blocks: int, block: int, history: int) -> np.ndarray:
+    """Of (B, T) bools, those of the history of each block: (B, C, history); before token 0 False."""
+    padded = np.pad(values, ((0, 0), (history, blocks * block)))
+    return np.stack([padded[:, c * block : c * block + history] for c in range(blocks)], axis=1)
+
+
+def ratios(
+    weights: Float[np.ndarray, "B C N M R"], relevant: np.ndarray, irrelevant: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numerators and denominators of equation 16, (B, C, N, M) each, for keys marked (B, C, R)."""
+
+    def mean(marked: np.ndarray) -> np.ndarray:
+        count = np.maximum(marked.sum(-1), 1.0)[:, :, None, None]
+        return np.einsum("bcnmr,bcr->bcnm", weights, marked.astype(np.float64)) / count
+
+    return mean(relevant), mean(irrelevant)
+
+
+def compare(
+    first: Float[np.ndarray, "B C N M R"],
+    signed: Float[np.ndarray, "B C N M R"],
+    relevant: Bool[np.ndarray, "B C R"],
+    irrelevant: Bool[np.ndarray, "B C R"],
+) -> tuple[dict[str, Any], Float[np.ndarray, " K"]]:
+    """The measures of the module's text, and the defined values of (18) over (17).
+
+    Args:
+      first, signed: S1 and S1 - gamma S2.
+      relevant, irrelevant: the keys of each block's history. Blocks that lack one of the two kinds are left out.
+    """
+    first, signed = (x.astype(np.float64) for x in (first, signed))
+    present = np.asarray(relevant.any(-1) & irrelevant.any(-1))[:, :, None, None]
+    contrast = first - signed  # gamma S2, whose rows sum to gamma
+    gamma = contrast.sum(-1)
+    chosen = np.broadcast_to(present, gamma.shape)
+
+    def of(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        up, down = ratios(weights, relevant, irrelevant)
+        return up[chosen], down[chosen]
+
+    (up, down), (up1, down1), (up2, down2) = of(signed), of(first), of(contrast)
+    absolute = np.divide(*of(np.abs(signed)))
+    plain, g = up1 / down1, gamma[chosen]
+    defined = down > 0
+    ratio = np.divide(up, down, out=np.zeros_like(up), where=defined)
+    # gamma cancels in the ratio of S2, with its sign.
+    condition = (g > 0) & (up2 * down1 <= up1 * down2)
+    raised = defined & (ratio > plain)
+    reached = defined & (ratio >= plain)
+    measures = {
+        "first": float(np.median(plain)),
+        "first_90": float(np.quantile(plain, 0.9)),
+        "differential": float(np.median(ratio[defined])) if defined.any() else None,
+        "differential_90": float(np.quantile(ratio[defined], 0.9)) if defined.any() else None,
+        "absolute": float(np.median(absolute)),
+        "undefined": float(1 - defined.mean()),
+        "raised": float(raised.mean()),
+        "condition": float(condition.mean()),
+        "proposition": float(reached[condition].mean()) if condition.any() else None,
+        "gamma": [float(g.min()), float(g.max())],
+        "weights": int(chosen.sum()),
+    }
+    return measures, ratio[defined] / plain[defined]
+
+
+def measure_run(options: SignalToNoiseOptions, workdir: str, kept: list[Any]) -> dict[str, Any]:
+    """The JSON object of one run; `kept` gets what the picture shows.
+
+    Raises:
+      UserError: there is no run, or none with differential compression.
+    """
+    run = open_run([RECALL], workdir, options.checkpoint)
+    require_brl(run)
+    # The rows with the most records.
+    case = max(run.config.data.cases, key=lambda case: case.pairs)
+    held_out = HeldOutRecall(run.config.data, split=options.split, cases=[case], batch=options.sequences)
+    rows = {name: np.asarray(array) for name, array in next(iter(held_out)).items()}
+    # A batch that is larger than the split is filled with rows without weight.
+    real = rows["weights"].any(axis=1)
+    rows = {name: array[real] for name, array in rows.items() if name != "reset"}
+    relevant = relevant_tokens(run.config.data.kind, rows["tokens"], rows["places"], rows["targets"])
+    maps = jax.jit(functools.partial(sown_maps, run.model))(run.params, jnp.asarray(rows["tokens"]))
+    signed, first = (
+        {layer: np.asarray(x) for layer, (x, *_) in layer_weights(run.config.model, maps, name).items()}
+        for name in ("compress", "compress_first")
+    )
+    layers = []
+    for layer, weights in sorted(signed.items()):
+        m = run.config.model.mechanisms[layer]
+        if m.gamma == 0.0:
+            continue
+        sizes = {"blocks": weights.shape[1], "block": m.block, "history": weights.shape[-1]}
+        marks = [history_mask(x, **sizes) for x in (relevant, ~relevant)]
+        if not (marks[0].any(-1) & marks[1].any(-1)).any():
+            raise UserError(
+                f"--workdir: {workdir}: no history of a block in layer {layer + 1} has both a record and other tokens"
+            )
+        measures, change = compare(first[layer], weights, *marks)
+        layers.append({"layer": layer, **measures})
+        kept.append((f"{run_names(options.workdir)[workdir]}, layer {layer + 1}", change, measures))
+    if not layers:
+        raise UserError(f"--workdir: {workdir} has no differential compression of more than one block")
+    return {
+        "workdir": workdir,
+        "step": run.step,
+        "sequences": len(rows["tokens"]),
+        "relevant": float(relevant.mean()),
+        "layers": layers,
+    }
+
+
+def draw(kept: Sequence[tuple[str, np.ndarray, dict[str, Any]]]) -> Figure:
+    """How the differential form changes the ratio: a histogram of (18) over (17) for each run and layer."""
+    figure = Figure(figsize=(9, 2.4 * len(kept) + 0.6), layout="constrained")
+    panels = figure.subplots(len(kept), 1, squeeze=False, sharex=True)[:, 0]
+    for axes, (name, change, measures) in zip(panels, kept):
+        axes.hist(np.log2(np.clip(change, 2.0**-8, 2.0**8)), bins=np.linspace(-8, 8, 81), color="#0072B2")
+        axes.axvline(0, color="#999999", linestyle=":")
+        axes.set_title(
+            f"{name}: {measures['undefined']:.0%} undefined, {measures['raised']:.0%} of all raised",
+            fontsize=10,
+        )
+        axes.set_ylabel("weights")
+    panels[-1].set_xlabel(
+        "log2 of the ratio with difference (18) over the ratio without (17); the first and the last bar have all beyond"
+    )
+    return figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints a JSON object for each run and draws the picture; see the module's docstring and --help."""
+    options = parse_options(
+        SignalToNoiseOptions(),
+        argv,
+        prog="python -m eval.signal_to_noise",
+        about="How well BRL's compressed tokens tell records from noise.",
+    )
+    kept: list[Any] = []
+    report(
+        (measure_run(options, folder, kept) for folder in options.workdir),
+        lambda _: draw(kept),
+        options.picture,
+    )

@@ -1,0 +1,65 @@
+"""Every mechanism on small tasks of the Long Range Arena: python -m eval.survey --folder DIR [OPTIONS].
+
+Trains a network for each listed mechanism that has a bidirectional form, the same one otherwise, on listops, text and
+image with several seeds, and measures it on the test split (`eval.lra`). Then the training steps of all mechanisms are
+timed in turn. Prints a table as markdown: accuracy, parameters, steps a second and memory; --picture draws accuracy
+against speed, the area of a bubble showing the memory (the survey of Tay et al. 2020, arXiv:2011.04006, figure 3).
+
+The same command again trains the runs that are missing or whose configuration has changed, and no others; Ctrl-C and
+SIGTERM save the run that is under way. The first seed of all mechanisms comes first. With --only speed nothing is
+trained, with --only table nothing is computed: the table shows what there is. The network `no_mixing` is a control in
+which no token sees another: a task on which it is as good as the others does not compare mechanisms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval.harness.pictures import picture_path, save
+from eval.studies.survey.options import SurveyOptions, survey_run, survey_runs
+from eval.studies.survey.speed import kept_speeds, measure_speeds
+from eval.studies.survey.table import collect, draw, markdown
+from eval.studies.survey.training import finished, train_all
+from train.cli.main import keep_programs
+from train.cli.options import parse_options
+from train.engine.errors import RunError
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains, measures and prints the table; see the module's text and --help.
+
+    Raises:
+      UserError: the options don't fit, or data cannot be read.
+      RunError: the loss of some runs was not finite; the table is printed without them.
+    """
+    options = parse_options(
+        SurveyOptions(),
+        argv,
+        prog="python -m eval.survey",
+        about="Compares all bidirectional mechanisms on small tasks of the Long Range Arena.",
+    )
+    picture = picture_path(options.picture)
+    runs = survey_runs(options)
+    failure = None
+    keep_programs("")  # runs that differ in their seed only have the same programs
+    if options.only in (None, "train"):
+        try:
+            train_all(runs)
+        except RunError as error:
+            failure = error
+    speeds: dict[str, dict[str, Any]] = {}
+    for task in options.tasks:
+        timed = [survey_run(options, task, name, options.seeds[0]) for name in options.mechanisms]
+        kept = kept_speeds(options.folder, task, timed)
+        if kept is None and options.only in (None, "speed"):
+            measure_speeds(options.folder, task, timed, options.repeats)
+            kept = kept_speeds(options.folder, task, timed)
+        speeds[task] = kept or {}
+    results = [{**measured, "network": run.name} for run in runs if (measured := finished(run)) is not None]
+    cells = collect(results, speeds, options.mechanisms, options.tasks)
+    print(markdown(cells, options.tasks))
+    if picture is not None:
+        save(draw(cells, options.tasks), picture)
+    if failure is not None:
+        raise failure

@@ -1,0 +1,185 @@
+"""TLinFormer's operations beside its equations: python -m eval.tlinformer_operations [--picture FILE.png].
+
+Tang, arXiv:2508.20407, gives the cost of a cache miss (equation 4) and of a hit (equation 5) for a block of H + 2
+layers, with N tokens so far, the windows W_og and W_oh, and the width D:
+
+    miss  D [N (2 W_oh + W_og) + H (W_oh^2 + W_og^2 + W_og W_oh) + W_og^2 - W_og W_oh]
+    hit   D [N - W_og + (H + 1) W_oh + (H + 2) W_og^2]
+
+Both count D multiplications for a pair of a query and a key, as many as their score takes; reading the values takes as
+many again, and the projections and feed-forward networks of the rows are left out. Here the multiplications of all
+matrix products are counted from the traced program (`eval.studies.operations`): of the first token of a window
+("first"), of a token in its middle ("hit"), and of all its tokens one by one ("miss", the first and W_og - 1 others),
+which is what equation 4 counts. Nothing is run.
+
+Prints a JSON object for each number of tokens, and then one with the straight line through each: its slope in
+multiplications for each token of history, and R^2; "pairs" is what attention's pairs alone take by the equations, with
+the values, over all blocks and without the last block's restore, which nothing reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.layers import TLinFormerConfig
+from brl_jax.models import DecoderConfig, DecoderLM
+from eval.harness.pictures import legend_outside, line_styles, picture_path, save
+from eval.studies.operations import products
+from train.cli.options import parse_options
+from train.engine.errors import UserError
+
+KINDS = ("miss", "first", "hit")
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationsOptions:
+    """The network, by default the paper's, and the numbers of tokens."""
+
+    lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    """Tokens so far, N; multiples of the window."""
+    window: int = 256
+    """W_og: tokens of a window."""
+    context: int = 256
+    """W_oh: tokens of the context."""
+    hidden: int = 2
+    """H: layers of a block besides its first and its last."""
+    num_layers: int = 8
+    """Layers, a multiple of H + 2."""
+    d_model: int = 432
+    """D: width."""
+    num_heads: int = 12
+    """Heads."""
+    d_ff: int = 1280
+    """Width of the feed-forward network (SwiGLU)."""
+    vocab_size: int = 50257
+    """Tokens of the vocabulary."""
+    picture: str | None = None
+    """File to draw the counts in (PNG)."""
+
+    def __post_init__(self):
+        check_at_least(self, "window", "context", "d_ff", "vocab_size")
+        if len(self.lengths) < 2 or any(n % self.window or n <= self.window for n in self.lengths):
+            raise ValueError(
+                f"lengths must be two or more multiples of window={self.window} above it, got {self.lengths}"
+            )
+
+    def model(self) -> DecoderLM:
+        """The network."""
+        return DecoderLM(
+            DecoderConfig(
+                num_layers=self.num_layers,
+                d_model=self.d_model,
+                num_heads=self.num_heads,
+                d_ff=self.d_ff,
+                ffn="swiglu",
+                vocab_size=self.vocab_size,
+                mechanism=TLinFormerConfig(self.window, self.context, self.hidden),
+            )
+        )
+
+
+def paper_cost(kind: str, tokens: int, o: OperationsOptions) -> int:
+    """Equation 4 ("miss") or 5 ("hit") of the module's text, over all blocks."""
+    n, og, oh, h = tokens, o.window, o.context, o.hidden
+    one = {
+        "miss": n * (2 * oh + og) + h * (oh**2 + og**2 + og * oh) + og**2 - og * oh,
+        "hit": n - og + (h + 1) * oh + (h + 2) * og**2,
+    }[kind]
+    return o.num_layers // (h + 2) * o.d_model * one
+
+
+def pair_slope(kind: str, o: OperationsOptions) -> int:
+    """Multiplications of attention's pairs for each token of history, scores and values: twice those of the equations,
+    without the last block's restore."""
+    blocks = o.num_layers // (o.hidden + 2)
+    if kind == "hit":
+        return 2 * o.d_model * blocks
+    rows = {"miss": o.window, "first": 1}[kind]
+    return 2 * o.d_model * (blocks * (o.context + rows) + (blocks - 1) * o.context)
+
+
+def counted(options: OperationsOptions, tokens: int) -> dict[str, float]:
+    """Multiplications of the traced programs with `tokens` tokens of history."""
+    model = options.model()
+    params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    empty = jax.eval_shape(functools.partial(model.init_cache, 1, tokens + options.window))
+
+    def count(num_tokens: int, window_index: int) -> float:
+        places = {"num_tokens": np.int32(num_tokens), "window_index": np.int32(window_index)}
+
+        def place(path: Any, leaf: Any) -> Any:
+            return places.get(jax.tree_util.keystr(path[-1:], simple=True), leaf)
+
+        cache = jax.tree_util.tree_map_with_path(place, empty)
+        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        return products(lambda p, t, c: model.apply(p, t, cache=c), params, token, cache)
+
+    first = count(tokens, 0)
+    hit = count(tokens + options.window // 2, tokens // options.window)
+    return {"miss": first + (options.window - 1) * hit, "first": first, "hit": hit}
+
+
+def straight_line(tokens: Sequence[int], values: Sequence[float]) -> dict[str, float]:
+    """The least squares line, its slope, its value at 0 and R^2."""
+    slope, start = np.polyfit(np.asarray(tokens, float), np.asarray(values, float), 1)
+    rest = np.asarray(values) - (slope * np.asarray(tokens) + start)
+    spread = np.sum((np.asarray(values) - np.mean(values)) ** 2)
+    return {"slope": float(slope), "at_0": float(start), "r_squared": float(1 - np.sum(rest**2) / spread)}
+
+
+def draw(rows: Sequence[Mapping[str, float]], options: OperationsOptions) -> Figure:
+    """The counts, and the equations twice (for scores and values), over the tokens so far."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    x = [row["tokens"] for row in rows]
+    styles = line_styles([*KINDS, "equation 4", "equation 5"])
+    for kind in KINDS:
+        axes.plot(x, [row[kind] for row in rows], label=f"{kind}, counted", **styles[kind])
+    for name, kind in (("equation 4", "miss"), ("equation 5", "hit")):
+        y = [2 * paper_cost(kind, int(n), options) for n in x]
+        axes.plot(x, y, label=f"twice {name} ({kind})", **styles[name])
+    axes.set(xscale="log", yscale="log", xlabel="tokens so far, N", ylabel="multiplications")
+    axes.grid(True, alpha=0.3)
+    legend_outside(axes)
+    return figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the JSON objects and draws the picture; see the module's docstring and --help."""
+    options = parse_options(
+        OperationsOptions(),
+        argv,
+        prog="python -m eval.tlinformer_operations",
+        about="TLinFormer's operations beside its equations.",
+    )
+    path = picture_path(options.picture)
+    try:
+        options.model()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    rows: list[dict[str, Any]] = []
+    for tokens in options.lengths:
+        paper = {f"paper_{kind}": paper_cost(kind, tokens, options) for kind in ("miss", "hit")}
+        rows.append({"tokens": tokens, **counted(options, tokens), **paper})
+        print(json.dumps(rows[-1]), flush=True)
+    lines = {
+        kind: {
+            **straight_line(options.lengths, [row[kind] for row in rows]),
+            "pairs": pair_slope(kind, options),
+        }
+        for kind in KINDS
+    }
+    print(json.dumps({"lines": lines}))
+    if path is not None:
+        save(draw(rows, options), path)

@@ -1,1 +1,0 @@
-"""Every mechanism on small tasks of the Long Range Arena, side by side: see `eval.survey.__main__`."""

@@ -1,0 +1,1 @@
+"""What a trained run is worth: one file for the measures of each task, one for its table."""

@@ -1,0 +1,106 @@
+"""Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR.
+
+A language model that an architecture of Hugging Face's transformers computes (docs/huggingface.md) is written in its
+layout, for `AutoModelForCausalLM.from_pretrained(DIR)`. Other networks are written under the names of their own
+parameters, with the run's config.json; those of train.mlm, train.glue, train.graph, denoise-TASK and trace-pathfinder
+are refused. Either folder has the run's tokenizer, and is read in one line:
+`brl_jax.loading.load_export(DIR)`.
+
+The last line of stdout is one JSON object: layout, step, parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from etils import epath
+
+from brl_jax.loading import save_export
+from brl_jax.models import DecoderLM, huggingface
+from brl_jax.models.config import ComputationType
+from brl_jax.models.huggingface.files import TOKENIZER_FILES
+from eval.harness.runs import open_run
+from train.cli.options import parse_options
+from train.engine.errors import UserError
+from train.engine.metrics import log
+from train.tasks.every import TASKS
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """What to write."""
+
+    workdir: str = "runs/small"
+    """Folder of the run."""
+    out: str = "export"
+    """A new folder on this machine."""
+    layout: Literal["auto", "huggingface", "own"] = "auto"
+    """That of transformers ("huggingface"), that of this library's parameters ("own"), or the first where it can
+    hold the network ("auto")."""
+    checkpoint: str = "best"
+    """best (the best evaluation while training), last, or a step."""
+    dtype: ComputationType = "float32"
+    """Of the weights in the file."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes the folder; see the module's text and --help."""
+    options = parse_options(
+        ExportOptions(), argv, prog="python -m eval.export", about="Writes a run's network as safetensors."
+    )
+    run = open_run(list(TASKS.values()), options.workdir, options.checkpoint)
+    config = json.loads((epath.Path(options.workdir) / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        shared: dict[str, Any] = {
+            "tokenizer": _copy_tokenizer(options.workdir, folder),
+            "dtype": options.dtype,
+        }
+        try:
+            layout = _write_huggingface(run.model, run.params, options, shared)
+            if layout is None:
+                layout = "own"
+                save_export(options.out, run.params, config, step=run.step, **shared)
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise UserError(f"--out: {error}") from error
+        except ImportError as error:
+            raise UserError(str(error)) from error
+        except ValueError as error:
+            raise UserError(f"--workdir: {error}") from error
+    number = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+    log(f"read it by: brl_jax.loading.load_export({options.out!r})")
+    print(json.dumps({"layout": layout, "step": run.step, "parameters": number}))
+
+
+def _write_huggingface(model: Any, params: Any, options: ExportOptions, shared: dict[str, Any]) -> str | None:
+    """The architecture that was written; None where the network must be written in the other layout."""
+    if options.layout == "own":
+        return None
+    try:
+        if not isinstance(model, DecoderLM):
+            raise ValueError(f"a {type(model).__name__} is no decoder")
+        return huggingface.save(options.out, model.config, params, **shared)
+    except ValueError as error:
+        if options.layout == "huggingface":
+            raise UserError(f"--layout: {error}") from error
+        log(f"not in the layout of transformers: {error}")
+        return None
+
+
+def _copy_tokenizer(workdir: str, folder: str) -> str:
+    """The folder, with a copy of the run's tokenizer; transformers reads the byte-pair ones."""
+    for name in TOKENIZER_FILES:
+        source, copy = epath.Path(workdir) / name, Path(folder) / name
+        if not source.exists():
+            continue
+        copy.write_bytes(source.read_bytes())
+        if name == "tokenizer_config.json":
+            values = json.loads(copy.read_text())
+            if values.get("tokenizer", "").startswith(("bpe:", "bpe-uncased:")):
+                copy.write_text(json.dumps({**values, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder

@@ -1,0 +1,170 @@
+"""Continues prompts with a trained language model: python -m eval.generate --workdir DIR --prompt TEXT
+--tokens N.
+
+Several --prompt are continued together. Each prompt is printed with its continuation. Where the model's mechanism is
+linear, the cost of a token does not grow with the text before it.
+
+With --batch prompts.jsonl --out out.jsonl the prompts are the lines of a file, each a JSON object with `prompt` and
+optionally `max_tokens` and `id`. They decode --slots at a time: when one ends, the next one takes its place. See
+`eval.tasks.generate_batch` for the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import tyro
+from etils import epath
+from jaxtyping import Int
+
+from brl_jax.attention.core.checks import check_at_least, check_counts
+from brl_jax.decoding import generate
+from eval.tasks.generate_batch import Sampling, check_length, generate_file
+from eval.tasks.lm import read_run
+from train.cli.options import parse_options
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.named import load_tokenizer
+from train.engine.config import check_seed
+from train.engine.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """What to generate."""
+
+    workdir: str = "runs/small"
+    """Folder of the run."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text to continue; may be given several times."""
+    prompt_file: str | None = None
+    """A file whose whole text is one more prompt."""
+    batch: str | None = None
+    """A file of prompts, one JSON object a line: prompt, and optionally max_tokens and id. Needs --out."""
+    out: str | None = None
+    """The file to write what --batch generates to, one JSON object a line. An interrupted command continues where it
+    was stopped."""
+    slots: int = 8
+    """Prompts of --batch that are continued at the same time."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Text of one token with which a continuation ends; may be given several times."""
+    tokens: int = 256
+    """Tokens to add to each prompt; with --batch at most, to those without a max_tokens."""
+    temperature: float = 0.8
+    """Divides the logits: below 1 likely tokens become likelier; 0 always takes the likeliest."""
+    top_k: int | None = None
+    """Choose among this many of the likeliest tokens only."""
+    top_p: float | None = None
+    """Choose among the likeliest tokens that together have at least this probability."""
+    seed: int = 0
+    """Seed of the random choices."""
+    checkpoint: str = "best"
+    """best (lowest held-out loss), last, or a step."""
+
+    def __post_init__(self):
+        check_at_least(self, "tokens", "slots")
+        check_counts(self, "tokens")
+        if (self.batch is None) != (self.out is None):
+            raise ValueError(f"batch and out must be given together, got {self.batch} and {self.out}")
+        if self.batch is not None and (self.prompt or self.prompt_file is not None):
+            raise ValueError("batch must be given without prompt and prompt_file")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        check_seed(self.seed)
+
+
+def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
+    """The prompts, each with the option that gave it."""
+    prompts = [("--prompt", text) for text in options.prompt]
+    if options.prompt_file is not None:
+        try:
+            prompts.append(("--prompt_file", Path(options.prompt_file).read_text()))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {error}") from error
+    if not prompts:
+        raise UserError("--prompt: expected a text to continue, got none")
+    return prompts
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the texts; see the module's text and --help."""
+    options = parse_options(
+        GenerateOptions(),
+        argv,
+        prog="python -m eval.generate",
+        about="Continues prompts with a trained model.",
+    )
+    prompts = [] if options.batch is not None else _prompts(options)
+    _, model, params, step = read_run(options.workdir, options.checkpoint)
+    tokenizer = load_tokenizer(epath.Path(options.workdir))
+    stops = tuple(_stop_token(text, tokenizer) for text in options.stop)
+    if options.batch is not None and options.out is not None:
+        generate_file(
+            model,
+            params,
+            tokenizer,
+            batch=Path(options.batch),
+            out=Path(options.out),
+            max_tokens=options.tokens,
+            slots=options.slots,
+            sampling=Sampling(options.seed, options.temperature, options.top_k, options.top_p, stops),
+            run=f"{options.workdir}, step {step}",
+        )
+        return
+    encoded: list[Int[np.ndarray, " tokens"]] = []
+    for option, text in prompts:
+        try:
+            encoded.append(tokenizer.encode(text))
+        except UserError as error:
+            raise UserError(f"{option}: {error}") from error
+        if not len(encoded[-1]):
+            raise UserError(f"{option}: expected at least one token of text, got {text!r}")
+    lengths = np.array([len(tokens) for tokens in encoded])
+    batch = np.zeros((len(encoded), lengths.max()), np.int32)
+    for row, tokens in zip(batch, encoded):
+        row[: len(tokens)] = tokens
+    check_length(model, int(lengths.max()) + options.tokens, "--tokens")
+    texts = generate(
+        model,
+        {"params": params},
+        batch,
+        lengths=lengths,
+        max_new_tokens=options.tokens,
+        rng=jax.random.key(options.seed),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        stop_tokens=stops,
+    )
+    for i, (row, length) in enumerate(zip(np.asarray(texts), lengths)):
+        if len(encoded) > 1:
+            print(f"--- {i + 1} of {len(encoded)}")
+        print(tokenizer.decode(_until_stop(row[: length + options.tokens], length, stops)))
+
+
+def _stop_token(text: str, tokenizer: Tokenizer) -> int:
+    """The one token of a text of --stop."""
+    try:
+        tokens = tokenizer.encode(text)
+    except UserError as error:
+        raise UserError(f"--stop: {error}") from error
+    if len(tokens) != 1:
+        raise UserError(f"--stop: expected a text of one token, got {text!r}, which has {len(tokens)}")
+    return int(tokens[0])
+
+
+def _until_stop(
+    row: Int[np.ndarray, " tokens"], length: int, stops: Sequence[int]
+) -> Int[np.ndarray, " tokens"]:
+    """A prompt of `length` tokens and what follows it, up to the first stop token after the prompt."""
+    ends = np.flatnonzero(np.isin(row[length:], stops))
+    return row[: length + ends[0] + 1] if ends.size else row

@@ -1,0 +1,231 @@
+"""A file of prompts for `python -m eval.generate --batch`: its lines, the file of what was generated, and its progress.
+
+Each line of the input is one JSON object: `prompt`, a text; optionally `max_tokens` and `id`. Each line of the output
+belongs to the same line of the input: `id` (by default the line's number, from 1), `prompt`, `text` (what follows it),
+`tokens` (how many) and `finish_reason` ("stop" or "length"). The output appears when it is whole. Until then finished
+lines are in OUT.part, from which the same command goes on after it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import numpy as np
+from etils import epath
+from jaxtyping import Int
+from rich.console import Console
+from rich.progress import Progress
+
+from brl_jax.batching import Request, generate_requests
+from train.data.tokenizers.base import Tokenizer
+from train.engine.errors import UserError
+from train.engine.storage import write_whole
+
+_KEYS = ("prompt", "max_tokens", "id")
+
+
+class Line(NamedTuple):
+    """A line of the input: what it asks for, and its place in the file (from 0)."""
+
+    number: int
+    id: Any
+    prompt: str
+    max_tokens: int
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen, as for `generate_requests`."""
+
+    seed: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop_tokens: tuple[int, ...]
+
+
+def read_lines(path: Path, max_tokens: int) -> list[Line]:
+    """The lines of a file of prompts; blank ones are left out.
+
+    Raises:
+      UserError: a file that cannot be read or has no prompt, or a line that is no prompt, named by file and line.
+    """
+    try:
+        rows = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--batch: cannot read {path}: {error}") from error
+    lines = [_line(path, i, row, max_tokens) for i, row in enumerate(rows) if row.strip()]
+    if not lines:
+        raise UserError(f"--batch: expected a prompt in {path}, got none")
+    return lines
+
+
+def _line(path: Path, number: int, row: str, max_tokens: int) -> Line:
+    where = f"--batch: {path}:{number + 1}"
+    try:
+        read = json.loads(row)
+    except ValueError as error:
+        raise UserError(f"{where}: expected a JSON object, got {row[:40]!r} ({error})") from error
+    if not isinstance(read, dict):
+        raise UserError(f"{where}: expected a JSON object, got {row[:40]!r}")
+    unknown = [key for key in read if key not in _KEYS]
+    if unknown:
+        raise UserError(f"{where}: unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
+    prompt, most = read.get("prompt"), read.get("max_tokens", max_tokens)
+    if not isinstance(prompt, str):
+        raise UserError(f"{where}: prompt must be a text, got {prompt!r}")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # "\ud800" is valid JSON
+        raise UserError(f"{where}: prompt has half a surrogate pair: {prompt!r}")
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise UserError(f"{where}: max_tokens must be an integer of at least 1, got {most!r}")
+    name = read.get("id", number + 1)
+    try:
+        json.dumps(name, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise UserError(f"{where}: id must be valid JSON in UTF-8, got {name!r}") from error
+    return Line(number, name, prompt, most)
+
+
+def encode_lines(path: Path, lines: Sequence[Line], tokenizer: Tokenizer) -> list[Int[np.ndarray, " P"]]:
+    """The prompts' tokens.
+
+    Raises:
+      UserError: a prompt without a token, or with text that has none, named by file and line.
+    """
+    encoded = []
+    for line in lines:
+        where = f"--batch: {path}:{line.number + 1}"
+        try:
+            encoded.append(tokenizer.encode(line.prompt))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        if not len(encoded[-1]):
+            raise UserError(f"{where}: expected at least one token of text, got {line.prompt!r}")
+    return encoded
+
+
+def check_length(model: Any, length: int, options: str) -> None:
+    """Raises UserError, naming the options, where a mechanism of the model has a largest length below this one."""
+    try:
+        jax.eval_shape(lambda: model.init_cache(1, length))
+    except ValueError as error:
+        raise UserError(f"{options}: {error}") from error
+
+
+def generate_file(
+    model: Any,
+    params: Any,
+    tokenizer: Tokenizer,
+    *,
+    batch: Path,
+    out: Path,
+    max_tokens: int,
+    slots: int,
+    sampling: Sampling,
+    run: str,
+) -> None:
+    """Continues the prompts of the file `batch` into the file `out`, with progress and tokens a second on stderr.
+
+    Args:
+      max_tokens: for the lines that give none.
+      slots: lines that decode at the same time.
+      run: names the parameters; with the prompts and the sampling, what an unfinished output must agree in.
+
+    Raises:
+      UserError: lines that are no prompts, an `out` that exists or cannot be, or an unfinished output of another call.
+    """
+    lines = read_lines(batch, max_tokens)
+    encoded = encode_lines(batch, lines, tokenizer)
+    if out.exists():
+        raise UserError(f"--out: {out} exists; remove it or name another file")
+    if not out.parent.is_dir():
+        raise UserError(f"--out: expected a folder, got {out.parent}")
+    call = {"run": run, "sampling": list(sampling), "lines": [list(line) for line in lines]}
+    call = json.loads(json.dumps(call))
+    part = out.with_name(f"{out.name}.part")
+    done = _unfinished(part, call)
+    left = [i for i in range(len(lines)) if i not in done]
+    room = max(len(tokens) + line.max_tokens for line, tokens in zip(lines, encoded))
+    check_length(model, room, "--tokens, --batch")
+    console = Console(stderr=True)
+    if done:
+        console.print(
+            f"{part}: {len(done)} of {len(lines)} prompts are done", highlight=False, soft_wrap=True
+        )
+    started, new = time.monotonic(), 0
+    with part.open("a" if done else "w", encoding="utf-8") as file, Progress(console=console) as progress:
+        if not done:
+            _append(file, call)
+        bar = progress.add_task("prompts", total=len(lines), completed=len(done))
+        completions = generate_requests(
+            model,
+            {"params": params},
+            [Request(encoded[i], lines[i].max_tokens, i) for i in left],
+            slots=min(slots, max(len(left), 1)),
+            length=room,
+            rng=jax.random.key(sampling.seed),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            stop_tokens=sampling.stop_tokens,
+            numbers=left,  # a line has the same random key in a call that goes on
+        )
+        for completion in completions:
+            i, tokens = completion.request.id, completion.tokens
+            done[i] = {
+                "id": lines[i].id,
+                "prompt": lines[i].prompt,
+                "text": tokenizer.decode(tokens),
+                "tokens": len(tokens),
+                "finish_reason": completion.finish_reason,
+            }
+            _append(file, {"line": i, **done[i]})
+            new += len(tokens)
+            rate = new / (time.monotonic() - started)
+            progress.update(bar, advance=1, description=f"prompts, {rate:.0f} tokens a second")
+    write_whole(
+        epath.Path(out), "".join(json.dumps(done[i], ensure_ascii=False) + "\n" for i in range(len(lines)))
+    )
+    part.unlink()
+    seconds = time.monotonic() - started
+    console.print(
+        f"{out}: {len(lines)} prompts; {new} tokens in {seconds:.1f} s, {new / seconds:.0f} tokens a second",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _append(file: TextIO, row: dict[str, Any]) -> None:
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def _unfinished(part: Path, call: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What an earlier, stopped call of the same command has generated, by the place of the line among the prompts.
+
+    A last line that was not written to its end is cut off the file.
+
+    Raises:
+      UserError: the unfinished output of another call.
+    """
+    if not part.exists():
+        return {}
+    rows = part.read_bytes().split(b"\n")
+    whole = b"".join(row + b"\n" for row in rows[:-1])
+    if not whole:
+        return {}
+    try:
+        first, *others = [json.loads(row) for row in rows[:-1]]
+        same = first == call
+        done = {row.pop("line"): row for row in others}
+    except (ValueError, AttributeError, KeyError):
+        same, done = False, {}
+    if not same:
+        raise UserError(f"--out: {part} is of other prompts, settings or parameters; remove it to start anew")
+    if rows[-1]:
+        part.write_bytes(whole)
+    return done

@@ -1,0 +1,99 @@
+"""What a linear map reads from a trained encoder on the Long Range Arena: python -m eval.lra_probe --workdir RUN.
+
+RUN is of train.lra: a classifier, denoise-TASK or trace-pathfinder. The mean of the encoder's outputs over a sequence
+is taken as it is; ridge regression on the first training examples gives one linear function of it for each class, and
+the largest one is the answer. The last line of stdout is one JSON object with the accuracy on the test split, its
+standard error and chance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from brl_jax.attention.core.checks import check_at_least
+from brl_jax.models import Encoder
+from eval.harness.runs import Run, open_run, run_facts
+from train.cli.options import parse_options
+from train.data.lra.batches import EvalBatches
+from train.data.lra.examples import Examples
+from train.data.lra.tasks import LRA_TASKS
+from train.engine.errors import UserError
+from train.tasks.lra import LRA
+from train.tasks.lra_denoise import LRA_DENOISE
+from train.tasks.lra_head import fitted, read_features
+from train.tasks.lra_trace import LRA_TRACE
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeOptions:
+    """What to measure."""
+
+    workdir: str = ""
+    """Folder of a run."""
+    checkpoint: str = "best"
+    """Which checkpoint: best, last or a step."""
+    examples: int = 2000
+    """Training examples that the linear map is fitted to."""
+    test_examples: int = 0
+    """Test examples; 0: the run's."""
+
+    def __post_init__(self):
+        check_at_least(self, "examples")
+        check_at_least(self, "test_examples", least=0)
+
+
+def pooled(run: Run, examples: Examples, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of the encoder's outputs for the first `limit` examples (0: all), and their labels."""
+    encoder = Encoder(run.config.model)
+
+    @jax.jit
+    def mean(tokens: Any, lengths: Any) -> Any:
+        if tokens.ndim == 3:  # the marks of trace-pathfinder are a second sequence
+            tokens, lengths = tokens[:, 0], lengths[:, 0]
+        outputs: Any = encoder.apply({"params": run.params["encoder"]}, tokens, lengths=lengths)
+        inside = (jax.numpy.arange(tokens.shape[1]) < lengths[:, None])[..., None]
+        return jax.numpy.where(inside, outputs, 0.0).sum(1) / lengths[:, None]
+
+    batches = EvalBatches(examples, batch=50, buckets=run.config.data.padded_lengths, limit=limit)
+    return read_features(mean, batches)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures; see the module's text and --help."""
+    options = parse_options(
+        ProbeOptions(),
+        argv,
+        prog="python -m eval.lra_probe",
+        about="Reads a trained encoder by a linear map.",
+    )
+    if not options.workdir:
+        raise UserError("--workdir: expected the folder of a run of train.lra, got none")
+    run = open_run([LRA, LRA_DENOISE, LRA_TRACE], options.workdir, options.checkpoint)
+    data_config = run.config.data
+    sizes = LRA_TASKS[data_config.task]
+    if sizes.is_pair:
+        raise UserError(f"--workdir: expected a task of single sequences, got {data_config.task}")
+    if options.test_examples:
+        data_config = dataclasses.replace(data_config, test_examples=options.test_examples)
+    data = run.task.load(dataclasses.replace(run.config, data=data_config), ("train", "test"))
+    linear = fitted(*pooled(run, data.examples["train"], options.examples), sizes.num_classes)
+    features, labels = pooled(run, data.examples["test"], 0)
+    accuracy = float((linear(features).argmax(-1) == labels).mean())
+    result = {
+        "task": data_config.task,
+        "accuracy": accuracy,
+        "standard_error": math.sqrt(accuracy * (1 - accuracy) / len(labels)),
+        "chance": float(np.bincount(labels).max() / len(labels)),
+        "examples": len(labels),
+        "fitted_to": min(options.examples, len(data.examples["train"])),
+        "data": data.source.name,
+        **run_facts(run),
+    }
+    print(json.dumps(result))

@@ -1,0 +1,90 @@
+"""eval.speed --generation: its rows, its lines and its picture, on a small network."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eval.speed.__main__ import main
+from eval.speed.generation import GenerationOptions, _at, _parameters, _plain_prompt, lines
+from eval.speed.generation_pictures import picture
+from train.engine.errors import UserError
+
+SMALL = [
+    "--generation",
+    "--heads",
+    "2",
+    "--head_dim",
+    "8",
+    "--layers",
+    "4",
+    "--window",
+    "8",
+    "--context",
+    "4",
+]
+SMALL += ["--vocabulary", "11", "--repeats", "1"]
+
+
+@pytest.mark.slow
+def test_times_both_networks_and_draws(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    main([*SMALL, "--lengths", "16", "--json", str(path), "--pictures", str(tmp_path / "new")])
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert all(rows["tlinformer"][f"{what}_s"] > 0 for what in ("first_token", "miss", "hit"))
+    assert rows["plain decoder"]["hit_s"] > 0
+    assert rows["plain decoder, prompt"]["first_token_s"] > 0
+    # Of one block each 4 layers have one history of 24 tokens: keys, values and tokens, besides what doesn't grow.
+    assert rows["plain decoder"]["cache_bytes"] > 4 * 24 * 2 * 16 * 4
+    assert (tmp_path / "new" / "generation.png").stat().st_size > 10_000
+    assert "plain" in capsys.readouterr().out
+
+
+def test_every_round_reads_the_prompt_from_an_empty_cache():
+    """The second time too: its last token has the same logits then."""
+    options = GenerationOptions(heads=2, head_dim=8, layers=4, window=8, context=4, vocabulary=11)
+    program = _plain_prompt(options, _parameters(options), 16).programs["first_token"]
+    first, second = (np.asarray(program.run()) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    with pytest.raises(KeyError, match=r"the cache has no index, only .*num_tokens"):
+        _at(options.model("plain decoder").init_cache(1, 16), index=0)
+
+
+def test_pictures_draw_no_curve_of_one_point():
+    rows = [
+        {"name": name, "length": n, "miss_s": 0.02, "hit_s": 0.002, "note": ""}
+        for name in ("tlinformer", "plain decoder")
+        for n in (1024, 8192)
+    ]
+    rows.append({"name": "plain decoder, prompt", "length": 1024, "first_token_s": 0.4, "note": ""})
+    shown = [axes for axes in picture(rows).axes if axes.get_visible()]
+    assert [axes.get_title()[:3] for axes in shown] == ["(a)", "(b)", "(d)", "(f)"]
+    assert shown[0].get_title().endswith("first token, at 1,024 tokens only: 400")
+    assert all(len(line.get_xdata()) == 2 for axes in shown for line in axes.lines)
+    assert "(c) plain decoder: first token over next: 200 at 1,024" in picture(rows).get_supxlabel()
+
+
+def test_lines_through_misses_and_hits():
+    rows = [
+        {"name": "tlinformer", "length": n, "miss_s": 0.01 + n * 1e-5, "hit_s": 0.002, "note": ""}
+        for n in (1024, 8192, 16384, 32768)
+    ]
+    miss = lines(rows)["miss"]
+    assert miss["intercept_ms"] == pytest.approx(10)
+    assert miss["ms_per_1000_tokens"] == pytest.approx(10)
+    assert miss["r_squared"] == pytest.approx(1)
+    assert miss["from"] == 8192
+    assert not lines(rows[:3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "12"], "lengths must be multiples of window=8, got"),
+        (["--lengths", "16", "--layers", "6"], "num_layers must be a multiple of 4"),
+        (["--heads", "0"], "heads must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(UserError, match=message):
+        main([*SMALL, *arguments])

@@ -1,0 +1,141 @@
+"""What eval.speed makes of its measurements: exponents, targets, pictures."""
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from eval.harness.pictures import line_styles, spread
+from eval.speed import report
+from eval.speed.options import SpeedOptions
+from eval.speed.pictures import common_length, draw
+
+LENGTHS = (64, 1024, 2048, 8192)
+
+
+def _rows(mechanisms=15):
+    """Layers of made-up mechanisms, of which the second is quadratic and was too slow for the last length."""
+    rows = []
+    for i in range(mechanisms):
+        for n in LENGTHS:
+            power = 2 if i == 1 else 1
+            if i == 1 and n == LENGTHS[-1]:
+                rows.append({"length": n, "name": f"mechanism{i}", "note": "too slow: as expected"})
+                continue
+            cost = (1 + i) * float(n) ** power
+            row = {
+                "length": n,
+                "name": f"mechanism{i}" if i else "full",
+                "note": "",
+                "forward_s": 1e-6 * cost,
+                "forward_backward_s": 3e-6 * cost,
+                "forward_temp_bytes": int(100 * cost),
+                "forward_backward_temp_bytes": int(300 * cost),
+                "parameters": 1000 * (i + 1),
+            }
+            if i != 2:
+                row |= {"step_s": 1e-5 * (i + 1), "step_temp_bytes": 100, "state_bytes": 1000}
+            rows.append(row)
+    return report.complete(rows, "layers", SpeedOptions())
+
+
+def test_fitted_exponent():
+    rows = [{"length": n, "s": 3.0 * n**1.5} for n in LENGTHS]
+    assert report.fitted_exponent(rows, "s", 2048) == pytest.approx(1.5)
+    short = [{"length": 64, "s": 100.0}, *rows[1:]]  # does not count: below fit_from
+    assert report.fitted_exponent(short, "s", 1024) == pytest.approx(1.5)
+    assert report.fitted_exponent(short, "s", 64) != pytest.approx(1.5, abs=0.05)
+    few = [{"length": 64, "s": 1.0}, {"length": 2048, "s": 32.0}]
+    assert report.fitted_exponent(few, "s", 2048) == pytest.approx(1.0)
+    assert report.fitted_exponent(few[:1], "s", 1) is None
+    assert report.fitted_exponent([*rows, {"length": 99, "s": None}], "s", 1) == pytest.approx(1.5)
+
+
+def test_exponents_of_every_case():
+    fitted = {entry["name"]: entry for entry in report.exponents(_rows(), 1024)}
+    assert fitted["full"]["forward_s"] == pytest.approx(1.0)
+    assert fitted["mechanism1"]["forward_backward_s"] == pytest.approx(2.0)
+    assert fitted["mechanism1"]["forward_temp_bytes"] == pytest.approx(2.0)
+    assert fitted["full"]["step_s"] == pytest.approx(0.0, abs=1e-9)
+    assert fitted["mechanism2"]["step_s"] is None
+
+
+def test_ratios_and_tokens_per_second():
+    row = next(row for row in _rows() if row["name"] == "mechanism3" and row["length"] == 2048)
+    assert row["forward_ratio"] == pytest.approx(1 / 4)
+    assert row["step_ratio"] == pytest.approx(1 / 4)
+    assert row["forward_tokens_per_s"] == pytest.approx(1e6 / 4)
+    assert row["step_tokens_per_s"] == pytest.approx(1e5 / 4)
+
+
+def test_target_lines():
+    def row(length, name, forward, both, level="functions"):
+        times = {"forward_s": forward, "forward_backward_s": both}
+        return {"level": level, "name": name, "note": "", "length": length, **times}
+
+    rows = [
+        row(8192, "local", 1.0, 2.0),
+        row(8192, report.TORCH, 7.04, 15.8),
+        row(8192, "local", 9.0, 9.0, level="layers"),
+        row(32768, "local", None, None),
+        row(4096, "deltanet", 1.0, 2.0),
+        row(4096, "linear", 0.5, 0.5),
+    ]
+    lines = report.target_lines(rows, SpeedOptions())
+    assert [line.rpartition("target ")[2] for line in lines] == [
+        "6.00: met",
+        "8.00: NOT met",
+        "0.33: met",
+        "0.33: NOT met",
+    ]
+    assert "local is 7.04 times as fast as torch full" in lines[0]
+    assert report.target_lines(rows, SpeedOptions(window=128)) == []
+
+
+@pytest.mark.slow
+def test_pictures_of_many_mechanisms(tmp_path):
+    """More mechanisms than a plain palette has colours, gaps, and one that cannot decode."""
+    for path in draw(_rows(), 1024, tmp_path):
+        image = imread(path)[..., :3]
+        assert min(image.shape[:2]) > 400
+        assert len(np.unique(np.round(255 * image) @ [1.0, 256.0, 65536.0])) > 30
+
+
+def test_a_panel_for_what_was_measured(tmp_path):
+    """Networks that only infer have one panel, decoders three."""
+    measured = {"forward_s": 0.5, "train_s": 2.0, "train_bytes": 2**24}
+    sizes = {}
+    for level, fields in {"encoders": ("forward_s",), "decoders": tuple(measured)}.items():
+        rows = [
+            {"level": level, "name": "full", "length": n, "note": ""}
+            | {name: n * measured[name] for name in fields}
+            for n in (128, 256)
+        ]
+        (path,) = draw(rows, 1, tmp_path)
+        assert path.name == f"{level}.png"
+        sizes[level] = imread(path).shape[1]
+    assert sizes["decoders"] == pytest.approx(3 * sizes["encoders"], rel=0.01)
+
+
+def test_nothing_measured_draws_nothing(tmp_path):
+    rows = [row for row in _rows() if row["note"]]
+    assert draw(rows, 1024, tmp_path) == []
+
+
+def test_common_length():
+    rows = [row for row in _rows() if not row["note"]]
+    assert common_length(rows) == 2048  # all have it; 8192 lacks one
+    assert common_length([row for row in rows if row["name"] != "mechanism1"]) == 8192
+
+
+def test_no_two_lines_look_alike():
+    styles = line_styles([str(i) for i in range(100)])
+    assert len({tuple(map(str, style.values())) for style in styles.values()}) == 100
+
+
+def test_labels_are_spread():
+    places = spread([0.5, 0.1, 0.5, 0.98], 0.1, 0.0, 1.0)
+    assert places[1] == 0.1
+    assert places[3] == 0.98
+    assert np.diff(sorted(places)).min() >= 0.1 - 1e-9
+    crowded = spread([0.9] * 5, 0.5, 0.0, 1.0)
+    np.testing.assert_allclose(sorted(crowded), [0.0, 0.25, 0.5, 0.75, 1.0])

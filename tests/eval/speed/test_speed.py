@@ -1,0 +1,417 @@
+"""eval.speed: what it prints and writes, that it refuses wrong results, and that it can be interrupted."""
+
+import dataclasses
+import functools
+import json
+import signal
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from brl_jax.attention.dense.full import full_attention
+from brl_jax.attention.local.api import local_attention
+from brl_jax.attention.local.patterns import SlidingWindow
+from brl_jax.layers import MECHANISMS, FullConfig
+from eval.speed import decoders, encoder_decoders, encoders, functions, gpu_references, layers, measure
+from eval.speed.__main__ import main
+from eval.speed.options import SpeedOptions
+from tests.oracles import attention as oracles
+from train.engine.errors import RunError, UserError
+from train.engine.step import make_eval_step
+from train.tasks.lm import LM
+
+SMALL = ["--lengths", "40", "96", "--repeats", "2", "--heads", "2", "--head_dim", "8", "--window", "16"]
+FUNCTIONS = [*SMALL, "--levels", "functions"]
+TWO = ["--mechanisms", "full", "local"]
+
+
+@pytest.mark.slow
+def test_functions_table_and_json(tmp_path, capsys):
+    path = tmp_path / "speed.json"
+    main([*FUNCTIONS, "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert result["options"]["window"] == 16
+    rows = {(row["length"], row["name"]): row for row in result["rows"]}
+    names = [*functions.CASES] + ([functions.TORCH] if functions.has_torch(SpeedOptions()) else [])
+    assert set(rows) == {(n, name) for n in (40, 96) for name in names}
+    for (length, _), row in rows.items():
+        assert row["level"] == "functions"
+        assert row["rounds"] == 2
+        base = rows[length, functions.TORCH if functions.TORCH in names else "full"]
+        for program in ("forward", "forward_backward"):
+            assert row[f"{program}_s"] > 0
+            assert row[f"{program}_ratio"] == pytest.approx(base[f"{program}_s"] / row[f"{program}_s"])
+            assert row[f"{program}_tokens_per_s"] == pytest.approx(length / row[f"{program}_s"])
+    assert rows[96, "local"]["forward_temp_bytes"] > 0
+    printed = capsys.readouterr().out
+    assert "local" in printed
+    assert "target" not in printed  # the targets are for other sizes than these
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_without_torch(capsys):
+    main([*FUNCTIONS, "--torch", "False", "--mechanisms", "local"])
+    assert "torch" not in capsys.readouterr().out
+
+
+def test_references_without_a_gpu(monkeypatch, capsys):
+    """Each has a row, with a word in place of a number."""
+
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(gpu_references, "importlib", types.SimpleNamespace(import_module=missing))
+    options = ["--torch", "False", "--mechanisms", "local", "--lengths", "40", "--repeats", "1"]
+    main([*FUNCTIONS, *options, "--references", *gpu_references.NAMES])
+    printed = " ".join(capsys.readouterr().out.split())
+    for name in gpu_references.NAMES:
+        assert name in printed
+    assert printed.count("not installed") >= len(gpu_references.REFERENCES)
+    assert printed.count("not served") >= len(gpu_references.WINDOWS)
+
+
+def test_a_reference_that_is_off_gets_no_number(monkeypatch):
+    """A library's results pass through the same check as ours: here one whose window is a key too wide."""
+    right, wrong = (
+        functools.partial(local_attention, pattern=SlidingWindow.of_width(w, True), is_causal=True)
+        for w in (16, 17)
+    )
+    options = SpeedOptions(heads=1, head_dim=8, window=16, mechanisms=("local",), references=("flex_window",))
+    for function, error in ((right, None), (wrong, "WRONG RESULT")):
+        monkeypatch.setattr(
+            gpu_references,
+            "candidate",
+            lambda name, arrays, options, f=function: functions.jax_candidate(f, arrays, options),
+        )
+        case = functions.cases(options, 40)[-1]
+        assert (case.name, case.growth) == ("flex_window", 1)
+        if error is None:
+            case.make()
+        else:
+            with pytest.raises(measure.NoNumber, match=error):
+                case.make()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_the_window():
+    """FlexAttention as it is called on a GPU, but not compiled, on a CPU."""
+    torch = pytest.importorskip("torch")
+    options = SpeedOptions(window=16)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 2, 40, 16)).astype(np.float32) for _ in range(3))
+    attend = gpu_references.flex_window(options, 40, "cpu", compiled=False)
+    got = attend(*map(torch.from_numpy, (query, key, value))).numpy()
+    i, j = np.arange(40)[:, None], np.arange(40)
+    scores = np.where((j <= i) & (i - j < 16), query @ key.swapaxes(-1, -2) / 4, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    np.testing.assert_allclose(got, weights / weights.sum(-1, keepdims=True) @ value, atol=1e-5)
+
+
+def test_every_listed_mechanism_has_a_layer_case():
+    cases = layers.cases(SpeedOptions(), 64)
+    # TLinFormer is no layer; eval.speed --generation measures it.
+    assert [case.name for case in cases] == [name for name in MECHANISMS if name != "tlinformer"]
+    assert {case.name: case.growth for case in cases}["full"] == 2
+    assert {case.name: case.growth for case in cases}["brl"] == 1
+
+
+@pytest.mark.slow
+def test_encoders(tmp_path, capsys):
+    """All rows of the named mechanisms, forward only, and PyTorch's network where it is installed."""
+    path = tmp_path / "speed.json"
+    sizes = ["--lengths", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8"]
+    main([*sizes, "--levels", "encoders", "--mechanisms", "full", "linformer", "--json", str(path)])
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    torch = [functions.TORCH] if functions.has_torch(SpeedOptions()) else []
+    assert [*rows] == ["full", *(f"linformer k {k}" for k in (64, 128, 256)), *torch]
+    base = rows[torch[0] if torch else "full"]
+    for row in rows.values():
+        assert row["note"] == ""
+        assert row["forward_ratio"] == pytest.approx(base["forward_s"] / row["forward_s"])
+        assert "forward_backward_s" not in row
+    assert "encoders of 4 layers of width 16" in " ".join(capsys.readouterr().out.split())
+    assert [case.name for case in encoders.cases(SpeedOptions(torch=False), 64)][-1] == "brl w 512 m 128"
+
+
+@pytest.mark.slow
+def test_encoder_decoders(tmp_path, capsys):
+    """A training step of the named networks of figure 5, with a picture."""
+    path = tmp_path / "speed.json"
+    sizes = ["--lengths", "24", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8", "--batch", "2"]
+    argv = [*sizes, "--levels", "encoder_decoders", "--mechanisms", "full", "brl-50-10", "--json", str(path)]
+    main([*argv, "--pictures", str(tmp_path)])
+    result = json.loads(path.read_text())
+    rows = {(row["length"], row["name"]): row for row in result["rows"]}
+    assert set(rows) == {(n, name) for n in (24, 40) for name in ("full", "brl-50-10")}
+    for (length, _), row in rows.items():
+        assert row["note"] == ""
+        assert row["train_ratio"] == pytest.approx(rows[length, "full"]["train_s"] / row["train_s"])
+        assert row["train_bytes"] > row["train_temp_bytes"]
+        assert row["train_steps_per_s"] == pytest.approx(1 / row["train_s"])
+        assert "forward_s" not in row
+    growth = np.log(rows[40, "full"]["train_s"] / rows[24, "full"]["train_s"]) / np.log(40 / 24)
+    assert result["exponents"][0]["train_s"] == pytest.approx(growth)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "encoder-decoders of width 16, training" in printed
+    assert "train time" in printed
+    assert (tmp_path / "encoder_decoders.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_decoders(tmp_path, capsys):
+    """Inference and a training step of the networks of tables 6 and 7; the memory is the compiler's."""
+    path = tmp_path / "speed.json"
+    sizes = ["--lengths", "24", "40", "--repeats", "1", "--heads", "2", "--head_dim", "8", "--batch", "2"]
+    argv = [*sizes, "--levels", "decoders", "--mechanisms", "full", "local", "--json", str(path)]
+    main([*argv, "--pictures", str(tmp_path)])
+    rows = {(row["length"], row["name"]): row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {(n, name) for n in (24, 40) for name in ("full", "local")}
+    config = decoders.decoder_config("local", SpeedOptions(heads=2, head_dim=8, batch=2), 40)
+    objective = LM.objective(LM.model(config), config)
+    params = nn.unbox(jax.eval_shape(objective.init, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((2, 40), jnp.int32)
+    compiled = jax.jit(make_eval_step(objective)).lower(params, None, {"tokens": tokens, "targets": tokens})
+    row = rows[40, "local"]
+    assert row["forward_temp_bytes"] == compiled.compile().memory_analysis().temp_size_in_bytes
+    assert row["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert row["train_bytes"] > row["train_temp_bytes"]
+    assert row["train_ratio"] == pytest.approx(rows[40, "full"]["train_s"] / row["train_s"])
+    assert row["forward_ratio"] == pytest.approx(rows[40, "full"]["forward_s"] / row["forward_s"])
+    assert (tmp_path / "decoders.png").stat().st_size > 10_000
+    assert "decoders of width 16, inference and training" in " ".join(capsys.readouterr().out.split())
+
+
+def test_decoders_have_the_sizes_of_tables_6_and_7():
+    options = SpeedOptions(mechanisms=("full", "local", "brl"), heads=8, batch=4)
+    made = decoders.cases(options, 4096)
+    assert [(case.name, case.growth) for case in made] == [("full", 2), ("local", 1), ("brl", 1)]
+    config = made[-1].make.args[0]
+    assert (config.model.num_layers, config.model.d_model, config.model.d_ff) == (6, 512, 2048)
+    assert (config.loop.batch, config.loop.length, config.model.vocab_size) == (4, 4096, 50257)
+    assert (config.model.mechanism.window, config.model.mechanism.num_compressed) == (128, 128)
+
+
+def test_encoder_decoders_have_the_sizes_of_figure_5():
+    made = encoder_decoders.cases(SpeedOptions(mechanisms=("full", "local-50", "linformer-64")), 96)
+    assert [(case.name, case.growth) for case in made] == [("full", 2), ("linformer-64", 2), ("local-50", 1)]
+    config = made[-1].make.args[0]
+    assert (config.model.encoder_layers, config.model.num_layers, config.model.d_model) == (1, 8, 256)
+    assert (config.data.length, config.data.min_length, config.loop.batch) == ((96,), 96, 1)
+    assert config.model.cross_window == config.model.mechanism.window == 50
+
+
+@pytest.mark.slow
+def test_layers_table_json_and_pictures(tmp_path, capsys):
+    path, pictures = tmp_path / "speed.json", tmp_path / "pictures"
+    argv = [*SMALL, "--levels", "layers", "--mechanisms", "full", "--json", str(path)]
+    main([*argv, "--pictures", str(pictures)])
+    result = json.loads(path.read_text())
+    rows = {(row["length"], row["name"]): row for row in result["rows"]}
+    assert set(rows) == {(40, "full"), (96, "full")}
+    for row in rows.values():
+        assert row["level"] == "layers"
+        assert row["step_tokens_per_s"] == pytest.approx(1 / row["step_s"])
+        assert row["parameters"] == 4 * 16 * 16 + 3 * 16 * 64 + 3 * 16
+        assert row["forward_backward_temp_bytes"] > 0
+    kept = rows[96, "full"]["state_bytes"] - rows[40, "full"]["state_bytes"]
+    assert kept == (96 - 40) * 2 * 16 * 4  # a key and a value a token
+    growth = np.log(rows[96, "full"]["forward_s"] / rows[40, "full"]["forward_s"]) / np.log(96 / 40)
+    fitted = {entry["name"]: entry for entry in result["exponents"]}
+    assert fitted["full"]["forward_s"] == pytest.approx(growth)
+    printed = capsys.readouterr().out
+    assert "fitted exponents, n = 40 to 96" in printed
+    drawn = {picture.name for picture in pictures.iterdir()}
+    assert drawn == {
+        "scaling_curves.png",
+        "inference_heatmap.png",
+        "radar_chart.png",
+        "memory_scaling.png",
+        "combined_performance.png",
+    }
+    for picture in pictures.iterdir():
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class LeakyConfig(FullConfig):
+    """Full attention that sees the future, but not when it decodes."""
+
+    def layer(self, dimensions, **kwargs):
+        return super().layer(dataclasses.replace(dimensions, is_causal=False), **kwargs)
+
+
+def test_wrong_layer_gets_no_number(monkeypatch, capsys):
+    monkeypatch.setattr(layers, "default_config", lambda name, length: LeakyConfig())
+    with pytest.raises(RunError, match="wrong results: full at n = 40"):
+        main([*SMALL, "--levels", "layers", "--mechanisms", "full", "--lengths", "40"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "WRONG RESULT: decoding is off the forward pass" in printed
+
+
+def test_results_must_be_finite_and_of_their_shape():
+    measure.check_finite("output", jnp.ones(2), (2,))
+    with pytest.raises(measure.NoNumber, match="WRONG RESULT: output is not finite"):
+        measure.check_finite("output", jnp.asarray([1.0, jnp.nan]), (2,))
+    with pytest.raises(measure.NoNumber, match=r"WRONG RESULT: output has shape \(2,\), expected \(3,\)"):
+        measure.check_finite("output", jnp.ones(2), (3,))
+
+
+def test_what_does_not_fit_or_takes_too_long_is_skipped(monkeypatch, capsys):
+    """The smaller programs still get their numbers, and the table says why the others have none."""
+    monkeypatch.setattr(measure, "available_bytes", lambda: 700_000)
+    main([*FUNCTIONS, *TWO, "--lengths", "400", "--torch", "False"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no room" in printed
+    assert "GiB of temporary memory" in printed
+    assert "WRONG" not in printed
+
+    rows = [{"length": 100, "name": "full", "note": "", "forward_s": 1.0, "forward_backward_s": 2.0}]
+    quadratic, linear = (measure.Case("full", growth, lambda: None) for growth in (2, 1))
+    measure.check_patience(quadratic, 400, rows, limit=49.0)
+    measure.check_patience(linear, 1600, rows, limit=49.0)
+    with pytest.raises(
+        measure.NoNumber, match=r"too slow: a round would take about 48 s.* n = 100; limit is 47 s"
+    ):
+        measure.check_patience(quadratic, 400, rows, limit=47.0)
+    measure.check_patience(quadratic, 50, rows, limit=0.1)
+
+
+def test_too_slow_in_a_run(capsys):
+    main([*FUNCTIONS, "--torch", "False", "--mechanisms", "full", "--limit", "1e-6"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "functions, full at n = 96: too slow: a round would take about 0 s" in printed
+
+
+def test_wrong_result_gets_no_number(monkeypatch, capsys, tmp_path):
+    """A function whose future leaks into the past is named, not timed, and the command fails."""
+    leaks = dataclasses.replace(functions.CASES["full"], function=lambda options: full_attention)
+    monkeypatch.setitem(functions.CASES, "full", leaks)
+    path = tmp_path / "speed.json"
+    with pytest.raises(RunError, match="wrong results: full at n = 40, full at n = 96"):
+        main([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)])
+    assert "WRONG RESULT" in " ".join(capsys.readouterr().out.split())
+    for row in json.loads(path.read_text())["rows"]:
+        assert ("forward_s" in row) == (row["name"] == "local")
+
+
+def test_wrong_gradient_gets_no_number(monkeypatch):
+    """A right output does not hide a wrong gradient."""
+
+    def no_key_gradient(query, key, value):
+        return full_attention(query, jax.lax.stop_gradient(key), value, is_causal=True)
+
+    wrong = dataclasses.replace(functions.CASES["full"], function=lambda options: no_key_gradient)
+    monkeypatch.setitem(functions.CASES, "full", wrong)
+    with pytest.raises(RunError, match="wrong results"):
+        main([*FUNCTIONS, "--torch", "False", "--mechanisms", "full"])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_shows_what_it_has(monkeypatch, tmp_path, capsys, signum):
+    calls = []
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def interrupt(*args):
+        calls.append(1)
+        if len(calls) > 3:
+            signal.raise_signal(signum)
+        return original(*args)
+
+    original = functions.verify
+    monkeypatch.setattr(functions, "verify", interrupt)
+    # Started in the background by a shell, this process would ignore Ctrl-C.
+    ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
+    path = tmp_path / "speed.json"
+    with pytest.raises(KeyboardInterrupt):
+        main([*FUNCTIONS, *TWO, "--torch", "False", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["length"], row["name"]) for row in rows if row.get("forward_s")] == [
+        (40, "full"),
+        (40, "local"),
+    ]
+    assert [row["note"] for row in rows if row["length"] == 96] == [
+        "interrupted: not timed to the end of a round"
+    ]
+    assert "local" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is handler
+    signal.signal(signal.SIGINT, ignoring)
+
+
+def test_reference_equals_oracle():
+    """The sampled reference of the script against the tests' own."""
+    rng = np.random.default_rng(0)
+    arrays = tuple(rng.standard_normal((1, 90, 2, 4)).astype(np.float32) for _ in range(4))
+    options = SpeedOptions(window=11, head_dim=4)
+    rows, tail = np.union1d([3, 17], np.arange(60, 90)), 60
+    got = functions.CASES["local"].reference(options, arrays, rows, tail)
+    visible = oracles.pairs(90, 90, oracles.sliding(10, 0))
+    out, _ = oracles.softmax_attention(*arrays[:3], visible)
+    d_query, d_key, d_value, _ = oracles.softmax_attention_gradients(*arrays[:3], visible, arrays[3])
+    for x, y in zip(got, (out[:, rows], d_query[:, rows], d_key[:, tail:], d_value[:, tail:])):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lengths", "0"], "lengths must be one or more numbers of at least 1, got"),
+        (["--window", "0"], "window must be at least 1, got 0"),
+        (["--limit", "0"], "limit must be above 0, got 0"),
+        (["--mechanisms", "locall"], "mechanisms must be out of full, local.*, got locall"),
+        (
+            ["--mechanisms", "brl", "--levels", "functions"],
+            "mechanisms of the level functions must be out of",
+        ),
+        (["--levels", "function"], "levels"),
+        (
+            ["--levels", "functions", "--pictures", "p"],
+            "pictures are of layers, encoders, .*: levels must have one of",
+        ),
+        (["--dtype", "float8"], "dtype"),
+        (["--lenghts", "3"], "did you mean --lengths"),
+        (["--json", "/does/not/exist.json"], "--json: expected a file in a folder that can be written to"),
+        (["--pictures", "/proc/nowhere"], "--pictures: cannot write under"),
+    ],
+)
+def test_bad_input(argv, message):
+    with pytest.raises(UserError, match=message) as error:
+        main(argv)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_bfloat16_results_are_checked_too(tmp_path):
+    path = tmp_path / "speed.json"
+    argv = ["--lengths", "64", "--dtype", "bfloat16", "--mechanisms", "full", "--repeats", "1"]
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote 16-bit types without saying so
+        main([*SMALL, *argv, "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["level"] for row in rows} == {"functions", "layers"}
+    assert all(row["note"] == "" for row in rows)
+
+
+def test_a_short_program_does_not_pay_for_the_one_before_it(monkeypatch):
+    """Its first run of a round, slow while memory is given back, does not count; a long one has no such run."""
+    now = 0.0
+    costs = iter([0.9, 0.02, 0.7, 0.02, 0.8, 0.03])
+
+    def run():
+        nonlocal now
+        now += next(costs)
+
+    monkeypatch.setattr("eval.speed.measure.time.perf_counter", lambda: now)
+    short = measure.Program(run, None, steps=2)
+    short.warm_up()
+    rounds = [short.measure(), short.measure()]
+    np.testing.assert_allclose(rounds, [0.02, 0.03])
+    np.testing.assert_allclose(short.seconds, [0.01, 0.015])
+    costs = iter([4.0, 3.0])
+    long = measure.Program(run, None)
+    long.warm_up()
+    long.measure()
+    np.testing.assert_allclose(long.seconds, [4.0, 3.0])

@@ -1,0 +1,41 @@
+"""eval.coordinates: activations move alike at every width under muP, and more in wider models without it."""
+
+import json
+
+import pytest
+
+from eval.studies.coordinates import main
+from train.engine.errors import UserError
+
+TINY = "--widths 16 256 --num_heads 2 --num_layers 1 --steps 3 --batch 2 --length 16 --learning_rate 0.01"
+
+
+@pytest.mark.slow
+def test_command(tmp_path, capsys):
+    picture = tmp_path / "coordinates.png"
+    main([*TINY.split(), "--mechanism", "full", "--picture", str(picture)])
+    standard, ours = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (standard["parametrization"], ours["parametrization"]) == ("standard", "muP")
+    names = {"mixer", "feed-forward network", "logits"}
+    assert set(standard["slope"]) == set(ours["slope"]) == names
+    assert all(len(moved) == 3 for name in names for moved in ours["change"][name])
+    # The narrowest width is the base, at which the two are one.
+    for name in names:
+        assert ours["change"][name][0] == pytest.approx(standard["change"][name][0], rel=1e-4)
+    assert standard["slope"]["logits"] > 0.35
+    assert max(ours["slope"].values()) < 0.2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--mechanism ful", "mechanism must be one of full"),
+        ("--widths 64 32", "widths must be two or more, from the narrowest on"),
+        ("--steps 0", "steps must be at least 1, got 0"),
+        ("--widths 6 10 --num_heads 4", "--widths: 6 will not do: d_model must be a multiple"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
+        main(options.split())

@@ -1,0 +1,72 @@
+"""eval.studies.operations and eval.tlinformer_operations: counted multiplications against those of the formulas."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eval.studies.operations import Unknown, products
+from eval.studies.tlinformer_operations import OperationsOptions, counted, main, pair_slope, paper_cost
+from train.engine.errors import UserError
+
+A, B = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 7), jnp.float32)
+
+
+def _loops(a, b, n):
+    """n products in a loop, two more where n is even, and one that nothing reads."""
+    total = jax.lax.fori_loop(0, n, lambda i, x: x + a @ b, jnp.zeros((3, 7)))
+    _ = a @ b
+    more = jax.lax.cond(n % 2 == 0, lambda: 2.0 * (a @ b) + (a + 1) @ b, lambda: jnp.zeros((3, 7)))
+    _, scanned = jax.lax.scan(lambda c, row: (c, row @ b), 0.0, a)
+    return jax.jit(lambda x: x @ b.T)(total + more + scanned)
+
+
+def test_loops_and_branches_count_as_they_run():
+    for n in (0, 3, 4):
+        expected = 105 * (n + 2 * (n % 2 == 0) + 2)
+        assert products(_loops, A, B, np.int32(n)) == expected
+    with pytest.raises(Unknown, match="the end of a loop"):
+        products(_loops, A, B, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def _options(blocks):
+    return OperationsOptions(
+        lengths=(2048, 3072), window=64, context=32, hidden=1, num_layers=3 * blocks, d_model=16, num_heads=2,
+        d_ff=24, vocab_size=11,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_tlinformers_slopes_are_twice_the_equations(blocks):
+    """For each token of history, the multiplications of the pairs with scores and values, and in blocks after the first
+    those of the restored rows: query, output and feed-forward network in one layer, key and value in the next."""
+    options = _options(blocks)
+    short, long = (counted(options, n) for n in options.lengths)
+    rows = (blocks - 1) * (2 * 16**2 + 3 * 16 * 24 + 2 * 16**2)
+    for kind, extra in (("miss", rows), ("first", rows), ("hit", 0)):
+        assert (long[kind] - short[kind]) / 1024 == pair_slope(kind, options) + extra, kind
+
+
+def test_the_equations():
+    options = _options(2)
+    n, og, oh = 2048, 64, 32
+    left = 2 * (n - og) * oh + 1 * oh**2
+    right = og * (n - og) + 2 * og * oh + 3 * og**2
+    assert paper_cost("miss", n, options) == 2 * 16 * (left + right)  # appendix A.1, two blocks
+    assert paper_cost("hit", n, options) == 2 * 16 * (n - og + 2 * oh + 3 * og**2)
+
+
+@pytest.mark.slow
+def test_command(tmp_path, capsys):
+    tiny = "--window 64 --context 32 --hidden 0 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 24 --vocab_size 11"
+    picture = tmp_path / "operations.png"
+    main(["--lengths", "1024", "2048", *tiny.split(), "--picture", str(picture)])
+    *rows, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert [row["tokens"] for row in rows] == [1024, 2048]
+    assert last["lines"]["hit"]["slope"] == pytest.approx(2 * 16)
+    assert picture.stat().st_size > 5_000
+    with pytest.raises(UserError, match="--lengths must be two or more multiples of window=256"):
+        main(["--lengths", "1000", "2000"])

@@ -1,0 +1,135 @@
+"""`eval.generate --batch`: the file of prompts, the file of what follows them, and going on after a stop."""
+
+import json
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eval.tasks.generate
+import eval.tasks.generate_batch
+from brl_jax import CosformerConfig, DecoderConfig, DecoderLM, LocalConfig
+from train.cli.command import command
+from train.data.tokenizers.named import BytesTokenizer
+from train.engine.errors import UserError
+
+SIZES = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16, "vocab_size": 256}
+MODEL = DecoderLM(DecoderConfig(mechanism=LocalConfig(window=4), **SIZES))
+PROMPTS = [{"prompt": "one"}, {"prompt": "thirteen", "max_tokens": 2, "id": "b"}, {"prompt": "t", "id": [3]}]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return nn.unbox(jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    return path
+
+
+def generate(params, folder, **changes):
+    sampling = eval.tasks.generate_batch.Sampling(0, changes.pop("temperature", 0.0), None, None, ())
+    call = {
+        "batch": folder / "in.jsonl",
+        "out": folder / "out.jsonl",
+        "max_tokens": 5,
+        "slots": 2,
+        "run": "x",
+    }
+    eval.tasks.generate_batch.generate_file(
+        MODEL, params, BytesTokenizer(), sampling=sampling, **call | changes
+    )
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_file_of_prompts(params, tmp_path, capsys, monkeypatch):
+    write(tmp_path / "in.jsonl", PROMPTS)
+    rows = generate(params, tmp_path)
+    assert [(row["id"], row["prompt"], row["tokens"]) for row in rows] == [
+        (1, "one", 5),
+        ("b", "thirteen", 2),
+        ([3], "t", 5),
+    ]
+    assert all(set(row) == {"id", "prompt", "text", "tokens", "finish_reason"} for row in rows)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.jsonl"]
+    assert "12 tokens in" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"--out: .*out.jsonl exists"):
+        generate(params, tmp_path)
+
+    # Stopped twice after a prompt, once in the middle of a line, it goes on with the others.
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").unlink()
+    original = eval.tasks.generate_batch.generate_requests
+
+    def stops(*args, **kwargs):
+        yield next(original(*args, **kwargs))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(eval.tasks.generate_batch, "generate_requests", stops)
+    with pytest.raises(KeyboardInterrupt):
+        generate(params, tmp_path)
+    monkeypatch.setattr(eval.tasks.generate_batch, "generate_requests", original)
+    part = tmp_path / "out.jsonl.part"
+    assert len(part.read_text().splitlines()) == 2
+    assert not (tmp_path / "out.jsonl").exists()
+    with part.open("a") as file:
+        file.write('{"line": 2, "te')
+    with pytest.raises(UserError, match="is of other prompts, settings or parameters"):
+        generate(params, tmp_path, temperature=0.5)
+    monkeypatch.setattr(eval.tasks.generate_batch, "generate_requests", stops)
+    with pytest.raises(KeyboardInterrupt):
+        generate(params, tmp_path)
+    assert "1 of 3 prompts are done" in capsys.readouterr().err
+    monkeypatch.setattr(eval.tasks.generate_batch, "generate_requests", original)
+    generate(params, tmp_path)
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    assert not part.exists()
+    assert "2 of 3 prompts are done" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"in.jsonl:2: expected a JSON object, got '\{'"),
+        ("[1]", r"in.jsonl:2: expected a JSON object, got '\[1\]'"),
+        ('{"prompt": 1}', "in.jsonl:2: prompt must be a text, got 1"),
+        ('{"id": 1}', "in.jsonl:2: prompt must be a text, got None"),
+        ('{"prompt": "a\\ud800"}', "in.jsonl:2: prompt has half a surrogate pair"),
+        ('{"prompt": "a", "id": "\\ud800"}', "in.jsonl:2: id must be valid JSON in UTF-8, got "),
+        ('{"prompt": "a", "id": NaN}', "in.jsonl:2: id must be valid JSON in UTF-8, got nan"),
+        ('{"prompt": ""}', "in.jsonl:2: expected at least one token of text, got ''"),
+        (
+            '{"prompt": "a", "max_tokens": 0}',
+            "in.jsonl:2: max_tokens must be an integer of at least 1, got 0",
+        ),
+        ('{"prompt": "a", "tokens": 3}', "in.jsonl:2: unknown key 'tokens'; expected prompt, max_tokens, id"),
+    ],
+)
+def test_bad_lines(params, tmp_path, monkeypatch, capsys, line, message):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    monkeypatch.setattr(sys, "argv", ["eval.generate"])
+    with pytest.raises(UserError, match=message):
+        generate(params, tmp_path)
+    assert command(lambda argv: generate(params, tmp_path), "eval.generate") == 2
+    assert "in.jsonl:2: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_prompt_beyond_the_mechanisms_length(tmp_path, monkeypatch):
+    model = DecoderLM(DecoderConfig(mechanism=CosformerConfig(max_length=6), **SIZES))
+    monkeypatch.setattr(sys.modules[__name__], "MODEL", model)
+    write(tmp_path / "in.jsonl", PROMPTS)
+    with pytest.raises(UserError, match="--tokens, --batch: max_length=6 of the cosformer mechanism"):
+        generate({}, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_no_prompts(params, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=r"--batch: expected a prompt in .*in.jsonl, got none"):
+        generate(params, tmp_path)
+    with pytest.raises(UserError, match=r"--batch: cannot read .*none.jsonl"):
+        generate(params, tmp_path, batch=tmp_path / "none.jsonl")
