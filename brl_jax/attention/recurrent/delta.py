@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,13 @@ from brl_jax.attention.core.boundary import attention_function
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.recurrent.arguments import check_state, prepare_inputs
-from brl_jax.attention.recurrent.chunk_scan import SAVED, ChunkVisibility, Recurrence, scan_chunks
+from brl_jax.attention.recurrent.chunk_scan import (
+    SAVED,
+    ChunkVisibility,
+    Recurrence,
+    kept_by_scan,
+    scan_chunks,
+)
 from brl_jax.attention.recurrent.decay import FeatureDecay, HeadDecay, feature_decay, for_rows, head_decay
 from brl_jax.attention.recurrent.prefix_states import states_before
 from brl_jax.attention.recurrent.rows import (
@@ -253,9 +260,6 @@ def _attend(
 
     recurrence = Recurrence(summarize, _states, _join)
 
-    def xla(state: DeltaState, inputs: Any, segments: Any) -> tuple[DeltaState, Array]:
-        return scan_chunks(step, state, inputs, segments, chunk_size=chunk_size, recurrence=recurrence)
-
     def kernel(state: DeltaState, inputs: Any, segments: Any, *, interpret: bool) -> tuple[DeltaState, Array]:
         k = inputs["key"]
         if normalize_keys:
@@ -275,10 +279,13 @@ def _attend(
         delta=True,
         log_decay=log_decay,
     )
-    results = state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
     state, out = dispatch(
-        name, implementation, {"tpu": (backend,)}, xla, state, inputs, prepared.segments, results=results
-    )
+        name, implementation, {"tpu": (backend,)},
+        functools.partial(scan_chunks, step, chunk_size=chunk_size, recurrence=recurrence),
+        state, inputs, prepared.segments,
+        results=(state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)),
+        **kept_by_scan(step, state, inputs, chunk_size=chunk_size, recurrence=recurrence),
+    )  # fmt: skip
     return (out, state) if return_state else out
 
 
