@@ -13,6 +13,7 @@ the fastest round, how many times as fast that is as the base of the same rounds
 for functions, or this package's where PyTorch is not installed; a layer of full attention for layers), tokens per
 second, the temporary memory of the compiled program, and the size of the decoding state. Ctrl-C or SIGTERM prints,
 writes and draws what was measured so far. With --generation it times a whole network: eval/speed/generation.py.
+With --tracing it measures what calls cost before they run: eval/speed/tracing.py.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from eval.speed import (
     generation,
     layers,
     report,
+    tracing,
 )
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
@@ -57,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
     """Prints the tables; see the module's text and --help."""
     if "--generation" in argv:
         return generation.run([argument for argument in argv if argument != "--generation"])
+    if "--tracing" in argv:
+        return tracing.run([argument for argument in argv if argument != "--tracing"])
     options = parse_options(
         SpeedOptions(),
         argv,
