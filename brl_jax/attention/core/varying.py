@@ -19,8 +19,11 @@ def vary_like(tree: T, others: Any, *, but: str | None = None) -> T:
     Args:
       but: an axis that is left as it is.
     """
-    arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array))
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays)) - {but}
+    axes: frozenset[Any] = frozenset()
+    for x in jax.tree.leaves(others):
+        if isinstance(x, jax.Array):
+            axes |= jax.typeof(x).manual_axis_type.varying
+    axes -= {but}
 
     def widen(x: Any) -> Any:
         missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
