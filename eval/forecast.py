@@ -84,8 +84,7 @@ def _by_encoder(
     for first in range(0, len(rows), size):
         # The last batch is padded, so that one compiled program serves all.
         chosen = rows[np.minimum(first + np.arange(size), len(rows) - 1)]
-        batch = {name: value for name, value in windows.batch(chosen).items() if name != "reset"}
-        parts.append(np.asarray(run(params, batch))[: len(rows) - first])
+        parts.append(np.asarray(run(params, windows.batch(chosen).arrays))[: len(rows) - first])
     return np.concatenate(parts)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,12 +16,14 @@ import numpy as np
 from etils import epath
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.json_files import parse_json
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.lra import EvalBatches, Examples, TrainBatches
 from train.data.lra.batches import default_buckets
 from train.data.lra.files import numbered_lines, parsed, shown
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.fields import Free
 from train.engine.metrics import log
@@ -204,11 +205,9 @@ def _parse(line: bytes) -> _Pair:
       ValueError: it is none.
     """
     try:
-        values = json.loads(line)
-    except ValueError as error:  # of JSON or of UTF-8
+        values = parse_json(line, dict)
+    except ValueError as error:
         raise ValueError(f"expected a JSON object, got {shown(line)}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"expected a JSON object, got {shown(line)}")
     sides = []
     for name in _Pair._fields:
         text = values.get(name)
@@ -265,24 +264,24 @@ def _examples(config: CopyDataConfig, path: Path, split: str, tokenizer: Tokeniz
     return Examples(tokens, lengths, np.zeros(len(lengths), np.int32), truncated, hashed)
 
 
-def _to_pairs(batch: dict[str, Any]) -> dict[str, Any]:
+def _to_pairs(batch: Batch) -> Batch:
     """A batch of `train.data.lra` as one of `draw_pairs`."""
     (source, rows), lengths = np.moveaxis(batch["tokens"], 1, 0), batch["lengths"]
     places = np.arange(rows.shape[1] - 1)[None]
-    return {
+    arrays = {
         "tokens": rows[:, :-1],
         "source": source,
         "source_lengths": lengths[:, 0],
         "targets": rows[:, 1:],
         "weights": (places < lengths[:, 1:] - 1).astype(np.float32) * batch["weights"][:, None],
-        "reset": batch["reset"],
     }
+    return Batch(arrays, batch.reset)
 
 
 class PairStream(TrainBatches):
     """Endless training batches of pairs of texts, padded to their bucket; see `TrainBatches` and `draw_pairs`."""
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         return _to_pairs(super().__next__())
 
 

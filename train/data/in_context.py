@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.fields import Free
 
@@ -73,7 +74,7 @@ class InContextConfig:
 
 def draw_prompts(
     config: InContextConfig, seed: Sequence[int], rows: Int[np.ndarray, " R"], dims: int, pairs: int
-) -> dict[str, Any]:
+) -> Batch:
     """{"y", "weights": (R, P), "x": (R, P, d)} float32 for some rows of the batch that `seed` identifies.
 
     The first `dims` numbers of each x are not zero, y has variance 1, and the first `pairs` pairs have weight 1, the
@@ -87,13 +88,13 @@ def draw_prompts(
         x[at, :, :dims] = inputs
         y[at] = inputs @ function / np.sqrt(dims)
     weights = np.broadcast_to((np.arange(config.pairs) < pairs).astype(np.float32), y.shape)
-    return {"y": y, "weights": np.ascontiguousarray(weights), "x": x, "reset": np.bool_(False)}
+    return Batch({"y": y, "weights": np.ascontiguousarray(weights), "x": x})
 
 
 class PromptStream(RepeatedBatches):
     """Endless training batches of fresh functions; batch s is drawn from the seed and s alone.
 
-    A batch is what `draw_prompts` gives, and "reset": False. One of several processes gives some of the rows. The
+    A batch is what `draw_prompts` gives. One of several processes gives some of the rows. The
     state is the number of batches given so far.
 
     Args:
@@ -116,7 +117,7 @@ class PromptStream(RepeatedBatches):
             raise UserError(f"--seed: expected 0 or more, got {seed}")
         chosen = check_rows(batch, rows)
 
-        def make(index: int, _: Any) -> dict[str, Any]:
+        def make(index: int, _: Any) -> Batch:
             return draw_prompts(config, (_TRAIN, seed, index), chosen, *config.sizes(index))
 
         identity = {"batch": batch, "seed": seed}
@@ -148,14 +149,14 @@ class HeldOutPrompts:
             (config.valid_prompts, (_HELD_OUT, 0)) if split == "valid" else (config.test_prompts, (_TEST, 0))
         )
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         c = self._config
         for first in range(0, self._count, self.batch):
             # Numbered over all batches, so that the prompts do not depend on the size of a batch.
             numbers = first + self._rows
             batch = draw_prompts(c, self._seed, numbers, c.input_dim, c.pairs)
-            batch["weights"] *= (numbers < self._count).astype(np.float32)[:, None]
-            yield batch
+            exists = (numbers < self._count).astype(np.float32)[:, None]
+            yield batch.with_arrays(weights=batch["weights"] * exists)
 
 
 def least_squares_errors(

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UNREADABLE, UserError, one_line
 from train.engine.fields import Needed
 
@@ -165,7 +166,7 @@ class Windows:
     """Batches of windows by their origins.
 
     A batch is {"weights": (B, L + H) float32, 1 on the rows to forecast and 0 elsewhere, "values": (B, L + H, C)
-    float32, normalised, "clock": (B, L + H, 4) float32, "reset": False}, L the lookback and H the horizon.
+    float32, normalised, "clock": (B, L + H, 4) float32}, L the lookback and H the horizon.
     """
 
     def __init__(self, series: Series, config: SeriesConfig):
@@ -173,16 +174,17 @@ class Windows:
         self._values, self._clock = series.normalised, series.clock
         self._places = np.arange(-config.lookback, config.horizon)
 
-    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> dict[str, Any]:
+    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> Batch:
         """The windows that forecast from these rows on; weights are 0 where `exists` (B,) is False."""
         rows = origin[:, None] + self._places
         counts = (self._places >= 0)[None] & np.broadcast_to(exists, origin.shape)[:, None]
-        return {
-            "weights": counts.astype(np.float32),
-            "values": self._values[rows],
-            "clock": self._clock[rows],
-            "reset": np.bool_(False),
-        }
+        return Batch(
+            {
+                "weights": counts.astype(np.float32),
+                "values": self._values[rows],
+                "clock": self._clock[rows],
+            }
+        )
 
 
 class WindowStream(RepeatedBatches):
@@ -214,7 +216,7 @@ class WindowStream(RepeatedBatches):
             raise UserError(f"--batch: expected at most the {len(origin)} training windows, got {batch}")
         steps = len(origin) // batch
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             order = np.random.default_rng([seed, index // steps]).permutation(len(origin))
             return windows.batch(origin[order[step * batch : (step + 1) * batch][chosen]])
 
@@ -243,7 +245,7 @@ class HeldOutWindows:
         self.batch = batch
         self._windows, self._origin, self._rows = windows, origin, check_rows(batch, rows)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         for first in range(0, len(self._origin), self.batch):
             numbers = first + self._rows
             exists = numbers < len(self._origin)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from train.data.series import Series, SeriesConfig
+from train.engine.batch import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def to_numbers(tokens: Int[np.ndarray, "*B T"], config: TokenSeriesConfig) -> Fl
 class TokenWindows:
     """Batches of windows of single columns; an origin o stands for row o // C and column o % C of C columns.
 
-    A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32, "reset": True}: every token
+    A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32}: every token
     but the first is a target.
     """
 
@@ -69,16 +70,13 @@ class TokenWindows:
         columns = self._values.shape[1]
         return self._values[(origin // columns)[:, None] + self._places, (origin % columns)[:, None]]
 
-    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> dict[str, Any]:
+    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> Batch:
         numbers = self._numbers(origin)
         tokens = to_tokens(numbers / scale_of(numbers[:, : self.config.lookback]), self.config)
         there = np.broadcast_to(exists, origin.shape)[:, None]
-        return {
-            "tokens": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "weights": np.broadcast_to(there, tokens[:, 1:].shape).astype(np.float32),
-            "reset": np.bool_(True),
-        }
+        weights = np.broadcast_to(there, tokens[:, 1:].shape).astype(np.float32)
+        arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+        return Batch(arrays, reset=np.True_)
 
 
 def column_origins(origin: Int[np.ndarray, " W"], columns: int) -> Int[np.ndarray, " WC"]:

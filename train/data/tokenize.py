@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from brl_jax.json_files import read_json
 from train.cli.command import command
 from train.data.dataset import DataConfig, tokenizer_of
-from train.data.shards import MANIFEST
+from train.data.shards import MANIFEST, SHARD
 from train.data.sources import open_source
 from train.data.splits import SPLITS
 from train.data.tokenizers.base import Tokenizer, text_pieces
@@ -123,8 +124,7 @@ def write_shards(options: TokenizeOptions) -> None:
             while running:
                 running.popleft().result()
     counts = {
-        split: [json.loads((folder / f"{n}.json").read_text()) for n in names]
-        for split, names in splits.items()
+        split: [read_json(folder / f"{n}.json", SHARD) for n in names] for split, names in splits.items()
     }
     if not any(shard["tokens"] for shard in counts.get("train", [])):
         raise UserError(f"--data: {options.data} has no train text to tokenise")
@@ -137,9 +137,11 @@ def write_shards(options: TokenizeOptions) -> None:
 def _check_same(folder: Path, asked: dict[str, Any]) -> None:
     """Raises UserError where the folder holds shards of something else."""
     try:
-        before = json.loads((folder / _STARTED).read_text())
+        before = read_json(folder / _STARTED, dict)
     except FileNotFoundError:
         return
+    except ValueError as error:
+        raise UserError(f"--out: {error}; expected a new folder, or one that this command wrote") from error
     differing = [name for name in asked if asked[name] != before.get(name)]
     if differing:
         name = differing[0]

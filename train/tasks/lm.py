@@ -19,13 +19,14 @@ from brl_jax.models import DecoderLM
 from train.data import Corpus, DataConfig, EvalStream, Tokenizer, load, load_tokenizer
 from train.data.batches import training_batches
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
+from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.errors import UserError
+from train.engine.evaluation import held_out_metrics
 from train.engine.hosts import is_lead
-from train.engine.loop import HeldOut, Stream, held_out_metrics
 from train.engine.mesh import host_rows
 from train.engine.metrics import log
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, perplexity, random_streams
+from train.engine.step import Objective, perplexity, random_streams
 from train.tasks.lm_config import PRESETS, LmConfig
 from train.tasks.task import Streams, Task
 
@@ -50,7 +51,7 @@ def lm_objective(model: DecoderLM) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         return model.apply(
             {"params": params},
             batch["tokens"],

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 from brl_jax.models import MaskedLM
 from train.data.lra import LRA_TASKS, load
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
+from train.engine.batch import HeldOut
 from train.engine.config import RunConfig
 from train.engine.config_file import changed_options
 from train.engine.fields import Decided, Flat
-from train.engine.loop import HeldOut
 from train.engine.mesh import host_rows
 from train.engine.step import Objective, means, perplexity
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast

@@ -28,14 +28,14 @@ from train.data import Corpus, DataConfig, load
 from train.data.batches import batches_by_number
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.data.streams import EvalStream
+from train.engine.batch import Arrays, HeldOut
 from train.engine.config import RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat
-from train.engine.loop import HeldOut
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, classification, means, perplexity, random_streams
+from train.engine.step import Objective, classification, means, perplexity, random_streams
 from train.tasks.lm import LmData, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig
 from train.tasks.task import Streams, Task
@@ -195,7 +195,7 @@ def mlm_objective(model: MaskedLM) -> Objective:
         tokens = jnp.zeros((1, 1), jnp.int32)
         return model.init(key, tokens, tokens)["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits: Any = model.apply(
             {"params": params},
             batch["tokens"],
