@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
+from brl_jax.fields import Seed, check_fields
 from eval.forecast_table import Example, draw, markdown
 from eval.main import Evaluation, Measured, TableOptions
 from eval.runs import Run, run_facts
@@ -33,7 +34,6 @@ from train.cli.command import command
 from train.cli.summary import mechanism_names
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
-from train.engine.config import check_seed
 from train.tasks.forecast import (
     FORECAST_TASKS,
     AnyForecastConfig,
@@ -55,12 +55,12 @@ class ForecastEvalOptions(TableOptions):
     """Rows between the windows that are measured; 1 is the standard."""
     samples: int = 20
     """Continuations that a decoder of tokens samples for each window."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the samples."""
 
     def __post_init__(self):
         check_at_least(self, "stride", "samples")
-        check_seed(self.seed)
+        check_fields(self)
 
 
 class Forecasts(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Count, Range
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.config import StackConfig, check_mechanism
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
@@ -25,11 +25,11 @@ class EncoderDecoderConfig(DecoderConfig):
     """Size and parts of an encoder-decoder. The layers, mechanism and schedule are the decoder's; both have the same
     width, heads, feed-forward networks and norms."""
 
-    encoder_layers: int = 4
+    encoder_layers: Annotated[int, Range(1, 10_000)] = 4
     """Layers of the encoder."""
     encoder_mechanism: Mechanism | None = None
     """The mechanism of the encoder's layers; None: the decoder's, in its bidirectional form."""
-    cross_window: int | None = None
+    cross_window: Count | None = None
     """Token t of the decoder sees the encoder's tokens t - cross_window // 2 to t + cross_window // 2; None: all of
     them. The window suits targets that follow their source place by place."""
     cross_compressed: bool = True
@@ -39,10 +39,6 @@ class EncoderDecoderConfig(DecoderConfig):
     the inputs of both, or none."""
 
     def __post_init__(self):
-        check_at_least(self, "encoder_layers")
-        if self.cross_window is not None:
-            check_at_least(self, "cross_window")
-        check_choice("positions", self.positions, get_args(SequencePositions))
         if self.encoder_mechanism is not None:
             check_mechanism("encoder_mechanism", self.encoder_mechanism)
         super().__post_init__()

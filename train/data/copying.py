@@ -10,12 +10,12 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from etils import epath
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import MOST, Checked, Count, Length, Range
 from brl_jax.json_files import parse_json
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.data.lra import EvalBatches, Examples, TrainBatches
@@ -35,17 +35,17 @@ BEGIN, END, SPECIAL = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyDataConfig:
+class CopyDataConfig(Checked):
     """The pairs."""
 
     order: Order = "copy"
     """The target: the source's symbols as they are, from the last to the first, or sorted."""
-    vocabulary: int = 32
+    vocabulary: Annotated[int, Range(2, MOST)] = 32
     """Number of symbols."""
-    length: tuple[int, ...] = (64,)
+    length: tuple[Length, ...] = (64,)
     """Symbols of the longest source of a batch; several lengths take turns from batch to batch. Of text, the longest
     source and target in tokens; further lengths are those to which shorter rows are padded."""
-    min_length: int = 1
+    min_length: Count = 1
     """Symbols of the shortest source; those of a row are drawn between this and the batch's longest, or are the latter
     where it is smaller."""
     data_dir: str = ""
@@ -54,17 +54,14 @@ class CopyDataConfig:
     tokenizer: str = "bytes"
     """Of text: bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise,
     chars; or one that exists: a tokenizer.json, a SentencePiece .model, or hf:NAME of the Hugging Face hub."""
-    valid_rows: int = 128
+    valid_rows: Count = 128
     """Rows of each length in an evaluation while training."""
-    test_rows: Free[int] = 128
+    test_rows: Free[Count] = 128
     """Rows of each length that eval.copy measures on."""
 
     def __post_init__(self):
-        check_choice("order", self.order, get_args(Order))
-        check_at_least(self, "vocabulary", least=2)
-        check_at_least(self, "min_length", "valid_rows", "test_rows")
-        if not self.length or min(self.length) < 1:
-            raise ValueError(f"length must be one or more numbers of at least 1, got {self.length}")
+        if not self.length:
+            raise ValueError("length must be one or more numbers, got none")
 
     @property
     def longest(self) -> int:

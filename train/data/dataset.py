@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from brl_jax.fields import Checked
 from brl_jax.json_files import read_json
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
 from train.data.documents import RECORDS, check_documents
@@ -43,7 +44,7 @@ _OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, _TOKENIZER: {"
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """The text of a run, and how it becomes tokens."""
 
     data: str = "stdlib"

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Checked, Count, Natural
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.engine.batch import Batch
@@ -30,34 +30,31 @@ _TRAIN, _HELD_OUT, _TEST = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
-class InContextConfig:
+class InContextConfig(Checked):
     """The prompts."""
 
-    input_dim: int = 16
+    input_dim: Count = 16
     """Size of an input x."""
-    pairs: int = 33
+    pairs: Count = 33
     """Pairs (x, y) of a prompt; the model predicts each y from the pairs before it."""
     prompt: Prompt = "alternate"
     """What follows x_i: y_i alone, as in both papers ("alternate"), or y_i with x_i beside it, so that no layer is
     needed to bring the two together ("joined")."""
-    start_dims: int = 0
+    start_dims: Natural = 0
     """Numbers of x that are not zero at the first step, as in Garg et al.; 0: all, without a curriculum."""
-    start_pairs: int = 0
+    start_pairs: Natural = 0
     """Pairs of a prompt that the loss counts at the first step; 0: all."""
-    curriculum_steps: int = 0
+    curriculum_steps: Natural = 0
     """Steps in which both grow linearly to all."""
-    valid_prompts: int = 1024
+    valid_prompts: Count = 1024
     """Prompts of an evaluation while training."""
-    test_prompts: Free[int] = 4096
+    test_prompts: Free[Count] = 4096
     """Prompts that eval.regression measures on."""
 
     def __post_init__(self):
-        check_choice("prompt", self.prompt, get_args(Prompt))
-        check_at_least(self, "input_dim", "pairs", "valid_prompts", "test_prompts")
         for name, most in (("start_dims", self.input_dim), ("start_pairs", self.pairs)):
-            if not 0 <= getattr(self, name) <= most:
+            if getattr(self, name) > most:
                 raise ValueError(f"{name} must be 0 to {most}, got {getattr(self, name)}")
-        check_at_least(self, "curriculum_steps", least=0)
         if (self.start_dims or self.start_pairs) and not self.curriculum_steps:
             raise ValueError("curriculum_steps must be at least 1 with start_dims or start_pairs, got 0")
 

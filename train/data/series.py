@@ -17,12 +17,12 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Checked, Count, Length
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.engine.batch import Batch
@@ -36,7 +36,7 @@ CLOCK = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class SeriesConfig:
+class SeriesConfig(Checked):
     """The series and its windows."""
 
     data: Needed[str] = ""
@@ -45,20 +45,16 @@ class SeriesConfig:
     """Forecast the target from its own past ("univariate"), or all columns from that of all ("multivariate")."""
     target: str = "OT"
     """The target's column."""
-    lookback: int = 96
+    lookback: Length = 96
     """Rows that are known."""
-    horizon: int = 96
+    horizon: Length = 96
     """Rows to forecast after them."""
-    split: tuple[int, int, int] = (8640, 2880, 2880)
+    split: tuple[Count, Count, Count] = (8640, 2880, 2880)
     """Rows to train, validate and test on, in this order from the first."""
-    valid_stride: int = 8
+    valid_stride: Count = 8
     """Rows between the windows of an evaluation while training."""
 
     def __post_init__(self):
-        check_choice("features", self.features, get_args(Features))
-        check_at_least(self, "lookback", "horizon", "valid_stride")
-        if min(self.split) < 1:
-            raise ValueError(f"split must be three numbers of at least 1, got {self.split}")
         most = min(self.split[0] - self.lookback, *self.split[1:])
         if self.horizon > most:
             raise ValueError(

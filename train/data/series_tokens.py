@@ -4,11 +4,12 @@ value of its known rows, then quantised in bins of equal width."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from brl_jax.fields import MOST, Positive, Range
 from train.data.series import Series, SeriesConfig
 from train.engine.batch import Batch
 
@@ -17,18 +18,11 @@ from train.engine.batch import Batch
 class TokenSeriesConfig(SeriesConfig):
     """The series, its windows and its tokens; each of several columns is a series of its own."""
 
-    bins: int = 512
+    bins: Annotated[int, Range(2, MOST)] = 512
     """Number of tokens, which are bins of equal width."""
-    limit: float = 8.0
+    limit: Positive = 8.0
     """The bins span -limit to limit times the mean absolute value of the known rows; larger values go to the
     outermost."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.bins < 2:
-            raise ValueError(f"bins must be at least 2, got {self.bins}")
-        if not 0 < self.limit < np.inf:
-            raise ValueError(f"limit must be above 0, got {self.limit}")
 
 
 def scale_of(known: Float[np.ndarray, "*B L"]) -> Float[np.ndarray, "*B 1"]:

@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from etils import epath
 
+from brl_jax.fields import Range
 from brl_jax.json_files import read_json
 from train.cli.command import command
 from train.data.dataset import DataConfig, tokenizer_of
@@ -45,18 +46,15 @@ class TokenizeOptions(DataConfig):
 
     out: str = ""
     """Folder of the shards, local or mounted."""
-    workers: int = max(1, os.cpu_count() or 1)
+    workers: Annotated[int, Range(1, 4096)] = max(1, os.cpu_count() or 1)
     """Processes that tokenise."""
-    shard_megabytes: int = 64
+    shard_megabytes: Annotated[int, Range(1, 2**16)] = 64
     """Text of a shard."""
-    record: int = 8192
+    record: Annotated[int, Range(1, 2**24)] = 8192
     """Tokens of a record, the least that is read at a time."""
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("workers", "shard_megabytes", "record"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         check_local("out", self.out)
         if self.cache_dir is not None:
             raise ValueError(
