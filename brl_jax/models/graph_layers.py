@@ -7,6 +7,7 @@ edges are sorted by receiver.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.derivatives import differentiable
+from brl_jax.attention.core.by_platform import Form, by_platform
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions
@@ -50,7 +51,14 @@ def sum_of_messages(
     The messages (E, N, O) are the largest arrays of a graph network. A CPU computes them in blocks, and no backend
     keeps them for the backward pass.
     """
-    return differentiable(_sum_of_messages, _sum_at_once)(x, weights, edges)
+    return by_platform(
+        lambda platform, *_: _IN_BLOCKS if platform == "cpu" else _AT_ONCE,
+        x,
+        weights,
+        edges,
+        results=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        plain=_sum_at_once,
+    )
 
 
 def _sum_at_once(x: Array, weights: Array, edges: Array) -> Array:
@@ -75,11 +83,6 @@ def _sum_in_blocks(x: Array, weights: Array, edges: Array) -> Array:
 
     zeros = jnp.zeros_like(x, accumulation_dtype(x.dtype))
     return lax.scan(add, zeros, _in_blocks(edges, weights, x.shape[0]))[0].astype(x.dtype)
-
-
-@jax.custom_vjp
-def _sum_of_messages(x: Array, weights: Array, edges: Array) -> Array:
-    return lax.platform_dependent(x, weights, edges, cpu=_sum_in_blocks, default=_sum_at_once)
 
 
 def _gradients_at_once(x: Array, weights: Array, edges: Array, d_sum: Array) -> tuple[Array, Array]:
@@ -107,18 +110,15 @@ def _gradients_in_blocks(x: Array, weights: Array, edges: Array, d_sum: Array) -
     return d_x.astype(x.dtype), d_weights.reshape(-1, weights.shape[1])[: weights.shape[0]]
 
 
-def _forward(x: Array, weights: Array, edges: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _sum_of_messages(x, weights, edges), (x, weights, edges)
+def _form(run: Callable[..., Array], gradients: Callable[..., tuple[Array, Array]]) -> Form:
+    def gradient(operands: Any, result: Array, kept: Any, d_sum: Array) -> tuple[Array, Array, None]:
+        return *gradients(*operands, d_sum), None
+
+    return Form(lambda *operands: (run(*operands), ()), gradient)
 
 
-def _backward(kept: tuple[Array, Array, Array], d_sum: Array) -> tuple[Array, Array, None]:
-    d_x, d_weights = lax.platform_dependent(
-        *kept, d_sum, cpu=_gradients_in_blocks, default=_gradients_at_once
-    )
-    return d_x, d_weights, None
-
-
-_sum_of_messages.defvjp(_forward, _backward)
+_IN_BLOCKS = _form(_sum_in_blocks, _gradients_in_blocks)
+_AT_ONCE = _form(_sum_at_once, _gradients_at_once)
 
 
 def softmax_at(scores: Float[Array, "E N"], receivers: Int[Array, "E"], nodes: int) -> Float[Array, "E N"]:

@@ -52,7 +52,7 @@ from brl_jax.attention.core.tpu_blocks import all_blocks
 from brl_jax.attention.dense import full_tpu
 from brl_jax.attention.dense.full_xla import attend_in_blocks
 from brl_jax.attention.local import tpu as local_tpu
-from brl_jax.attention.local import xla as local_xla
+from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.recurrent.delta import gated_delta_rule
@@ -189,8 +189,16 @@ def _biased(
             if pallas:
                 # `local_attention` knows the chip by the mesh.
                 with contextlib.nullcontext() if chip is None else jax.sharding.use_abstract_mesh(mesh):
-                    return local_tpu.attend(window_call, arrays, interpret=False)
-            return local_xla.attend(window_call, arrays)
+                    return local_tpu.attend(window_call, arrays, interpret=False)[0]
+            return local_attention(
+                query,
+                key,
+                value,
+                bias=given,
+                local_window_size=(window - 1, 0),
+                is_causal=True,
+                implementation="xla",
+            )
         if pallas:
             # Without the causal flag the kernel has one body: see `_full`.
             return full_tpu.attend(

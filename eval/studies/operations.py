@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from brl_jax.attention.core.by_platform import platform_jaxpr
+
 # The most entries of an array whose value is followed.
 _FOLLOWED = 4096
 
@@ -97,6 +99,9 @@ class _Count:
                 return self._while(params, values)
             case "scan":
                 return self._scan(params, values)
+        form = platform_jaxpr(equation, "cpu")
+        if form is not None:
+            return self._inner(form, values)
         part = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
         if part is not None:
             return self._inner(part, values)

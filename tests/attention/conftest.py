@@ -1,14 +1,12 @@
 """Fixtures of the tests of attention functions."""
 
 import pytest
-from jax import lax
+
+from brl_jax.attention.core.by_platform import traced_for
 
 
 @pytest.fixture
-def all_at_once(monkeypatch):
+def all_at_once():
     """What is written for GPUs runs here."""
-
-    def take_cuda(*operands, default=None, **branches):
-        return branches.get("cuda", default)(*operands)
-
-    monkeypatch.setattr(lax, "platform_dependent", take_cuda)
+    with traced_for("cuda"):
+        yield

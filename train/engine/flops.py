@@ -9,6 +9,8 @@ from typing import Any
 
 from jax.extend import core
 
+from brl_jax.attention.core.by_platform import platform_jaxpr
+
 
 def matrix_flops(jaxpr: Any, platform: str = "tpu") -> float:
     """Floating-point operations of all matrix products in a traced function, two for each multiplied pair.
@@ -39,6 +41,8 @@ def matrix_flops(jaxpr: Any, platform: str = "tpu") -> float:
                 matrix_flops(branch, platform)
                 for branch in (branches if at is None else branches[at : at + 1])
             )
+        elif (form := platform_jaxpr(equation, platform)) is not None:
+            total += matrix_flops(form, platform)
         else:
             total += _times(name, params) * sum(matrix_flops(part, platform) for part in _inside(params))
     return total

@@ -48,6 +48,15 @@ class _Piece(NamedTuple):
     mask: Bool[Array, "#B #N #M P"]
 
 
+def kept_shapes(query: Any, value: Any, two: bool, score: Score) -> Any:
+    """The shapes of what `forward` returns for one attention or two, of queries (..., M, N, H)."""
+    *leading, count, heads, _ = query.shape
+    dtype = accumulation_dtype(query.dtype)
+    out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[3]), dtype)
+    log_sum = jax.ShapeDtypeStruct((*leading, heads, count), dtype) if score == "softmax" else None
+    return (out,) * (1 + two), (log_sum,) * (1 + two)
+
+
 def piece_size(num_queries: int, num_keys: int) -> int:
     """Keys in a piece: more for fewer queries, so that the logits of a head stay in a core's cache."""
     return min(num_keys, max(256, min(4096, 2**18 // num_queries // 128 * 128)))

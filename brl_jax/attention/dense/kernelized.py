@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
@@ -105,7 +106,7 @@ def half_square_distances(
     def by_pairs(query: Array, key: Array) -> Array:
         return jnp.square(query[..., None, :] - key[:, :, None, None]).sum(-1)
 
-    return lax.platform_dependent(query, key, cpu=by_features, default=by_pairs) / 2
+    return branches(query, key, cpu=by_features, default=by_pairs) / 2
 
 
 @half_square_distances.defjvp

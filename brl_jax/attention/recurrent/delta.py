@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -274,7 +275,10 @@ def _attend(
         delta=True,
         log_decay=log_decay,
     )
-    state, out = dispatch(name, implementation, {"tpu": (backend,)}, xla, state, inputs, prepared.segments)
+    results = state, jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
+    state, out = dispatch(
+        name, implementation, {"tpu": (backend,)}, xla, state, inputs, prepared.segments, results=results
+    )
     return (out, state) if return_state else out
 
 

@@ -13,10 +13,10 @@ from brl_jax.attention.recurrent.seen_ranges import score_factors, seen_ranges
 # Triton is imported where it is needed: it costs import time.
 
 
-def gau_backend(query, key, value, bias: PositionBias | None, *, is_causal: bool, unsuited: bool) -> Backend:
+def gau_backend(*, is_causal: bool, unsuited: bool) -> Backend:
     """The kernel of `gau_attention` for operands (query, key, value, bias, positions, segments, key_segments)."""
 
-    def obstacle() -> str | None:
+    def obstacle(query, key, value, bias: PositionBias | None, *_) -> str | None:
         from pallas_kernels import triton
 
         features = query

@@ -287,7 +287,12 @@ def feature_sums(
             kernel, query, key, value, features=num_features,
             chunk_size=chunk_size, log_decay=log_decay,
         )  # fmt: skip
-        return dispatch(name, implementation, {"tpu": (backend,)}, xla, state, inputs, segments)
+        total = jax.ShapeDtypeStruct((*query.shape[:3], value_dim), jnp.float32)
+        weight = jax.ShapeDtypeStruct((*query.shape[:3], 1), jnp.float32) if normalize else None
+        return dispatch(
+            name, implementation, {"tpu": (backend,)}, xla, state, inputs, segments,
+            results=((total, weight), state),
+        )  # fmt: skip
 
     if log_decay is not None:
         require(

@@ -61,17 +61,18 @@ def recurrence_backend(
       features: of the queries and keys that the kernel is given.
       chunk_size: of the walk through XLA, which serves rows that a mesh cuts.
     """
-    length = key.shape[1]
+    sizes = ((query, features), (key, features), (value, value.shape[3]))
+    shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
+    by_feature = log_decay is not None and log_decay.ndim == 4
 
-    def obstacle() -> str | None:
+    def obstacle(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
-        if log_decay is not None and log_decay.ndim == 4:
+        if by_feature:
             return "log_decay must be one number for each token and head, got one for each feature"
-        sizes = ((query, features), (key, features), (value, value.shape[3]))
-        shapes = (jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes)
         return tpu.recurrence_obstacle(*shapes, delta=delta)
 
+    length = key.shape[1]
     unsuited = length < _SHORTEST or sequence_axis(length, chunk_size) is not None
     return Backend("pallas", run, obstacle, unsuited)
 

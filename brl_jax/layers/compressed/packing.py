@@ -11,13 +11,13 @@ Each further block directly follows a whole block of its sequence. Concatenated,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.derivatives import differentiable
+from brl_jax.attention.core.by_platform import Form, by_platform
 
 
 class PackedBlocks(NamedTuple):
@@ -115,26 +115,24 @@ def move(x: Float[Array, "B T ..."], source: Int[Array, "B S"], target: Int[Arra
     `target` is the inverse, the row of out for each row of x (S if x's row is dropped). It makes the gradient another
     `move`, which is a gather; the gradient of an indexed read would be a scatter.
     """
-    return differentiable(_move, lambda x, source, target: _take(x, source))(x, source, target)
+    return by_platform(
+        lambda *_: Form(_run_move, _move_back),
+        x,
+        source,
+        target,
+        results=jax.ShapeDtypeStruct((*source.shape, *x.shape[2:]), x.dtype),
+        plain=lambda x, source, target: _take(x, source),
+    )
 
 
-@jax.custom_vjp
-def _move(x: Array, source: Array, target: Array) -> Array:
-    return _take(x, source)
+def _run_move(x: Array, source: Array, target: Array) -> tuple[Array, tuple[()]]:
+    return _take(x, source), ()
+
+
+def _move_back(operands: Any, result: Array, kept: Any, d_result: Array) -> tuple[Array, None, None]:
+    return _take(d_result, operands[2]), None, None
 
 
 def _take(x, places):
     places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
     return jnp.take_along_axis(x, places, axis=1, mode="fill", fill_value=0)
-
-
-def _move_forward(x, source, target):
-    return _take(x, source), (source, target)
-
-
-def _move_backward(places, gradient):
-    source, target = places
-    return move(gradient, target, source), None, None
-
-
-_move.defvjp(_move_forward, _move_backward)

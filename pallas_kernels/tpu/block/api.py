@@ -25,18 +25,21 @@ from pallas_kernels.tpu.block.plan import (
 )
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
-from pallas_kernels.tpu.core.heads import pack, pack_rows, unpack, unpack_rows
+from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, pack_rows, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
 from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _packed(query, key, value, bias, hidden, shift, call: BlockCall, with_log_sum: bool):
-    return _packed_fwd(query, key, value, bias, hidden, shift, call, with_log_sum)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _packed(query, key, value, bias, hidden, shift, known, call: BlockCall, with_log_sum: bool):
+    return _packed_fwd(query, key, value, bias, hidden, shift, known, call, with_log_sum)[0]
 
 
-def _packed_fwd(query, key, value, bias, hidden, shift, call: BlockCall, with_log_sum: bool):
-    out, statistics = block_forward(query, key, value, bias, hidden, shift, call)
+def _packed_fwd(query, key, value, bias, hidden, shift, known, call: BlockCall, with_log_sum: bool):
+    if known is None:
+        out, statistics = block_forward(query, key, value, bias, hidden, shift, call)
+    else:
+        out, statistics = known
     result = (out, log_sum_exp(statistics, call.scale)) if with_log_sum else out
     return result, (query, key, value, bias, hidden, shift, out, statistics)
 
@@ -55,7 +58,7 @@ def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
     )
     mean = mean.reshape(*statistics.shape[:2], call.layout.packed, -1)
     grads = block_backward(query, key, value, bias, hidden, shift, grad, statistics, mean, grad_log_sum, call)
-    return *grads, None, None
+    return *grads, None, None, None
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
@@ -117,6 +120,7 @@ def block_attention(
     query_lengths: Int[Array, " B"] | None = None,
     key_lengths: Int[Array, " B"] | None = None,
     return_log_sum_exp: bool = False,
+    known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
     chip: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -204,8 +208,11 @@ def block_attention(
             packed_query, packed_key, packed_value, numbers
         )
     hidden = Hidden(tokens.segments, rows)
+    if known is not None:
+        known_out, log_sums = known
+        known = pack_queries(known_out, layout), pack_log_sums(log_sums, scale, layout)
     result = _packed(
-        packed_query, packed_key, packed_value, numbers, hidden, tokens.shift, call, return_log_sum_exp
+        packed_query, packed_key, packed_value, numbers, hidden, tokens.shift, known, call, return_log_sum_exp
     )
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
     out = zero_absent(out, tokens.query_exists)

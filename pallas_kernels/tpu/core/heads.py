@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tpu.core.arithmetic import NN, TN, dot
+from pallas_kernels.tpu.core.arithmetic import EMPTY, NN, TN, dot
 
 LANES = 128
 MAX_HEAD_DIM = 256
@@ -58,14 +58,19 @@ def pack(
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     extra = -heads % layout.packed
-    pad_lanes = layout.head_dim - head_dim
+    return _flat(query, extra, layout), _flat(key, extra, layout), _flat(value, extra, layout), layout
 
-    def flatten(x):
-        if extra or pad_lanes:
-            x = jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, pad_lanes)))
-        return x.reshape(*x.shape[:2], -1)
 
-    return flatten(query), flatten(key), flatten(value), layout
+def pack_queries(x: Float[Array, "B T N H"], layout: HeadLayout) -> Float[Array, "B T L"]:
+    """An array that is laid out as the queries are, by `pack`."""
+    return _flat(x, -x.shape[2] % layout.packed, layout)
+
+
+def _flat(x: Array, extra: int, layout: HeadLayout) -> Array:
+    pad_lanes = layout.head_dim - x.shape[3]
+    if extra or pad_lanes:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, pad_lanes)))
+    return x.reshape(*x.shape[:2], -1)
 
 
 def unpack(
@@ -79,6 +84,21 @@ def unpack(
 def unpack_rows(rows: Float[Array, "B tiles packed T"], heads: int) -> Float[Array, "B T N"]:
     """Returns one number for each head and query as (batch, length, heads)."""
     return rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :heads].swapaxes(1, 2)
+
+
+def pack_log_sums(
+    log_sums: Float[Array, "B T N"], scale: float, layout: HeadLayout
+) -> Float[Array, "B tiles statistics T"]:
+    """The kernels' statistics of rows whose log-sum-exp is known; see `arithmetic.log_sum_exp`."""
+    seen = log_sums > -jnp.inf
+    top = jnp.where(seen, log_sums / scale, 0.0)
+    log_total = jnp.where(seen, 0.0, EMPTY)
+
+    def pack(x: Float[Array, "B T N"]) -> Float[Array, "B tiles packed T"]:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % layout.packed)))
+        return jnp.moveaxis(x, 1, 2).reshape(x.shape[0], -1, layout.packed, x.shape[1])
+
+    return jnp.concatenate([pack(top), pack(log_total)], axis=2)
 
 
 def pack_rows(x: Int[Array, "B T K M"], heads: int, layout: HeadLayout) -> Int[Array, "B tiles rows T"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
-from pallas_kernels.tpu.core.heads import pack, unpack, unpack_rows
+from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
 from pallas_kernels.tpu.window.backward import window_backward
 from pallas_kernels.tpu.window.bias import lay_out
@@ -22,14 +22,17 @@ from pallas_kernels.tpu.window.sizes import WindowBlocks, plan_window
 from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _packed(query, key, value, bias, segments, call: WindowCall):
-    return _packed_fwd(query, key, value, bias, segments, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _packed(query, key, value, bias, segments, known, call: WindowCall):
+    return _packed_fwd(query, key, value, bias, segments, known, call)[0]
 
 
-def _packed_fwd(query, key, value, bias, segments, call: WindowCall):
-    operand = None if bias is None else lay_out(bias, call, call.forward)
-    out, statistics = window_forward(query, key, value, segments, operand, call)
+def _packed_fwd(query, key, value, bias, segments, known, call: WindowCall):
+    if known is None:
+        operand = None if bias is None else lay_out(bias, call, call.forward)
+        out, statistics = window_forward(query, key, value, segments, operand, call)
+    else:
+        out, statistics = known
     result = (out, log_sum_exp(statistics, call.scale)) if call.with_log_sum else out
     return result, (query, key, value, bias, segments, statistics)
 
@@ -43,7 +46,7 @@ def _packed_bwd(call: WindowCall, residuals, grads):
     *of_arrays, grad_operand = window_backward(
         query, key, value, segments, operand, statistics, grad_log_sum, grad, call
     )
-    return *of_arrays, None if pull is None else pull(grad_operand)[0], None
+    return *of_arrays, None if pull is None else pull(grad_operand)[0], None, None
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
@@ -91,6 +94,7 @@ def window_attention(
     query_lengths: Int[Array, " B"] | None = None,
     key_lengths: Int[Array, " B"] | None = None,
     return_log_sum_exp: bool = False,
+    known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
     chip: str | None = None,
     blocks: WindowBlocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -115,6 +119,8 @@ def window_attention(
         segment.
       query_lengths, key_lengths: (B,) ints, how many tokens exist; absent tokens never influence a result.
       return_log_sum_exp: also return the natural log of each row's sum of exponentials.
+      known: what an earlier call returned, with the log-sum-exp. The forward kernel then does not run, and the gradient
+        is that of the earlier call.
       chip: "v4", "v5e", "v5p", "v6e" or "7x", for its block sizes. None takes the chip of query's mesh, of the mesh in
         use, or of this process; if none of these determines it, sizes that fit every chip.
       blocks: block sizes; override the chip's.
@@ -149,7 +155,10 @@ def window_attention(
         packed_query, packed_key, packed_value, numbers = vary_alike(
             packed_query, packed_key, packed_value, bias.slopes if isinstance(bias, Slopes) else bias.numbers
         )
-    result = _packed(packed_query, packed_key, packed_value, numbers, tokens.segments, call)
+    if known is not None:
+        known_out, log_sums = known
+        known = pack_queries(known_out, layout), pack_log_sums(log_sums, scale, layout)
+    result = _packed(packed_query, packed_key, packed_value, numbers, tokens.segments, known, call)
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
     out = zero_absent(out, tokens.query_exists)
     if not return_log_sum_exp:

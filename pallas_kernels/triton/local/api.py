@@ -99,6 +99,7 @@ def local_attention(
     query_lengths: Int[Array, " B"] | None = None,
     key_lengths: Int[Array, " B"] | None = None,
     return_log_sum_exp: bool = False,
+    known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Softmax attention over any pattern of pairs, at the cost of the blocks that the pattern touches.
 
@@ -115,6 +116,8 @@ def local_attention(
       query_segment_ids, key_segment_ids: ints, both or neither; a query sees the keys of its own segment.
       query_lengths, key_lengths: (B,) ints, how many tokens exist; tokens beyond never influence a result.
       return_log_sum_exp: also return the natural logarithm of each row's sum of exponentials.
+      known: what an earlier call returned, with the log-sum-exp. The forward kernel then does not run, and the gradient
+        is that of the earlier call.
 
     Returns:
       (B, T, N, H) in query's dtype, zero where a query sees nothing; with `return_log_sum_exp` also (B, T, N) float32,
@@ -154,7 +157,12 @@ def local_attention(
     sinks = jnp.zeros((1,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     # Repeat the sinks for each sequence, so that `vmap` can map them.
     sinks = jnp.broadcast_to(sinks, (batch, *sinks.shape))
-    out, log_sums = _attend(*vary_alike(query, key, value, *ids, sinks), call)
+    if known is not None:
+        known_out, known_sums = known
+        # In base 2 and inf where a query sees nothing, as the forward kernel writes them.
+        known_sums = jnp.where(jnp.isneginf(known_sums), jnp.inf, known_sums * math.log2(math.e))
+        known = known_out, jnp.moveaxis(known_sums, 2, 1)
+    out, log_sums = _attend(*vary_alike(query, key, value, *ids, sinks), known, call)
     if not return_log_sum_exp:
         return _only(out, exists[0])
     return _only(out, exists[0]), jnp.moveaxis(log_sums, 1, 2)
@@ -165,13 +173,16 @@ def _only(x: Array, exists: Array | None) -> Array:
     return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(query, key, value, query_ids, key_ids, sinks, call: _LocalCall):
-    return _attend_forward(query, key, value, query_ids, key_ids, sinks, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _attend(query, key, value, query_ids, key_ids, sinks, known, call: _LocalCall):
+    return _attend_forward(query, key, value, query_ids, key_ids, sinks, known, call)[0]
 
 
-def _attend_forward(query, key, value, query_ids, key_ids, sinks, call: _LocalCall):
-    out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids, sinks)
+def _attend_forward(query, key, value, query_ids, key_ids, sinks, known, call: _LocalCall):
+    if known is None:
+        out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids, sinks)
+    else:
+        out, log_sums = known
     natural = (
         jnp.where(jnp.isposinf(log_sums), -jnp.inf, log_sums * math.log(2.0))
         if call.with_log_sum
@@ -194,7 +205,7 @@ def _attend_backward(call: _LocalCall, saved, gradients):
     if call.sinks:  # a sink acts as one more key, whose value is 0
         weights = jnp.exp2(sinks[:, :, None] * math.log2(math.e) - log_sums)
         d_sinks = -jnp.sum(weights * delta, 2)
-    return *gradients, None, None, d_sinks
+    return *gradients, None, None, d_sinks, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
