@@ -147,9 +147,10 @@ def interpreted() -> Iterator[dict]:
     size = {"n": 72, "heads": 2, "kv_heads": 1, "head_dim": 16, "few": 10, "window": 20, "batch": 2}
     for dtype in ("float32", "float16"):
         for name in (*RECURRENT, *KERNELS):
-            alike = {"kv_heads": None} if name == "compress_blocks" else {}
-            yield _task("check", name, size | alike, "triton", dtype=dtype)
-    for name in (*RECURRENT, *OTHERS):
+            if name != "native_sparse":  # whose kernel is `selected`
+                alike = {"compress_blocks": {"kv_heads": None}, "selected": {"batch": 1}}.get(name, {})
+                yield _task("check", name, size | alike, "triton", dtype=dtype)
+    for name in (*RECURRENT, *OTHERS, "native_sparse"):
         yield _task("check", name, size | ({"kv_heads": None} if name in OTHERS else {}), dtype="float32")
 
 

@@ -78,14 +78,14 @@ def draw(kind: str, size: Size, dtype: Any, seed: int) -> np.ndarray:
     if kind == "segments":
         cuts = np.linspace(0, length, 5)[1:-1].astype(int) + 3
         return np.broadcast_to(np.searchsorted(cuts, np.arange(length), "right"), (z.batch, length)).astype("i4")
-    if kind == "starts":  # its own block of 64 keys, the first one, and earlier ones: sixteen
-        own = np.arange(length)[:, None] // 64
-        rng = np.random.default_rng(seed)
-        places = np.sort(rng.permuted(np.tile(np.arange(1, max(length // 64, 15)), (length, 1)), axis=1)[:, :14])
-        chosen = np.where(places < own, places, length)
-        chosen = np.concatenate([own, np.where(own > 0, 0, length), chosen], 1)
-        starts = np.where(chosen < length, chosen * 64, length).astype("i4")
-        return np.broadcast_to(starts[None, :, None], (z.batch, length, z.kv, 16)).copy()
+    if kind == "starts":  # the first keys of each token's own block of 64, of block 0 and of earlier ones: 16 at most
+        own, blocks = np.arange(length)[:, None] // 64, -(-length // 64)
+        others = np.tile(np.arange(1, blocks), (length, 1))
+        places = np.random.default_rng(seed).permuted(others, axis=1)[:, :14]
+        places = np.concatenate([own, np.zeros_like(own), places], 1)
+        repeated = (places >= own) & (np.arange(places.shape[1]) > 0)
+        starts = np.where(repeated, length, places * 64).astype("i4")
+        return np.broadcast_to(starts[None, :, None], (z.batch, length, z.kv, starts.shape[1])).copy()
     shape = shapes[kind]
     count = math.prod(shape)
     base = _pool(seed)[: max(1, min(count, 1 << 21))]
@@ -404,7 +404,7 @@ def training_step(size: Size) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of gradient descent of a two-layer BRL decoder, and its arguments: parameters and tokens."""
     config = brl_jax.DecoderConfig(
         mechanism=brl_jax.BRLConfig(), num_layers=2, d_model=size.heads * size.head_dim, num_heads=size.heads,
-        vocab_size=256, dtype=jnp.bfloat16,
+        vocab_size=256, dtype="bfloat16",
     )  # fmt: skip
     model = brl_jax.DecoderLM(config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (size.batch, size.n)), jnp.int32)
