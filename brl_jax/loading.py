@@ -54,18 +54,15 @@ class LoadedRun(NamedTuple):
 def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") -> LoadedRun:
     """Reads a network that train.lm, train.lra, train.recall, train.copy, train.regression or train.forecast trained.
 
-        run = load_run("runs/lm")
-        logits, _ = run.model.apply(run.variables, tokens)
-
     Args:
       workdir: the run's folder, with config.json and checkpoints.
-      checkpoint: "best" (by the evaluations during training; "last" if there were none), "last", or a step. Damaged
-        checkpoints are skipped: "last" falls back to the newest readable one.
+      checkpoint: "best" (that of the best evaluation while training, else the last), "last", or a step. Damaged
+        checkpoints have no evaluation, and where the last one is asked for, those before it stand for it.
 
     Raises:
       ImportError: the extra `train` is not installed.
-      FileNotFoundError: the run or the checkpoint does not exist.
-      ValueError: config.json or the checkpoint is damaged, or the run's task is not supported here.
+      FileNotFoundError: there is no such run or checkpoint.
+      ValueError: config.json or the checkpoint is damaged, or of a task that this function does not know.
     """
     try:
         import orbax.checkpoint as ocp
@@ -77,17 +74,17 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(folder / str(step), args=ocp.args.Composite(**items))
-        except Exception as error:  # storage backends raise many types
+        except Exception as error:  # whatever the storage raises
             raise ValueError(f"checkpoint {folder / str(step)} cannot be read: {error}") from error
 
     path = epath.Path(workdir) / "config.json"
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not a complete JSON file: {error}") from error
+        raise ValueError(f"{path} is no whole JSON file: {error}") from error
     model, inputs = _network(config)
     folder = epath.Path(workdir) / "checkpoints"
-    if "://" not in os.fspath(folder):  # resolving would turn gs://... into a name in the working directory
+    if "://" not in os.fspath(folder):  # epath would take gs://... for a name in the working directory
         folder = folder.resolve()
     steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     scores: dict[int, float] = {}
@@ -189,7 +186,7 @@ def save_export(
 
 
 def _network(config: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the module of a run's configuration, and the shapes of its inputs."""
+    """The module of a run's configuration, and the shapes of its inputs."""
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError("config.json must be an object with a part 'model'")
     values = config["model"]
