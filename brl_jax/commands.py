@@ -51,12 +51,12 @@ def _run(program: str, package: str) -> int:
     module = f"{package}.{name}"
     try:
         if is_completion:
-            print(importlib.import_module("train.completion").completion(program, names, rest[0]), end="")
+            print(importlib.import_module("train.cli.completion").completion(program, names, rest[0]), end="")
             return 0
         spec = importlib.util.find_spec(module)
         is_folder = spec is not None and spec.submodule_search_locations is not None
         main = importlib.import_module(f"{module}.__main__" if is_folder else module).main
-        command = importlib.import_module("train.errors").command
+        command = importlib.import_module("train.cli.command").command
     except ModuleNotFoundError as error:
         return _refuse(program, f"the module {error.name} is missing: pip install -e '.[train]' in {_ROOT}")
     del sys.argv[1]

@@ -6,9 +6,8 @@ numbers in this package refer to "Customizing the Inductive Biases of Softmax At
 (arXiv:2509.07963, section 3).
 """
 
-from brl_jax.structured.base import StructuredMatrix
 from brl_jax.structured.low_rank import MLR, BlockLowRank, LowRank
-from brl_jax.structured.mlbtc import MLBTC, BlockContraction
+from brl_jax.structured.mlbtc import MLBTC, BlockContraction, StructuredMatrix
 from brl_jax.structured.scale import limit_rms, rms_limit
 from brl_jax.structured.tensor_train import BTT, Butterfly, Kronecker, Monarch
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.structured.base import StructuredMatrix, check_rank, check_same
-from brl_jax.structured.mlbtc import MLBTC, BlockContraction
+from brl_jax.structured.mlbtc import MLBTC, BlockContraction, StructuredMatrix, check_rank, check_same
 from brl_jax.structured.scale import draw
 
 

@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.structured.base import StructuredMatrix, check_rank, check_same, check_vectors
-from brl_jax.structured.mlbtc import MLBTC, BlockContraction
+from brl_jax.structured.mlbtc import (
+    MLBTC,
+    BlockContraction,
+    StructuredMatrix,
+    check_rank,
+    check_same,
+    check_vectors,
+)
 from brl_jax.structured.scale import draw
 
 

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,10 +35,11 @@ from rich.table import Table
 
 from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import computations, trips
+from eval.chips.ptxas import find_assembler
 from eval.harness.pictures import json_path
-from train.config import parse_options
-from train.errors import RunError, UserError
-from train.storage import write_whole
+from train.cli.options import parse_options
+from train.engine.errors import RunError, UserError
+from train.engine.storage import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,14 +366,8 @@ def _bytes(shape: str) -> int:
 
 
 def assembler() -> str:
-    """ptxas of the CUDA wheels beside this Python, else Triton's for the newest GPUs, else the one on PATH.
-
-    An older one refuses a newer Triton's code.
-    """
-    for pattern in ("nvidia/*/bin/ptxas", "triton/backends/nvidia/bin/ptxas-blackwell"):
-        for path in (found for folder in map(Path, sys.path) for found in folder.glob(pattern)):
-            return str(path)
-    found = shutil.which("ptxas")
+    """The assembler; UserError where there is none."""
+    found = find_assembler()
     if found is None:
         raise UserError("ptxas is missing: pip install -e '.[gpu]'")
     return found

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from train.errors import UserError
-from train.throughput import PEAK_FLOPS
+from train.engine.errors import UserError
+from train.engine.throughput import PEAK_FLOPS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from train.config import parse_options
+from train.cli.options import parse_options
 
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "jax-triton", "libtpu")
 

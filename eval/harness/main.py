@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from eval.harness.groups import compared
 from eval.harness.pictures import picture_path, save
 from eval.harness.runs import Run, open_run
-from train.checkpoint import Checkpoints
-from train.config import parse_options
-from train.config_file import flatten
-from train.errors import UserError, one_line
-from train.main import keep_programs
-from train.metrics import log
-from train.storage import as_os_errors, write_whole
-from train.task import Task, find_runs, read_config
+from train.cli.main import keep_programs
+from train.cli.options import parse_options
+from train.engine.checkpoint import Checkpoints
+from train.engine.config_file import flatten
+from train.engine.errors import UserError, one_line
+from train.engine.metrics import log
+from train.engine.storage import as_os_errors, write_whole
+from train.tasks.task import Task, find_runs, read_config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,9 @@ from eval.speed import (
 from eval.speed.measure import measure
 from eval.speed.options import Level, SpeedOptions
 from eval.speed.pictures import draw
-from train.config import parse_options
-from train.errors import RunError, command
+from train.cli.command import command
+from train.cli.options import parse_options
+from train.engine.errors import RunError
 
 LEVELS = {
     "functions": functions.cases,

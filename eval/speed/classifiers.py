@@ -17,12 +17,12 @@ import numpy as np
 
 from eval.speed.measure import Candidate, Case, Program, check_finite, check_room, compile_program
 from eval.speed.networks import Network, network, network_names
-from train.mesh import open_mesh, place_batch, training_programs
-from train.step import Batch, make_eval_step
-from train.summary import num_parameters
-from train.task import Task
+from train.cli.summary import num_parameters
+from train.engine.mesh import open_mesh, place_batch, training_programs
+from train.engine.step import Batch, make_eval_step
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS, LraConfig
+from train.tasks.task import Task
 
 if TYPE_CHECKING:
     from eval.speed.options import SpeedOptions

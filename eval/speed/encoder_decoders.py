@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from brl_jax.layers import LinformerConfig
 from eval.speed.classifiers import candidate
 from eval.speed.measure import Candidate, Case
-from train.mesh import open_mesh
+from train.engine.mesh import open_mesh
 from train.tasks.copy import COPY
 from train.tasks.copy_config import PRESETS, CopyConfig
 

@@ -36,8 +36,8 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.pictures import json_path, make_folder
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, NoNumber, Program, available_bytes, measure
-from train.config import parse_options
-from train.errors import UserError
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 
 TLINFORMER, PLAIN, PLAIN_PROMPT = "tlinformer", "plain decoder", "plain decoder, prompt"
 # Tokens of the prompt that are read at a time.

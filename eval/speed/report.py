@@ -18,7 +18,7 @@ from rich.table import Table
 from eval.speed.encoders import NUM_LAYERS
 from eval.speed.functions import TORCH, has_torch
 from eval.speed.options import Level, SpeedOptions
-from train.storage import write_whole
+from train.engine.storage import write_whole
 
 PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step", "train": "train"}
 

@@ -30,10 +30,10 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.pictures import line_styles, plain_log_axis, report, shared_legend
-from train.config import parse_options
-from train.errors import UserError
-from train.optimizer import OptimizerConfig, optimizer_of
-from train.step import init_state, make_train_step
+from train.cli.options import parse_options
+from train.engine.errors import UserError
+from train.engine.optimizer import OptimizerConfig, optimizer_of
+from train.engine.step import init_state, make_train_step
 from train.tasks.lm import lm_objective
 
 # Modules whose outputs are recorded, by their names in the network.

@@ -60,9 +60,9 @@ from brl_jax.models import DecoderLM
 from eval.harness.pictures import legend_outside, line_styles, report
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.studies.locality import layer_weights
-from train.config import parse_options
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 
 Kind = Literal["softmax", "linear", "norm"]

@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 from brl_jax.attention.core.checks import check_at_least
 from eval.harness.pictures import legend_outside, line_styles, report
 from eval.harness.runs import run_labels
-from train.config import parse_options
-from train.errors import UserError
-from train.metrics import read_metrics
-from train.summary import mechanism_names
-from train.task import read_config
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
+from train.engine.metrics import read_metrics
 from train.tasks.lm import LM
+from train.tasks.task import read_config
 
 _TITLES = {
     "grad_rsd": "norm of the whole gradient",

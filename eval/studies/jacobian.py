@@ -33,10 +33,10 @@ from brl_jax.models.stack import Stack
 from eval.harness.pictures import legend_outside, line_styles, plain_log_axis, report
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.tasks.reach import window_reach
-from train.config import parse_options
-from train.errors import UserError
-from train.step import Objective
-from train.summary import mechanism_names
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
+from train.engine.step import Objective
 from train.tasks.every import TASKS
 
 

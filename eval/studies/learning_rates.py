@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from eval.harness.pictures import legend_outside, line_styles
 from eval.studies.coordinates import WidthOptions, compare, make_model, text_batch
-from train.optimizer import OptimizerConfig, optimizer_of
+from train.engine.optimizer import OptimizerConfig, optimizer_of
 from train.tasks.lm import lm_objective
 
 

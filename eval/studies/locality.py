@@ -35,10 +35,10 @@ from brl_jax.models.stack import group_layers
 from eval.harness.pictures import legend_outside, line_styles, report
 from eval.harness.runs import run_labels
 from eval.tasks.lm import read_run
-from train.config import parse_options
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
 from train.data import load
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,8 @@ from brl_jax.models import DecoderLM
 from eval.harness.pictures import report
 from eval.harness.runs import Run, first_rows, open_run
 from eval.studies.locality import layer_weights
-from train.config import parse_options
-from train.errors import UserError
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 from train.tasks.recall import RECALL
 

@@ -36,8 +36,8 @@ from brl_jax.layers import TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.pictures import legend_outside, line_styles, picture_path, save
 from eval.studies.operations import products
-from train.config import parse_options
-from train.errors import UserError
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 
 KINDS = ("miss", "first", "hit")
 

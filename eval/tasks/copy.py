@@ -21,14 +21,15 @@ import numpy as np
 from etils import epath
 
 from brl_jax.decoding import generate
+from brl_jax.layers import mechanism_name
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.copy_table import draw, markdown
-from train.config_file import flatten, to_json
-from train.data.copying import BEGIN, END, SPECIAL
-from train.data.tokenizers import load_tokenizer
-from train.errors import UserError, one_line
-from train.summary import mechanism_name
+from train.data.copying import BEGIN, SPECIAL
+from train.data.lra.listops import END
+from train.data.tokenizers.named import load_tokenizer
+from train.engine.config_file import flatten, to_json
+from train.engine.errors import UserError, one_line
 from train.tasks.copy import COPY
 from train.tasks.copy_config import CopyConfig
 

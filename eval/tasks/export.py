@@ -26,9 +26,9 @@ from brl_jax.models import DecoderLM, huggingface
 from brl_jax.models.config import ComputationType
 from brl_jax.models.huggingface.files import TOKENIZER_FILES
 from eval.harness.runs import open_run
-from train.config import parse_options
-from train.errors import UserError
-from train.metrics import log
+from train.cli.options import parse_options
+from train.engine.errors import UserError
+from train.engine.metrics import log
 from train.tasks.every import TASKS
 
 

@@ -28,10 +28,10 @@ from brl_jax.decoding import generate
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.forecast_table import Example, draw, markdown
-from train.config import check_seed
+from train.cli.summary import mechanism_names
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
-from train.summary import mechanism_names
+from train.engine.config import check_seed
 from train.tasks.forecast import (
     FORECAST_TASKS,
     AnyForecastConfig,

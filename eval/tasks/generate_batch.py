@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from brl_jax.batching import Request, generate_requests
-from train.data import Tokenizer
-from train.errors import UserError
-from train.storage import write_whole
+from train.data.tokenizers.base import Tokenizer
+from train.engine.errors import UserError
+from train.engine.storage import write_whole
 
 _KEYS = ("prompt", "max_tokens", "id")
 

@@ -21,9 +21,9 @@ import numpy as np
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.glue_table import draw, markdown
+from train.cli.summary import mechanism_names
 from train.data.glue import GLUE_TASKS
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.glue import GLUE
 
 

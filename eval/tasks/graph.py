@@ -22,8 +22,8 @@ import numpy as np
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.graph_table import draw, markdown
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.graph import GRAPH, GraphData
 
 

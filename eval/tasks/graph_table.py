@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from eval.harness.groups import alike
 from eval.harness.pictures import line_styles
-from train.metrics import read_metrics
+from train.engine.metrics import read_metrics
 
 # BRL-Attention (OpenReview Vpyg3fqXbl), table 4: micro and macro F1.
 PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {

@@ -19,7 +19,7 @@ from brl_jax.models import StackConfig
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.lra_table import draw, markdown
-from train.summary import mechanism_names
+from train.cli.summary import mechanism_names
 from train.tasks.lra import LRA
 
 

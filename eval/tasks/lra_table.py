@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from eval.harness.groups import alike
 from eval.harness.pictures import line_styles
 from eval.tasks.lra_figures import AVERAGES, PAPERS
-from train.data.lra import LRA_TASKS
+from train.data.lra.tasks import LRA_TASKS
 
 Row = dict[str, str]
 

@@ -22,10 +22,10 @@ from brl_jax.models import DecoderLM
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.recall_table import draw, markdown
-from train.config_file import flatten, to_json
 from train.data.recall import Case, RecallDataConfig, obstacle
-from train.errors import UserError, one_line
-from train.metrics import log, read_metrics
+from train.engine.config_file import flatten, to_json
+from train.engine.errors import UserError, one_line
+from train.engine.metrics import log, read_metrics
 from train.tasks.recall import RECALL
 
 # A run has learned its task where the held-out accuracy reaches this.

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from eval.harness.groups import alike
 from eval.harness.pictures import line_styles, plain_log_axis, shared_legend
-from train.errors import UserError
+from train.engine.errors import UserError
 
 Result = Mapping[str, Any]
 

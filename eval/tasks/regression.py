@@ -24,9 +24,9 @@ from brl_jax.models import Regressor
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.regression_table import draw, markdown
-from train.flops import matrix_flops
-from train.metrics import read_metrics
-from train.summary import mechanism_names
+from train.cli.summary import mechanism_names
+from train.engine.flops import matrix_flops
+from train.engine.metrics import read_metrics
 from train.tasks.regression import REGRESSION, RegressionConfig
 
 

@@ -10,7 +10,7 @@ import pytest
 
 _INTERRUPTED = """
 import gc, signal, sys, time
-from train.errors import command
+from train.engine.errors import command
 
 def main(argv):
     sent = []

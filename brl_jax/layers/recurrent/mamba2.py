@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
-from brl_jax.layers.core.modules import dense, merge_heads, merged_norm, parameter
+from brl_jax.layers.core.modules import dense, merge_heads, parameter
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
@@ -59,8 +59,8 @@ class Mamba2(ConvolvedLayer):
     """y = SSD(x, B, C) + D x, then norm(y * swish(z)) W (section 7.1 and figure 6).
 
     x, B and C are projections followed by short convolutions and SiLU. With dt = softplus(...) for each head and token,
-    the state decays by exp(-exp(rate) dt); B is its key, dt x its value and C its query. The norm is over all heads
-    together.
+    the state decays by exp(-exp(rate) dt); B is its key, dt x its value and C its query. The norm is over the heads
+    of a group together, as in the published weights.
     """
 
     @property
@@ -112,8 +112,13 @@ class Mamba2(ConvolvedLayer):
         return StateAttention(attend, inner)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        d = self.dimensions
         gated = attended * jax.nn.silu(self._project(x, "gate"))
-        return merge_heads(self.dimensions, merged_norm(self.dimensions, "rms", name="merged_norm")(gated))
+        groups = gated.reshape(*x.shape[:2], self.mechanism.num_groups, -1, d.head_dim)
+        norm = nn.RMSNorm(d.norm_epsilon, d.dtype, use_scale=False, reduction_axes=(-2, -1))
+        sizes = (self.num_heads, d.head_dim)
+        scale = parameter(self, "norm_scale", nn.initializers.ones_init(), sizes, ("heads", "head_dim"))
+        return merge_heads(d, norm(groups).reshape(gated.shape) * scale.astype(d.dtype)[None, None])
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
         sizes = (self.num_heads, self.dimensions.head_dim)

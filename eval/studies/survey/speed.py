@@ -20,8 +20,8 @@ from rich.progress import Progress
 from eval.speed.classifiers import classifier
 from eval.speed.measure import Case, measure
 from eval.studies.survey.options import SurveyRun
-from train.config_file import flatten
-from train.storage import write_whole
+from train.engine.config_file import flatten
+from train.engine.storage import write_whole
 from train.tasks.lra import LRA
 
 _SECONDS = 20.0

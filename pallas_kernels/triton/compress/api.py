@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import SCORES, padded, split
+from pallas_kernels.triton.core.sizes import SCORES, adjustable, padded, split
 from pallas_kernels.varying import vary_alike
 
 #: Maximum number of compressed tokens in one program.
@@ -40,6 +40,7 @@ _TILED = HistoryTile(32, 8, 2), HistoryTile(32, 8, 2)
 _TILED_TOKENS = 32
 
 
+@adjustable("compress")
 def choose_tiles(query: Any) -> tuple[HistoryTile, HistoryTile]:
     """Returns the sizes of the forward and backward kernels for these tokens on the target GPU."""
     if bridge.interprets():

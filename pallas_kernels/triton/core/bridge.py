@@ -12,10 +12,12 @@ nothing and works without Triton.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -33,6 +35,8 @@ from jaxtyping import Array
 DEFAULT_CAPABILITY = 90
 #: Minimum compute capability: Triton's matrix products need at least Ampere.
 LEAST_CAPABILITY = 80
+#: Triton 3.4 to 3.7.0 compile wrong gradients on Hopper where a matrix product's result is transposed into another.
+LEAST_TRITON = (3, 7, 1)
 # From this capability on (GeForce RTX 50, RTX PRO, DGX Spark), a block has 99 KiB of shared memory; a B200's has 227.
 _SMALL_MEMORY = 120
 # Kernels index an array's elements in int32.
@@ -61,10 +65,24 @@ def obstacle() -> str | None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} must be installed (pip install 'brl-jax[gpu]')"
+    if interprets():
+        return None
+    version = _triton_version()
+    if version and tuple(int(n) for n in re.findall(r"\d+", version)[:3]) < LEAST_TRITON:
+        return f"Triton must be {'.'.join(map(str, LEAST_TRITON))} or newer, got {version}"
     capability = target_capability()
-    if not interprets() and capability < LEAST_CAPABILITY:
+    if capability < LEAST_CAPABILITY:
         return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
     return None
+
+
+@functools.cache
+def _triton_version() -> str | None:
+    """None where another package brings the module, as nightly builds of PyTorch do."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def array_obstacle(query: Any, value: Any, *, most_head_dim: int) -> str | None:

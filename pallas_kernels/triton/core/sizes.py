@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import math
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 #: Number of streaming multiprocessors that one wave of programs should fill (H100, H200; A100 has 108, B200 148).
 MULTIPROCESSORS = 132
@@ -21,3 +26,36 @@ def split(length: int, others: int, block: int) -> tuple[int, int]:
     stretch = math.ceil(length / max(1, MULTIPROCESSORS // others))
     stretch = math.ceil(stretch / block) * block
     return math.ceil(length / stretch), stretch
+
+
+_Tiles = TypeVar("_Tiles", bound=tuple)
+_ADJUST: contextvars.ContextVar[Callable[[str, tuple], tuple] | None] = contextvars.ContextVar(
+    "adjust", default=None
+)
+
+
+@contextlib.contextmanager
+def adjusted_tiles(adjust: Callable[[str, tuple], tuple]) -> Iterator[None]:
+    """A context in which kernels are traced with the sizes adjust(operation, sizes), for tuning them.
+
+    JAX keeps traces: call `jax.clear_caches()` first where the same call was traced with other sizes.
+    """
+    token = _ADJUST.set(adjust)
+    try:
+        yield
+    finally:
+        _ADJUST.reset(token)
+
+
+def adjustable(operation: str) -> Callable[[Callable[..., _Tiles]], Callable[..., _Tiles]]:
+    """Makes a function that chooses an operation's sizes heed `adjusted_tiles`."""
+
+    def decorate(choose: Callable[..., _Tiles]) -> Callable[..., _Tiles]:
+        @functools.wraps(choose)
+        def chosen(*arguments: object) -> _Tiles:
+            tiles, adjust = choose(*arguments), _ADJUST.get()
+            return tiles if adjust is None else adjust(operation, tiles)  # type: ignore[return-value]
+
+        return chosen
+
+    return decorate

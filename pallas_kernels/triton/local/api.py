@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 from pallas_kernels.triton.local.lists import Pattern, make_lists
 from pallas_kernels.varying import vary_alike
 
@@ -58,6 +58,7 @@ _FLOAT32 = LocalTiles(LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1), LocalTil
 _INTERPRETED = LocalTiles(LocalTile(32, 16, 4, 1), LocalTile(32, 16, 4, 1), LocalTile(16, 32, 4, 1))
 
 
+@adjustable("local")
 def choose_tiles(head_dim: int, dtype: Any, capped: bool) -> LocalTiles:
     """Returns the sizes for a head dimension and dtype, with or without a soft cap, on the target GPU."""
     if bridge.interprets():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import SCORES, padded, split
+from pallas_kernels.triton.core.sizes import SCORES, adjustable, padded, split
 from pallas_kernels.varying import vary_alike
 
 #: Maximum number of compressed tokens in one program.
@@ -49,6 +49,7 @@ _FLOAT32 = {
 _INTERPRETED = RowTiles(RowTile(32, None, 4, 1), RowTile(32, None, 4, 1), RowTile(16, 16, 4, 1))
 
 
+@adjustable("propagate")
 def choose_tiles(tokens: int, dtype: Any) -> RowTiles:
     """Returns the sizes for a number of compressed tokens and a dtype on the target GPU."""
     if bridge.interprets():

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 from pallas_kernels.varying import vary_alike
 
 #: Maximum number of query heads that share a key head; one program handles them all.
@@ -122,6 +122,7 @@ def _attend_backward(call: _SelectedCall, saved, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+@adjustable("selected")
 def choose_tiles(dtype: Any) -> SelectedTiles:
     """Returns the kernels' sizes for a dtype on the target GPU."""
     if bridge.interprets():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 from pallas_kernels.varying import vary_alike
 
 #: Maximum number of features of queries and keys in one program.
@@ -136,6 +136,7 @@ def _attend_backward(precision: str, saved, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+@adjustable("squared_relu")
 def choose_tiles(features: int, dtype: Any) -> PairTiles:
     """Returns the sizes for a number of query features and a dtype on the target GPU."""
     if bridge.interprets():

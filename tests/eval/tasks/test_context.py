@@ -11,7 +11,7 @@ from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.tasks.context import Boundaries, boundaries, last_distances, summarise
 from eval.tasks.context_table import _by_distance
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])

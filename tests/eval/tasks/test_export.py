@@ -14,9 +14,9 @@ from brl_jax.layers import MECHANISMS
 from brl_jax.loading import load_export, save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from eval.tasks.lm import read_run
-from train.config_file import to_json
-from train.data import load_tokenizer
-from train.errors import UserError
+from train.data.tokenizers.named import load_tokenizer
+from train.engine.config_file import to_json
+from train.engine.errors import UserError
 
 LINE = (
     "--steps 1 --batch 2 --length 16 --num_layers 2 --d_model 16 --num_heads 2 --d_ff 16 --tensorboard False "
