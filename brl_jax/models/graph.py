@@ -26,7 +26,11 @@ SIMPLE_HGN_BETA = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class GraphConfig(StackConfig):
-    """Sizes and options of a network that classifies nodes."""
+    """Sizes and options of a network that classifies nodes.
+
+    config = GraphConfig(network="gcn", num_features=1433, num_classes=7)
+    model = NodeClassifier(config)
+    """
 
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by

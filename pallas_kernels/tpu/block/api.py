@@ -1,4 +1,4 @@
-"""Block-sparse attention on TPU: the differentiable call, and the check whether it supports its arguments."""
+"""Block-sparse attention on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 
