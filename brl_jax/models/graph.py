@@ -60,7 +60,7 @@ class GraphConfig(StackConfig):
         if not 0.0 <= self.input_dropout < 1.0:
             raise ValueError(f"input_dropout must be at least 0 and below 1, got {self.input_dropout}")
         if not self.kinds or min(self.kinds) < 0:
-            raise ValueError("kinds must be at least one kind, none below 0")
+            raise ValueError("kinds must not be empty or negative")
         self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property

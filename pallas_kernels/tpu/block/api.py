@@ -173,7 +173,7 @@ def block_attention(
     )
     heads, head_dim = query.shape[2:]
     if shift is not None and granules is not None:
-        raise ValueError("granules lie at known positions: shift must be None with them")
+        raise ValueError("shift must be None with granules, whose positions are static")
     shift = None if shift is None else jnp.asarray(shift, jnp.int32).reshape(1)
     tokens = mark_tokens(
         query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths, shift
