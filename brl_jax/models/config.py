@@ -259,7 +259,8 @@ def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
     if d.reversible:
         if mechanism.residual == "mixer" or mechanism.network is not None:
             raise ValueError(
-                f"reversible must be False with mechanism {name}, whose layers are not a mixer and a feed-forward network"
+                f"reversible must be False with mechanism {name}, whose layers are not a mixer and a feed-forward "
+                "network"
             )
         if mechanism.carrier(d, parent=None) is not None:
             raise ValueError(
