@@ -28,6 +28,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from brl_jax.fields import Checked
+
 AXES = ("data", "fsdp", "sequence", "tensor")
 
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -75,7 +77,7 @@ Names = Sequence[str | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Checked):
     """Number of devices along each axis of the mesh; one size may be -1, for all remaining devices."""
 
     data: int | None = None

@@ -25,6 +25,7 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.sharding import MeshConfig, make_mesh
 from train.cli.options import parse, parse_options
+from train.engine.batch import Batch
 from train.engine.errors import RunError, one_line
 from train.engine.hosts import HostsConfig, is_lead, join
 from train.engine.mesh import host_rows, place_batch, training_programs
@@ -134,7 +135,7 @@ def small_config(task: Task[Any, Any], mechanism: Mechanism) -> Any:
     return task.sized(dataclasses.replace(config, model=model, optimizer=optimizer))
 
 
-def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
+def make_batch(task: Task[Any, Any], config: Any, step: int) -> Batch:
     """A batch of random numbers in the shapes of a task's batches. Tokens with a target each are a text that can be
     learned: three times out of four a token follows from the one before it."""
     rng = np.random.default_rng([5, step])
@@ -167,7 +168,7 @@ def make_batch(task: Task[Any, Any], config: Any, step: int) -> dict[str, Any]:
             batch[name] = np.ones(x.shape, x.dtype)
         elif name != "targets":
             batch[name] = rng.standard_normal(x.shape).astype(np.float32)
-    return batch | {"reset": np.bool_(step == 0)}
+    return Batch(batch, reset=np.bool_(step == 0))
 
 
 def _small(mechanism: Mechanism) -> Mechanism:
@@ -188,9 +189,8 @@ def losses(task: Task[Any, Any], mechanism: Mechanism, mesh: Mesh, steps: int) -
         programs = training_programs(mesh, objective, config.optimizer, config.loop)
         state = programs.fresh()
         for step in range(steps):
-            batch = {
-                name: x if name == "reset" else x[own] for name, x in make_batch(task, config, step).items()
-            }
+            batch = make_batch(task, config, step)
+            batch = batch.with_arrays(**{name: x[own] for name, x in batch.arrays.items()})
             state, metrics = programs.step(state, place_batch(mesh, batch, _ROWS))
             taken.append(float(metrics["loss"]))
     return taken

@@ -29,11 +29,12 @@ from eval.chips.program_costs import collective_bytes
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
 from train.cli.options import parse
+from train.engine.batch import Batch, num_rows, num_tokens
 from train.engine.config import RunConfig
 from train.engine.errors import RunError, UserError, one_line
 from train.engine.flops import matrix_flops
 from train.engine.mesh import open_mesh, rows_sharding, training_programs
-from train.engine.step import Batch, Objective, TrainState, num_rows, num_tokens
+from train.engine.step import Objective, TrainState
 from train.tasks.every import TASKS
 from train.tasks.task import Task
 
@@ -151,11 +152,11 @@ def make_plan(task: Task[Any, Any], config: Any, begin: Callable[[str], None]) -
         for name, x in task.batch_shapes(config, loop.batch).items()
     }
     tokens = num_tokens(batch)
-    batch["reset"] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
+    reset = jax.ShapeDtypeStruct((), jnp.bool_, sharding=NamedSharding(mesh, PartitionSpec()))
     begin(f"tracing the step for {len(devices)} devices")
     kept = _kept_bytes(objective, state, task.batch_shapes(config, loop.microbatch), mesh)
     with jax.set_mesh(mesh):
-        traced = programs.step.trace(state, batch)
+        traced = programs.step.trace(state, Batch(batch, reset))
         begin("lowering the step")
         lowered = traced.lower()
         begin("compiling the step, which may take minutes")
@@ -211,7 +212,7 @@ def _share(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _kept_bytes(objective: Objective, state: TrainState, batch: Batch, mesh: Mesh) -> int:
+def _kept_bytes(objective: Objective, state: TrainState, batch: Arrays, mesh: Mesh) -> int:
     """About how many bytes a microbatch's forward pass keeps for the backward pass on one device, without weights."""
     rows = num_rows(batch)
     memory = jax.eval_shape(lambda: objective.init_memory(rows))

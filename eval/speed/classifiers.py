@@ -18,8 +18,9 @@ import numpy as np
 from eval.speed.measure import Candidate, Case, Program, check_finite, check_room, compile_program
 from eval.speed.networks import Network, network, network_names
 from train.cli.summary import num_parameters
+from train.engine.batch import Batch
 from train.engine.mesh import open_mesh, place_batch, training_programs
-from train.engine.step import Batch, make_eval_step
+from train.engine.step import make_eval_step
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS, LraConfig
 from train.tasks.task import Task
@@ -83,9 +84,8 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
     made = {}
     if inference:
         params = jax.tree.map(jnp.copy, state.params)
-        arrays = {name: value for name, value in placed.items() if name != "reset"}
         memory = objective.init_memory(config.loop.batch)
-        made["forward"] = compile_program(make_eval_step(objective), params, memory, arrays)
+        made["forward"] = compile_program(make_eval_step(objective), params, memory, placed.arrays)
         check_finite("loss", made["forward"].run()[0]["loss"], ())
 
     def step() -> Any:
@@ -99,15 +99,15 @@ def candidate(task: Task[Any, Any], config: Any, batch: Batch, *, inference: boo
     return Candidate(made, {"parameters": parameters, "train_bytes": total})
 
 
-def _full_batch(config: LraConfig) -> dict[str, Any]:
+def _full_batch(config: LraConfig) -> Batch:
     """A batch of random tokens without padding."""
     rng = np.random.default_rng(0)
     model = config.model
     highest = {"tokens": model.vocab_size, "targets": model.num_classes}
-    batch: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         name: rng.integers(0, highest.get(name, 1), like.shape).astype(like.dtype)
         for name, like in LRA.batch_shapes(config, config.loop.batch).items()
     }
-    batch["lengths"][...] = batch["tokens"].shape[-1]
-    batch["weights"][...] = 1.0
-    return batch | {"reset": np.bool_(False)}
+    arrays["lengths"][...] = arrays["tokens"].shape[-1]
+    arrays["weights"][...] = 1.0
+    return Batch(arrays)

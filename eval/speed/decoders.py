@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from eval.speed.classifiers import candidate
 from eval.speed.measure import Candidate, Case
+from train.engine.batch import Batch
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS, LmConfig
 
@@ -50,8 +51,8 @@ def decoder_config(name: str, options: SpeedOptions, length: int) -> LmConfig:
 
 def _make(config: LmConfig) -> Candidate:
     rng = np.random.default_rng(0)
-    batch: dict[str, Any] = {
+    arrays = {
         name: rng.integers(0, config.model.vocab_size, like.shape).astype(like.dtype)
         for name, like in LM.batch_shapes(config, config.loop.batch).items()
     }
-    return candidate(LM, config, batch | {"reset": np.bool_(False)})
+    return candidate(LM, config, Batch(arrays))

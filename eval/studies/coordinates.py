@@ -31,6 +31,7 @@ from brl_jax.layers import MECHANISMS
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.pictures import line_styles, plain_log_axis, report, shared_legend
 from train.cli.options import parse_options
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.optimizer import OptimizerConfig, optimizer_of
 from train.engine.step import init_state, make_train_step
@@ -86,12 +87,12 @@ class CoordinateOptions(WidthOptions):
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
 
-def text_batch(options: WidthOptions, step: int) -> dict[str, Any]:
+def text_batch(options: WidthOptions, step: int) -> Batch:
     """Bytes of a source file of Python's standard library and the byte after each."""
     text = np.frombuffer(Path(sample.__file__).read_bytes(), np.uint8)
     rows = (np.arange(options.batch) + step * options.batch)[:, None] * options.length
     window = text.take(rows + np.arange(options.length + 1), mode="wrap").astype(np.int32)
-    return {"tokens": window[:, :-1], "targets": window[:, 1:], "reset": np.bool_(True)}
+    return Batch({"tokens": window[:, :-1], "targets": window[:, 1:]}, reset=np.True_)
 
 
 def make_model(options: WidthOptions, width: int, parametrization: str) -> DecoderLM:
@@ -110,7 +111,7 @@ def make_model(options: WidthOptions, width: int, parametrization: str) -> Decod
         raise UserError(f"--widths: {width} will not do: {error}") from error
 
 
-def activations(model: DecoderLM, params: Any, batch: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
+def activations(model: DecoderLM, params: Any, batch: Batch) -> dict[str, Float[Array, "..."]]:
     """The outputs of each layer's mixer and feed-forward network, (layers, B, T, D), and the logits (B, T, V)."""
 
     def followed(module: Any, method: str) -> bool:

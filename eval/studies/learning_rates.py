@@ -70,8 +70,7 @@ def losses(options: RateOptions, width: int, parametrization: str, seed: int) ->
     state = jax.vmap(optimizer.init)(params)
     read = []
     for i in range(options.steps):
-        batch = {name: value for name, value in text_batch(options, i).items() if name != "reset"}
-        params, state, value = step(rates, params, state, batch)
+        params, state, value = step(rates, params, state, text_batch(options, i).arrays)
         read.append(value)
     return np.stack(read, axis=1)
 

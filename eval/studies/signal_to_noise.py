@@ -164,10 +164,10 @@ def measure_run(options: SignalToNoiseOptions, workdir: str, kept: list[Any]) ->
     # The rows with the most records.
     case = max(run.config.data.cases, key=lambda case: case.pairs)
     held_out = HeldOutRecall(run.config.data, split=options.split, cases=[case], batch=options.sequences)
-    rows = {name: np.asarray(array) for name, array in next(iter(held_out)).items()}
+    rows = {name: np.asarray(array) for name, array in next(iter(held_out)).arrays.items()}
     # A batch that is larger than the split is filled with rows without weight.
     real = rows["weights"].any(axis=1)
-    rows = {name: array[real] for name, array in rows.items() if name != "reset"}
+    rows = {name: array[real] for name, array in rows.items()}
     relevant = relevant_tokens(run.config.data.kind, rows["tokens"], rows["places"], rows["targets"])
     maps = jax.jit(functools.partial(sown_maps, run.model))(run.params, jnp.asarray(rows["tokens"]))
     signed, first = (

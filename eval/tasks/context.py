@@ -152,8 +152,8 @@ def read_losses(run: Run, corpus: Corpus, limit: int) -> dict[str, np.ndarray]:
         carried, memory = step(run.params, memory, *arrays)
         # Without a memory, the second reading would repeat the first.
         cleared = carried if empty is None else step(run.params, empty, *arrays)[0]
-        batch = {name: batch[name] for name in ("tokens", "targets", "weights")}
-        read.append({**batch, "carried": np.asarray(carried), "cleared": np.asarray(cleared)})
+        shown = {name: batch[name] for name in ("tokens", "targets", "weights")}
+        read.append({**shown, "carried": np.asarray(carried), "cleared": np.asarray(cleared)})
     return {name: np.concatenate([part[name] for part in read], axis=1) for name in read[0]}
 
 

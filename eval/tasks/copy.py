@@ -14,7 +14,7 @@ table of them as markdown, and draws accuracy against length.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from eval.tasks.copy_table import draw, markdown
 from train.data.copying import BEGIN, SPECIAL
 from train.data.lra.listops import END
 from train.data.tokenizers.named import load_tokenizer
+from train.engine.batch import Batch
 from train.engine.config_file import flatten, to_json
 from train.engine.errors import UserError, one_line
 from train.tasks.copy import COPY
@@ -71,7 +72,7 @@ def write_targets(run: Run, source: np.ndarray, lengths: np.ndarray | None, most
     return np.asarray(written)[:, 1:]
 
 
-def measure_batches(run: Run, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def measure_batches(run: Run, batches: Iterable[Batch]) -> list[dict[str, Any]]:
     """The shares of right tokens and of right targets, and how many targets there were, for each length of a batch."""
     counts: dict[int, np.ndarray] = {}
     for batch in batches:

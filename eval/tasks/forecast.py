@@ -25,13 +25,13 @@ from matplotlib.figure import Figure
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.decoding import generate
+from brl_jax.fields import Seed, check_fields
 from eval.harness.main import Evaluation, Measured, TableOptions
 from eval.harness.runs import Run, run_facts
 from eval.tasks.forecast_table import Example, draw, markdown
 from train.cli.summary import mechanism_names
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
-from train.engine.config import check_seed
 from train.tasks.forecast import (
     FORECAST_TASKS,
     AnyForecastConfig,
@@ -53,12 +53,12 @@ class ForecastEvalOptions(TableOptions):
     """Rows between the windows that are measured; 1 is the standard."""
     samples: int = 20
     """Continuations that a decoder of tokens samples for each window."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the samples."""
 
     def __post_init__(self):
         check_at_least(self, "stride", "samples")
-        check_seed(self.seed)
+        check_fields(self)
 
 
 class Forecasts(NamedTuple):
@@ -82,8 +82,7 @@ def _by_encoder(
     for first in range(0, len(rows), size):
         # The last batch is padded, so that one compiled program serves all.
         chosen = rows[np.minimum(first + np.arange(size), len(rows) - 1)]
-        batch = {name: value for name, value in windows.batch(chosen).items() if name != "reset"}
-        parts.append(np.asarray(run(params, batch))[: len(rows) - first])
+        parts.append(np.asarray(run(params, windows.batch(chosen).arrays))[: len(rows) - first])
     return np.concatenate(parts)
 
 

@@ -25,12 +25,12 @@ from jaxtyping import Int
 
 from brl_jax.attention.core.checks import check_at_least, check_counts
 from brl_jax.decoding import generate
+from brl_jax.fields import Seed, check_fields
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
 from eval.tasks.lm import read_run
 from train.cli.options import parse_options
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
-from train.engine.config import check_seed
 from train.engine.errors import UserError
 
 
@@ -61,7 +61,7 @@ class GenerateOptions:
     """Choose among this many of the likeliest tokens only."""
     top_p: float | None = None
     """Choose among the likeliest tokens that together have at least this probability."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the random choices."""
     checkpoint: str = "best"
     """best (lowest held-out loss), last, or a step."""
@@ -79,7 +79,7 @@ class GenerateOptions:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        check_seed(self.seed)
+        check_fields(self)
 
 
 def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:

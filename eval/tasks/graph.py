@@ -56,7 +56,7 @@ def step_megabytes(run: Run, data: GraphData) -> float:
     needs beside parameters and batch."""
     objective = run.task.objective(run.model, run.config)
     batch = next(iter(run.task.held_out(run.config, data, "valid")))
-    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items() if name != "reset"}
+    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.arrays.items()}
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.params)
 
     def loss(params: Any, batch: Any, key: Any) -> Any:

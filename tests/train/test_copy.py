@@ -106,7 +106,7 @@ def test_texts_become_pairs(tmp_path):
     shapes = COPY.batch_shapes(
         parse(PRESETS, "copy-full", ["--data_dir", "x", "--length", "6"], prog="", about=""), 4
     )
-    assert {name: x.shape[0] for name, x in batch.items() if name != "reset"} == {
+    assert {name: x.shape[0] for name, x in batch.arrays.items()} == {
         name: x.shape[0] for name, x in shapes.items()
     }
     # The run's tokenizer is read again, and must be the one that is asked for.

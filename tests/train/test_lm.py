@@ -166,7 +166,7 @@ def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
 
 def test_the_second_interrupt_ends_the_process_at_once():
     code = (
-        "import signal, time\nfrom train.engine.loop import Signals\n"
+        "import signal, time\nfrom train.engine.signals import Signals\n"
         "with Signals():\n signal.raise_signal(signal.SIGINT)\n print('first', flush=True)\n"
         " signal.raise_signal(signal.SIGINT)\n print('second', flush=True)"
     )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.train.toy import OBJECTIVE, OPTIMIZER, batch_of
+from train.engine.batch import Batch
 from train.engine.optimizer import decayed, make_optimizer, make_schedule
 from train.engine.step import (
     Objective,
@@ -39,7 +40,7 @@ def _without_dropout():
 
 
 def _batch(seed, reset=False, rows=4):
-    return batch_of(seed, rows) | {"reset": np.bool_(reset)}
+    return Batch(batch_of(seed, rows), reset=np.bool_(reset))
 
 
 def test_classification_counts_the_likeliest_class():
@@ -98,9 +99,9 @@ def test_dropout_depends_on_step_key_and_microbatch():
 
     # Two equal microbatches: equal masks would give them equal gradients, hence the loss of one alone.
     half = batch_of(0, 2)
-    both = {name: np.concatenate([value, value]) for name, value in half.items()} | {"reset": np.bool_(False)}
+    both = Batch({name: np.concatenate([value, value]) for name, value in half.items()})
     alone, small = _start(1, rows=2)
-    _, one = alone(small, half | {"reset": np.bool_(False)})
+    _, one = alone(small, Batch(half, reset=np.bool_(False)))
     _, two = step(state, both)
     assert float(one["loss"]) != pytest.approx(float(two["loss"]), rel=1e-6)
 

@@ -13,15 +13,15 @@ from etils import epath
 from train.cli.options import parse
 from train.cli.summary import beginning, ending, num_parameters
 from train.data.dataset import forget_unstarted
+from train.engine.batch import HeldOut, Stream, num_tokens
 from train.engine.checkpoint import Checkpoints
 from train.engine.config_file import read_values
 from train.engine.errors import UserError
 from train.engine.folder import alone_in
 from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
-from train.engine.loop import HeldOut, Stream, another_configuration, train
+from train.engine.loop import another_configuration, train
 from train.engine.mesh import open_mesh
 from train.engine.metrics import RunReport, announce, log
-from train.engine.step import num_tokens
 from train.engine.storage import check_client, user_cache
 from train.engine.throughput import in_words
 from train.tasks.task import Task
@@ -90,7 +90,7 @@ def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> No
         objective,
         config.loop,
         config.optimizer,
-        config=task.to_json(config),
+        config={"network": type(model).__name__, **task.to_json(config)},
         differences=lambda old: task.differences(old, config),
         stream=streams.training,
         held_out=streams.held_out,
@@ -144,8 +144,8 @@ def _check_task(task: Task[Any, Any], workdir: str) -> None:
         values = read_values(folder / "config.json")
     except UserError:  # no run, or one whose damage is reported when it is opened
         return
-    other = values.get("task") if isinstance(values, dict) else None
-    if other not in (None, task.name) and Checkpoints(folder / "checkpoints").steps():
+    other = values["task"]
+    if other != task.name and Checkpoints(folder / "checkpoints").steps():
         raise another_configuration(workdir, [f"task {other} -> {task.name}"])
 
 

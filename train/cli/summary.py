@@ -55,7 +55,7 @@ def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str
 
     Args:
       step: its last step. seconds: how long this process trained. measured: the last evaluation
-        (`train.engine.loop.held_out_metrics`); a text's has bits per byte, and the perplexity is shown too.
+        (`train.engine.evaluation.held_out_metrics`); a text's has bits per byte, and the perplexity is shown too.
     """
     values = {name.removeprefix("val_").replace("_", " "): value for name, value in measured.items()}
     if "bits per byte" in values:

@@ -28,6 +28,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from brl_jax.json_files import read_json
 from train.data.files import npy_header
 from train.data.splits import Split
 from train.data.tokenizers.base import Tokenizer, text_pieces
@@ -134,7 +135,7 @@ def open_corpus(folder: Path, name: str, split: Split, tokenizer: Tokenizer) -> 
 def read_corpus(folder: Path, name: str, tokenizer: Tokenizer) -> Corpus | None:
     """The corpus that `open_corpus` made, memory-mapped; None where it does not exist or is damaged."""
     try:
-        summary = json.loads((folder / f"{name}.json").read_text())
+        summary = read_json(folder / f"{name}.json", {"tokens": int, "digest": str})
         tokens = np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
         extra = np.load(folder / f"{name}.extra.npy", mmap_mode="r").view(np.ndarray)
         starts = np.load(folder / f"{name}.starts.npy", mmap_mode="r").view(np.ndarray)

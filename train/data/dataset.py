@@ -13,6 +13,8 @@ from typing import Any
 
 from etils import epath
 
+from brl_jax.fields import Checked
+from brl_jax.json_files import read_json
 from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, reading
 from train.data.documents import RECORDS, check_documents
 from train.data.hf_stream import StreamedText, file_versions, open_stream
@@ -32,11 +34,17 @@ from train.engine.storage import as_os_errors, check_address, copy_files, is_rem
 _FORMAT = 2
 _MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
 # What the files that bind a run's folder to its data have; those of other programs that are called alike have not.
+_MANIFEST_FIELDS = {
+    **dict.fromkeys(("data", "tokenizer", "documents", "tokens", "tokenizer_digest"), str),
+    "holdout": float,
+    "splits": list[str],
+    "vocab_size": int,
+}
 _OURS = {_MANIFEST: {"tokenizer", "holdout", "splits", "tokens"}, _TOKENIZER: {"tokenizer"}}
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """The text of a run, and how it becomes tokens."""
 
     data: str = "stdlib"
@@ -118,6 +126,11 @@ def load(
                 "expected the same, or another --workdir"
             )
         tokenizer = load_tokenizer(run)
+        if tokenizer.digest != manifest["tokenizer_digest"]:
+            raise UserError(
+                f"--workdir: the tokenizer in {run} is not the one that the run was started with; its vocabulary had "
+                f"{manifest['vocab_size']} tokens, this one has {tokenizer.vocab_size}"
+            )
         if not differing:
             wanted = _wanted(splits, manifest["splits"], config.data)
             if kind == "hf-stream" and "train" in wanted:
@@ -149,7 +162,12 @@ def load(
                         "or another --workdir"
                     )
                 tokenizer.save(run)
-                manifest = asked | {"splits": list(source.splits), "tokens": folder}
+                manifest = asked | {
+                    "splits": list(source.splits),
+                    "tokens": folder,
+                    "tokenizer_digest": tokenizer.digest,
+                    "vocab_size": tokenizer.vocab_size,
+                }
                 write_whole(run / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         option, place = ("--cache_dir", cache) if config.cache_dir else ("--workdir", run)
@@ -264,8 +282,8 @@ def forget_unstarted(workdir: str | os.PathLike[str]) -> None:
             return
         for place in (folder, *folder.glob("mixture/*")):
             for name, ours in _OURS.items():
-                with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-                    if ours <= set(json.loads((place / name).read_text())):
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    if ours <= set(read_json(place / name, dict)):
                         (place / name).unlink()
 
 
@@ -273,12 +291,11 @@ def _read_manifest(run: epath.Path) -> dict[str, Any] | None:
     """What the run's folder records of its data: its DataConfig, the names of the text's splits, its tokens."""
     try:
         with as_os_errors():
-            # A run that is older than an option has its default, as in config.json.
-            return {"documents": DataConfig.documents} | json.loads((run / _MANIFEST).read_text())
+            return read_json(run / _MANIFEST, _MANIFEST_FIELDS)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        raise UserError(f"--workdir: {run / _MANIFEST} is damaged: {error}") from error
+        raise UserError(f"--workdir: {error}") from error
 
 
 def _wanted(splits: Sequence[str], there: Collection[str], spec: str) -> list[str]:

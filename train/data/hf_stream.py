@@ -22,6 +22,7 @@ from train.data.named_sources import document_blocks, naming, text_field
 from train.data.splits import SPLIT_NAMES, Source, Split, digest
 from train.data.streams import check_rows
 from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 from train.engine.hosts import gather
 
@@ -249,18 +250,19 @@ class StreamedBatches:
         self._reader = concurrent.futures.ThreadPoolExecutor(1)
         self._next: concurrent.futures.Future[Any] | None = None
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
     def _read(self) -> tuple[np.ndarray, dict[int, Any]]:
         tokens = np.stack([row.take(self._length + 1) for row in self._rows.values()])
         return tokens, {number: row.state() for number, row in self._rows.items()}
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> Batch:
         waiting = self._next or self._reader.submit(self._read)
         tokens, self._states = waiting.result()
         self._next = self._reader.submit(self._read)
-        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "reset": np.bool_(self._step == 0)}
+        arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        batch = Batch(arrays, reset=np.bool_(self._step == 0))
         self._step += 1
         return batch
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import grain
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from train.data.corpus import Corpus
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UserError
 
 # A row reads this many steps from one text before it goes to another one, so that what it remembers is mostly its past.
@@ -111,21 +111,17 @@ class MixedStreams(RepeatedBatches):
         )
         window = np.arange(length + 1)
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             stretch, within = divmod(index, STRETCH)
             places = [stretches[stretch * batch + number] for number in chosen.tolist()]
             rows = [(mixture.corpora[which], place * span + within * length) for which, place in places]
             taken = [corpus.tokens.take(start + window, mode="wrap") for corpus, start in rows]
             tokens = np.stack(taken).astype(np.int32)
-            given: dict[str, Any] = {
-                "tokens": tokens[:, :-1],
-                "targets": tokens[:, 1:],
-                "reset": np.bool_(index == 0),
-            }
+            batch = Batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, reset=np.bool_(index == 0))
             if segments:
                 ids = [corpus.segment_ids(np.array([start]), length) for corpus, start in rows]
-                given["segment_ids"] = np.concatenate(ids)
-            return given
+                batch = batch.with_arrays(segment_ids=np.concatenate(ids))
+            return batch
 
         digests = json.dumps([[corpus.digest for corpus in mixture.corpora], mixture.weights])
         steps = max(1, len(mixture.tokens) // (batch * length))

@@ -21,12 +21,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Checked, Count, Length, Natural
 from train.data.drawn import DrawnBatches, HeldOutDrawn
 from train.engine.fields import Free
 
@@ -46,29 +46,26 @@ class Case(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecallDataConfig:
+class RecallDataConfig(Checked):
     """The rows."""
 
     kind: Kind = "mqar"
     """The task: multi-query associative recall, induction heads or selective copying."""
-    vocabulary: int = 256
+    vocabulary: Count = 256
     """Number of tokens."""
-    length: tuple[int, ...] = (128,)
+    length: tuple[Length, ...] = (128,)
     """Tokens of a row; several lengths take turns from batch to batch. One number, or one for each of `pairs`."""
-    pairs: tuple[int, ...] = (8,)
+    pairs: tuple[Count, ...] = (8,)
     """Records of a row (a key and its value, a trigger and its token, or a symbol); one number, or one for each
     length."""
-    gap: int = 0
+    gap: Natural = 0
     """Every question is more than this many tokens after every record."""
-    valid_rows: int = 256
+    valid_rows: Count = 256
     """Rows of each length in an evaluation while training."""
-    test_rows: Free[int] = 512
+    test_rows: Free[Count] = 512
     """Rows of each length and number of records that eval.recall measures on."""
 
     def __post_init__(self):
-        check_choice("kind", self.kind, get_args(Kind))
-        check_at_least(self, "valid_rows", "test_rows", "vocabulary")
-        check_at_least(self, "gap", least=0)
         if not self.length:
             raise ValueError("length must be one or more numbers of tokens, got none")
         if not self.pairs:

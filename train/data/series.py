@@ -17,14 +17,15 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Checked, Count, Length
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
+from train.engine.batch import Batch
 from train.engine.errors import UNREADABLE, UserError, one_line
 from train.engine.fields import Needed
 
@@ -35,7 +36,7 @@ CLOCK = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class SeriesConfig:
+class SeriesConfig(Checked):
     """The series and its windows."""
 
     data: Needed[str] = ""
@@ -44,20 +45,16 @@ class SeriesConfig:
     """Forecast the target from its own past ("univariate"), or all columns from that of all ("multivariate")."""
     target: str = "OT"
     """The target's column."""
-    lookback: int = 96
+    lookback: Length = 96
     """Rows that are known."""
-    horizon: int = 96
+    horizon: Length = 96
     """Rows to forecast after them."""
-    split: tuple[int, int, int] = (8640, 2880, 2880)
+    split: tuple[Count, Count, Count] = (8640, 2880, 2880)
     """Rows to train, validate and test on, in this order from the first."""
-    valid_stride: int = 8
+    valid_stride: Count = 8
     """Rows between the windows of an evaluation while training."""
 
     def __post_init__(self):
-        check_choice("features", self.features, get_args(Features))
-        check_at_least(self, "lookback", "horizon", "valid_stride")
-        if min(self.split) < 1:
-            raise ValueError(f"split must be three numbers of at least 1, got {self.split}")
         most = min(self.split[0] - self.lookback, *self.split[1:])
         if self.horizon > most:
             raise ValueError(
@@ -165,7 +162,7 @@ class Windows:
     """Batches of windows by their origins.
 
     A batch is {"weights": (B, L + H) float32, 1 on the rows to forecast and 0 elsewhere, "values": (B, L + H, C)
-    float32, normalised, "clock": (B, L + H, 4) float32, "reset": False}, L the lookback and H the horizon.
+    float32, normalised, "clock": (B, L + H, 4) float32}, L the lookback and H the horizon.
     """
 
     def __init__(self, series: Series, config: SeriesConfig):
@@ -173,16 +170,17 @@ class Windows:
         self._values, self._clock = series.normalised, series.clock
         self._places = np.arange(-config.lookback, config.horizon)
 
-    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> dict[str, Any]:
+    def batch(self, origin: Int[np.ndarray, " B"], exists: Any = True) -> Batch:
         """The windows that forecast from these rows on; weights are 0 where `exists` (B,) is False."""
         rows = origin[:, None] + self._places
         counts = (self._places >= 0)[None] & np.broadcast_to(exists, origin.shape)[:, None]
-        return {
-            "weights": counts.astype(np.float32),
-            "values": self._values[rows],
-            "clock": self._clock[rows],
-            "reset": np.bool_(False),
-        }
+        return Batch(
+            {
+                "weights": counts.astype(np.float32),
+                "values": self._values[rows],
+                "clock": self._clock[rows],
+            }
+        )
 
 
 class WindowStream(RepeatedBatches):
@@ -214,7 +212,7 @@ class WindowStream(RepeatedBatches):
             raise UserError(f"--batch: expected at most the {len(origin)} training windows, got {batch}")
         steps = len(origin) // batch
 
-        def make(index: int, step: int) -> dict[str, Any]:
+        def make(index: int, step: int) -> Batch:
             order = np.random.default_rng([seed, index // steps]).permutation(len(origin))
             return windows.batch(origin[order[step * batch : (step + 1) * batch][chosen]])
 
@@ -243,7 +241,7 @@ class HeldOutWindows:
         self.batch = batch
         self._windows, self._origin, self._rows = windows, origin, check_rows(batch, rows)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         for first in range(0, len(self._origin), self.batch):
             numbers = first + self._rows
             exists = numbers < len(self._origin)

@@ -18,14 +18,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from etils import epath
 
+from brl_jax.fields import Range
+from brl_jax.json_files import read_json
 from train.cli.command import command
 from train.data.dataset import DataConfig, tokenizer_of
-from train.data.shards import MANIFEST
+from train.data.shards import MANIFEST, SHARD
 from train.data.sources import open_source
 from train.data.splits import SPLITS
 from train.data.tokenizers.base import Tokenizer, text_pieces
@@ -44,18 +46,15 @@ class TokenizeOptions(DataConfig):
 
     out: str = ""
     """Folder of the shards, local or mounted."""
-    workers: int = max(1, os.cpu_count() or 1)
+    workers: Annotated[int, Range(1, 4096)] = max(1, os.cpu_count() or 1)
     """Processes that tokenise."""
-    shard_megabytes: int = 64
+    shard_megabytes: Annotated[int, Range(1, 2**16)] = 64
     """Text of a shard."""
-    record: int = 8192
+    record: Annotated[int, Range(1, 2**24)] = 8192
     """Tokens of a record, the least that is read at a time."""
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("workers", "shard_megabytes", "record"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         check_local("out", self.out)
         if self.cache_dir is not None:
             raise ValueError(
@@ -123,8 +122,7 @@ def write_shards(options: TokenizeOptions) -> None:
             while running:
                 running.popleft().result()
     counts = {
-        split: [json.loads((folder / f"{n}.json").read_text()) for n in names]
-        for split, names in splits.items()
+        split: [read_json(folder / f"{n}.json", SHARD) for n in names] for split, names in splits.items()
     }
     if not any(shard["tokens"] for shard in counts.get("train", [])):
         raise UserError(f"--data: {options.data} has no train text to tokenise")
@@ -137,9 +135,11 @@ def write_shards(options: TokenizeOptions) -> None:
 def _check_same(folder: Path, asked: dict[str, Any]) -> None:
     """Raises UserError where the folder holds shards of something else."""
     try:
-        before = json.loads((folder / _STARTED).read_text())
+        before = read_json(folder / _STARTED, dict)
     except FileNotFoundError:
         return
+    except ValueError as error:
+        raise UserError(f"--out: {error}; expected a new folder, or one that this command wrote") from error
     differing = [name for name in asked if asked[name] != before.get(name)]
     if differing:
         name = differing[0]

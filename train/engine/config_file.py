@@ -12,6 +12,7 @@ from etils import epath
 from flax import traverse_util
 
 from brl_jax.configuration import configuration
+from brl_jax.json_files import read_json
 from brl_jax.layers import Mechanism, mechanism_name
 from train.engine.errors import UserError
 from train.engine.fields import Mark, marked
@@ -108,18 +109,18 @@ def write_json(values: Mapping[str, Any], path: epath.Path) -> None:
     write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
-def read_values(path: str | os.PathLike[str]) -> Any:
-    """The JSON that `write_json` wrote.
+def read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A run's config.json: its task and the parts of its configuration.
 
     Raises:
-      UserError: there is no such file, or it is not JSON.
+      UserError: there is no such file, or it holds something else.
     """
     try:
         with as_os_errors():
-            return json.loads(epath.Path(path).read_text())
+            return read_json(epath.Path(path), {"task": str})
     except FileNotFoundError as error:
         raise UserError(f"--workdir: no run there: {os.fspath(path)} is missing") from error
     except OSError as error:
         raise UserError(f"--workdir: {os.fspath(path)} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise UserError(f"--workdir: {os.fspath(path)} is no whole JSON file: {error}") from error
+        raise UserError(f"--workdir: {error}") from error

@@ -23,7 +23,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Checked, Count, Natural
 from train.engine.config_file import differences
 from train.engine.errors import UserError, one_line
 from train.engine.storage import as_os_errors
@@ -39,14 +39,14 @@ _OWN = ("loop.workdir", "hosts")
 
 
 @dataclasses.dataclass(frozen=True)
-class HostsConfig:
+class HostsConfig(Checked):
     """The processes of a run. On one host, on TPU slices and under SLURM the defaults serve."""
 
     coordinator: str | None = None
     """HOST:PORT at which the first process waits for the others; the same for all."""
-    processes: int | None = None
+    processes: Count | None = None
     """Number of processes."""
-    process: int | None = None
+    process: Natural | None = None
     """Which of them this is, counted from 0."""
 
     def __post_init__(self):
@@ -61,8 +61,7 @@ class HostsConfig:
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"coordinator must be HOST:PORT, got {self.coordinator!r}")
-        check_at_least(self, "processes")
-        if not 0 <= self.process < self.processes:
+        if self.process >= self.processes:
             raise ValueError(f"process must be at least 0 and below {self.processes}, got {self.process}")
 
 

@@ -14,10 +14,11 @@ from jaxtyping import Int
 
 from brl_jax.models import StackConfig
 from brl_jax.sharding import MeshConfig, make_mesh, parameter_shardings, partition_spec, row_shards
+from train.engine.batch import Batch
 from train.engine.config import LoopConfig
 from train.engine.errors import UserError
 from train.engine.optimizer import OptimizerConfig, optimizer_of
-from train.engine.step import Batch, Objective, TrainState, init_state, make_train_step
+from train.engine.step import Objective, TrainState, init_state, make_train_step
 
 
 def open_mesh(
@@ -145,7 +146,7 @@ def host_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " own"]:
     return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
 
 
-def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
+def place_batch(mesh: Mesh, batch: Batch, rows: int) -> Batch:
     """The arrays of a batch, sharded over the mesh by rows.
 
     Args:
@@ -153,10 +154,8 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
     """
     own = host_rows(mesh, rows)
 
-    def place(name: str, value: Any) -> jax.Array:
+    def place(value: Any) -> jax.Array:
         value = np.asarray(value)
-        if name == "reset":
-            return jax.make_array_from_callback((), NamedSharding(mesh, PartitionSpec()), lambda _: value)
 
         def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(rows)
@@ -166,7 +165,11 @@ def place_batch(mesh: Mesh, batch: Batch, rows: int) -> dict[str, jax.Array]:
         sharding = rows_sharding(mesh, rows, value.ndim)
         return jax.make_array_from_callback((rows, *value.shape[1:]), sharding, shard)
 
-    return {name: place(name, value) for name, value in batch.items()}
+    reset, whole = np.asarray(batch.reset), NamedSharding(mesh, PartitionSpec())
+    return Batch(
+        {name: place(value) for name, value in batch.arrays.items()},
+        jax.make_array_from_callback((), whole, lambda _: reset),
+    )
 
 
 def rows_sharding(mesh: Mesh, rows: int, dims: int) -> NamedSharding:

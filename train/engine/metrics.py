@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from brl_jax.json_files import parse_json
 from train.engine.errors import UserError, one_line
 from train.engine.hosts import is_lead
 from train.engine.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
@@ -124,8 +125,15 @@ class MetricsLog:
             )  # what the store did not take from the last process
         path = folder / "metrics.jsonl"
         with as_os_errors():
-            kept = [[line for line, step in _whole_lines(each) if step <= last_step] for each in written]
-        write_whole(epath.Path(path), "".join(f"{line}\n" for line in max(kept, key=len)))
+            kept = [
+                [(line, values["step"]) for line, values in _whole_lines(each) if values["step"] <= last_step]
+                for each in written
+            ]
+        lines = max(kept, key=len)
+        missing = last_step - len({step for _, step in lines if step > 0})
+        if missing > 0:
+            log(f"{path} has no line of {missing} of the {last_step} steps before; they stay missing")
+        write_whole(epath.Path(path), "".join(f"{line}\n" for line, _ in lines))
         # Unbuffered and in append mode, each line is one write; one that a crash cut off is dropped at the next start.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         self._events = TensorboardLog(folder, last_step) if tensorboard else None
@@ -181,17 +189,18 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         with as_os_errors():
             if not path.exists():
                 raise UserError(f"--workdir: no run there: {path} is missing")
-            return [json.loads(line) for line, _ in _whole_lines(path)]
+            return [values for _, values in _whole_lines(path)]
     except OSError as error:
         raise UserError(f"--workdir: {path} cannot be read: {error.strerror or one_line(error)}") from error
 
 
-def _whole_lines(path: epath.Path) -> Iterator[tuple[str, int]]:
+def _whole_lines(path: epath.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a metrics.jsonl and what they hold, without those that a crash cut off."""
     if not path.exists():
         return
     for line in path.read_bytes().decode(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a crash
-            yield line, int(json.loads(line)["step"])
+        with contextlib.suppress(ValueError):
+            yield line, parse_json(line, {"step": int})
 
 
 class RunReport(Protocol):

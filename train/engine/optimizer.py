@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from brl_jax.attention.core.checks import check_counts
+from brl_jax.fields import Checked, NonNegative, Positive, Range
 
 Schedule = Callable[[Any], Any]
 
@@ -25,42 +24,28 @@ _HEADS = ("heads", "kv_heads", "groups")
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW (Loshchilov & Hutter 2019) and its learning rate."""
 
-    learning_rate: float = 5e-4
+    learning_rate: Positive = 5e-4
     """The highest learning rate, reached at the end of the warm-up."""
-    warmup_steps: int = 100
+    warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 100
     """Steps in which the learning rate grows from nearly 0 to its highest value."""
     decay: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
     """How it falls after that: "cosine" or "linear" to final_share of the highest rate at the last step, "inverse_sqrt"
     by sqrt(warmup_steps / step)."""
-    final_share: float = 0.1
+    final_share: Annotated[float, Range(0, 1)] = 0.1
     """Share of the highest learning rate that "cosine" and "linear" end with."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
     """Decay of the running mean of gradients."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Range(0, below=1)] = 0.95
     """Decay of the running mean of their squares."""
-    epsilon: float = 1e-8
+    epsilon: Positive = 1e-8
     """Added to the square root of that mean."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices; biases, norms and other vectors are not decayed."""
-    clip_norm: float = 1.0
+    clip_norm: NonNegative = 1.0
     """Gradients with a larger global norm are scaled down to this norm; 0 switches clipping off."""
-
-    def __post_init__(self):
-        for name in ("warmup_steps", "weight_decay", "clip_norm"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        check_counts(self, "warmup_steps")
-        for name in ("learning_rate", "epsilon"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if not 0 <= self.final_share <= 1:
-            raise ValueError(f"final_share must be 0 to 1, got {self.final_share}")
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:

@@ -18,10 +18,9 @@ import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from brl_jax.sharding import constrain
+from train.engine.batch import Arrays, Batch, num_rows
 from train.engine.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
 from train.engine.optimizer import Schedule
-
-Batch = Mapping[str, Any]
 
 
 def random_streams(key: Array | None) -> dict[str, Array]:
@@ -37,7 +36,7 @@ class Loss(Protocol):
     key is None in evaluation: no dropout, and samples that are always the same.
     """
 
-    def __call__(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[Any, ...]: ...
+    def __call__(self, params: Any, memory: Any, batch: Arrays, key: Array | None) -> tuple[Any, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,9 @@ class Objective:
     rates: Callable[[Any], Any] = lambda boxed: None
     start: Callable[[Any], Any] = lambda params: params
 
-    def sums(self, params: Any, memory: Any, batch: Batch, key: Array | None) -> tuple[dict[str, Array], Any]:
+    def sums(
+        self, params: Any, memory: Any, batch: Arrays, key: Array | None
+    ) -> tuple[dict[str, Array], Any]:
         """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""
         total, weight, memory, *averages = self.loss(params, memory, batch, key)
         memory = self.shard_memory(memory, num_rows(batch))
@@ -140,16 +141,6 @@ def init_state(
     )
 
 
-def num_rows(batch: Batch) -> int:
-    """Number of rows of a batch."""
-    return next(value.shape[0] for name, value in batch.items() if name != "reset")
-
-
-def num_tokens(batch: Batch) -> int:
-    """Number of tokens of a batch, including padding."""
-    return next(value.size for name, value in batch.items() if name != "reset")
-
-
 def classification(
     logits: Float[Array, "*B C"], targets: Int[Array, "*B"]
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
@@ -176,9 +167,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """(state, batch) -> (state, metrics), to be jitted with the state donated.
 
-    batch: "reset", a bool scalar that clears the memory, and arrays (accumulation * rows, ...). Rows [a *
-    rows, (a + 1) * rows) are microbatch a, which carries its own memory. Gradients are summed over the microbatches and
-    divided by the weight of all targets, so that they equal those of one large batch.
+    batch: its arrays are (accumulation * rows, ...). Rows [a * rows, (a + 1) * rows) are microbatch a, which carries
+    its own memory. Gradients are summed over the microbatches and divided by the weight of all targets, so that they
+    equal the gradients of one large batch.
     metrics: float32 scalars "loss" and the objective's averages (means over the targets), "grad_norm" (before
     clipping), "learning_rate", and where the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far
     (`train.engine.moments`).
@@ -188,8 +179,7 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch):
-        arrays = {name: value for name, value in batch.items() if name != "reset"}
-        total_rows = num_rows(batch)
+        total_rows = num_rows(batch.arrays)
         if total_rows % accumulation:
             raise ValueError(
                 f"batch rows must be a multiple of accumulation={accumulation}, got {total_rows}"
@@ -199,10 +189,10 @@ def make_train_step(
             name: constrain(
                 x.reshape(accumulation, rows, *x.shape[1:]), (None, "batch", *(None for _ in x.shape[1:]))
             )
-            for name, x in arrays.items()
+            for name, x in batch.arrays.items()
         }
         memory = jax.tree.map(
-            lambda fresh, old: jnp.where(batch["reset"], fresh, old),
+            lambda fresh, old: jnp.where(batch.reset, fresh, old),
             fresh_memory(objective, rows, accumulation),
             state.memory,
         )
@@ -247,11 +237,10 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], tuple[dict[str, Array], Any]]:
-    """(params, memory, batch) -> (sums over the targets, memory), see `Objective.sums`; without dropout."""
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], tuple[dict[str, Array], Any]]:
+    """(params, memory, arrays of a batch) -> (sums over the targets, memory), see `Objective.sums`; no dropout."""
 
-    def eval_step(params, memory, batch: Batch):
-        arrays = {name: value for name, value in batch.items() if name != "reset"}
+    def eval_step(params, memory, arrays: Arrays):
         return objective.sums(params, memory, arrays, None)
 
     return eval_step

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from train.engine.batch import num_rows
 from train.engine.flops import matrix_flops
-from train.engine.step import Batch, Objective, num_rows
+from train.engine.step import Objective
 
 #: bfloat16 operations per second of a device, without sparsity, by how JAX names its kind (the longest name that the
 #: kind begins with counts), from the makers' data sheets. A device is a chip, but half of one on TPU7x.
@@ -37,14 +38,14 @@ def peak_flops(kind: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
-def step_flops(objective: Objective, params: Any, batch: Batch) -> float:
+def step_flops(objective: Objective, params: Any, batch: Arrays) -> float:
     """Operations of the matrix products of one training step: three times those of the forward pass, as the backward
     pass multiplies twice as much. What rematerialisation computes again does not count.
 
     Counted are the products that the XLA implementation of the model traces to, masked parts of blocks included. The
     compiler's own analysis would leave out what kernels and custom calls compute, and count loops once.
     """
-    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items() if name != "reset"}
+    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     memory = jax.eval_shape(lambda: objective.init_memory(num_rows(arrays)))
 
@@ -77,7 +78,7 @@ class Meter:
         yield
         self._waited += time.perf_counter() - before
 
-    def flops(self, params: Any, batch: Batch) -> float:
+    def flops(self, params: Any, batch: Arrays) -> float:
         """`step_flops` where a share of the devices' speed can be given, else 0."""
         if self._peak is None:
             return 0.0

@@ -18,14 +18,14 @@ from train.data.glue import GLUE_TASKS, LARGEST_SCORE, SCORE_STEPS, GlueDataConf
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples
 from train.data.tokenizers.named import load_tokenizer
+from train.engine.batch import Arrays, HeldOut
 from train.engine.config import LoopConfig, RunConfig
 from train.engine.errors import UserError
 from train.engine.fields import Decided, Flat, Needed
-from train.engine.loop import HeldOut
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, random_streams
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
 from train.tasks.task import Task
@@ -102,7 +102,7 @@ def glue_objective(model: Classifier, task: str, start: Any = lambda params: par
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits: Any = model.apply(
             {"params": params},
             batch["tokens"],

@@ -24,13 +24,14 @@ from train.data.streams import EvalStream
 from train.data.tokenizers.base import Tokenizer
 from train.data.tokenizers.named import load_tokenizer
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
+from train.engine.batch import Arrays, HeldOut, Stream
 from train.engine.errors import UserError
+from train.engine.evaluation import held_out_metrics
 from train.engine.hosts import is_lead
-from train.engine.loop import HeldOut, Stream, held_out_metrics
 from train.engine.mesh import host_rows
 from train.engine.metrics import log
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, perplexity, random_streams
+from train.engine.step import Objective, perplexity, random_streams
 from train.tasks.lm_config import PRESETS, LmConfig
 from train.tasks.task import Streams, Task
 
@@ -55,7 +56,7 @@ def lm_objective(model: DecoderLM) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         return model.apply(
             {"params": params},
             batch["tokens"],

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Length, Natural
 from brl_jax.layers import (
     BRLConfig,
     FullConfig,
@@ -37,17 +37,15 @@ _WIKITEXT103_TOKENS = 118_000_000
 class LmLoopConfig(LoopConfig):
     """The loop over a text; each row continues where it stopped at the step before."""
 
-    length: int = 512
+    length: Length = 512
     """Tokens of a row in one step."""
-    eval_tokens: Free[int] = 100_000
+    eval_tokens: Free[Natural] = 100_000
     """Held-out tokens that an evaluation reads; 0: all."""
     full_eval: Free[bool] = True
     """The evaluation at the end reads all held-out tokens."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "length")
-        check_at_least(self, "eval_tokens", least=0)
         if self.eval_tokens == 1:
             raise ValueError("eval_tokens must be at least 2, or 0 for all, got 1")
 
@@ -68,11 +66,8 @@ class LmConfig(RunConfig):
     model: Annotated[LmModelConfig, Flat]
     sample_prompt: Free[str] = ""
     """Text that the sample printed at the end continues; empty: the first tokens of the held-out text."""
-    sample_tokens: Free[int] = 256
+    sample_tokens: Free[Natural] = 256
     """Tokens of that sample; 0: none."""
-
-    def __post_init__(self):
-        check_at_least(self, "sample_tokens", least=0)
 
 
 def _small() -> LmConfig:

@@ -17,11 +17,11 @@ from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from train.data.lra import load
 from train.data.lra.batches import EvalBatches, TrainBatches
 from train.data.lra.tasks import LRA_TASKS
+from train.engine.batch import Arrays, HeldOut
 from train.engine.errors import UserError
-from train.engine.loop import HeldOut
 from train.engine.metrics import log
 from train.engine.mup import make_rates
-from train.engine.step import Batch, Objective, classification, means, random_streams
+from train.engine.step import Objective, classification, means, random_streams
 from train.tasks.lra_config import PRESETS, LraConfig, for_rows
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.lra_denoise import LRA_DENOISE
@@ -47,7 +47,7 @@ def lra_objective(
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 2, 1) if pair else (1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits: Any = model.apply(
             {"params": params},
             batch["tokens"],

@@ -21,7 +21,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from brl_jax.attention.core.checks import check_at_least
+from brl_jax.fields import Natural
 from brl_jax.layers import (
     BRLConfig,
     FlowformerConfig,
@@ -77,12 +77,9 @@ class LraConfig(RunConfig):
     training starts from its encoder's weights, and from its head's where it classifies the same task."""
     checkpoint: str = "best"
     """Of that run: best (on held-out data), last, or a step."""
-    fit_head: int = 0
+    fit_head: Natural = 0
     """Training examples that the head starts from, as the linear map fitted to what it reads for them: the pooled
     outputs of the encoder, a pretrained one (arXiv:2202.10054) or a random one; 0: the head starts at random."""
-
-    def __post_init__(self):
-        check_at_least(self, "fit_head", least=0)
 
 
 _Part = TypeVar("_Part")

@@ -35,13 +35,14 @@ from train.data.recall import (
     blind_accuracy,
     num_answers,
 )
+from train.engine.batch import Arrays
 from train.engine.config import LoopConfig, RunConfig
+from train.engine.evaluation import evaluate
 from train.engine.fields import Decided, Flat
-from train.engine.loop import evaluate
 from train.engine.mesh import host_rows
 from train.engine.mup import make_rates
 from train.engine.optimizer import OptimizerConfig
-from train.engine.step import Batch, Objective, make_eval_step, means, random_streams
+from train.engine.step import Objective, make_eval_step, means, random_streams
 from train.tasks.task import Task
 
 
@@ -131,7 +132,7 @@ PRESETS: dict[str, RecallConfig] = {
 }
 
 
-def answer_logits(model: DecoderLM, params: Any, batch: Batch, key: Array | None) -> Float[Array, "B P V"]:
+def answer_logits(model: DecoderLM, params: Any, batch: Arrays, key: Array | None) -> Float[Array, "B P V"]:
     """The logits at a batch's questions, in float32; those of other places are not computed."""
     variables = {"params": params}
     hidden: Any = model.apply(
@@ -149,7 +150,7 @@ def recall_objective(model: DecoderLM) -> Objective:
     def init(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def loss(params: Any, memory: Any, batch: Batch, key: Array | None):
+    def loss(params: Any, memory: Any, batch: Arrays, key: Array | None):
         logits, targets, weights = (
             answer_logits(model, params, batch, key),
             batch["targets"],

@@ -72,6 +72,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import check_choice, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.segments import run_numbers
+from brl_jax.fields import Checked
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
@@ -145,7 +146,7 @@ class Dimensions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mechanism:
+class Mechanism(Checked):
     """Base of the mechanisms' configurations.
 
     The first group of members are capability flags, which tell networks, scripts and the suite of laws what to expect.

@@ -209,7 +209,7 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
     sizes = {"batch": 2, "length": 200, "segments": True}
     for a, b in zip(TokenStreams(shards["train"], **sizes), TokenStreams(whole["train"], **sizes)):
         np.testing.assert_array_equal(a["segment_ids"], b["segment_ids"])
-        if b["reset"] and a["segment_ids"].any():
+        if b.reset and a["segment_ids"].any():
             break
     with pytest.raises(UserError, match=r"no test tokens, only train, valid"):
         load(DataConfig(data=f"tokens:{folder}"), tmp_path / "third", ("test",))

@@ -6,7 +6,6 @@ section A.1) follows: one type of nodes, half of them for training and a quarter
 
 from __future__ import annotations
 
-import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
+from brl_jax.json_files import parse_json
 from train.data.graphs.graph import RawGraph, Relation
 from train.data.graphs.images import describe
 from train.data.lra.files import numbered_lines, shown
@@ -39,11 +39,11 @@ def read_posts(folder: Path) -> RawGraph:
     for path in post_files(folder):
         for number, line in numbered_lines(path):
             try:
-                row = json.loads(line)
+                row = parse_json(line, {"text": str, "label": int})
                 text, label = row["text"], row["label"]
-            except (ValueError, TypeError, KeyError):
-                text = label = None
-            if not isinstance(text, str) or type(label) is not int or label < 0:
+            except ValueError:
+                label = -1
+            if not 0 <= label < 2**31:
                 raise UserError(
                     f'--data_dir: {path}, line {number}: expected JSON with "text" and a "label" from 0 on, '
                     f"got {shown(line)}"

@@ -96,7 +96,8 @@ class Tokenizer(abc.ABC):
         """
         folder = epath.Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        files = self._payload() | {"tokenizer_config.json": json.dumps({"tokenizer": self.spec}) + "\n"}
+        config = {"tokenizer": self.spec, "digest": self.digest, "vocab_size": self.vocab_size}
+        files = self._payload() | {"tokenizer_config.json": json.dumps(config) + "\n"}
         for name, text in files.items():
             write_whole(folder / name, text)
 

@@ -4,7 +4,6 @@ the text's bytes."""
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Int
 
+from brl_jax.json_files import read_json
 from train.data.splits import DocumentStart
 from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
 from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
@@ -186,24 +186,35 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
       UserError: no tokenizer there, or one that cannot be read.
     """
     folder = epath.Path(directory)
+    fields = {"tokenizer": str, "digest": str, "vocab_size": int}
     try:
-        spec = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer"]
-        if spec == "bytes":
-            return BytesTokenizer()
-        if spec.startswith("bpe:"):
-            import tokenizers
-
-            return BPETokenizer(
-                spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
+        config = read_json(folder / "tokenizer_config.json", fields)
+        tokenizer = _read(config["tokenizer"], folder)
+        if tokenizer.digest != config["digest"]:
+            raise ValueError(
+                f"its files are not those that were saved: the vocabulary had {config['vocab_size']} tokens, now it "
+                f"has {tokenizer.vocab_size}"
             )
-        if is_pretrained(spec) or spec.startswith(f"{_UNCASED}:"):
-            return PretrainedTokenizer.load(spec, folder)
-        if spec.startswith("chars"):
-            return CharactersTokenizer(spec, json.loads((folder / "characters.json").read_text()))
-        return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])
+        return tokenizer
     except FileNotFoundError as error:
         raise UserError(
             f"no tokenizer in {directory}: {error.filename or 'tokenizer_config.json'} is missing"
         ) from error
     except Exception as error:  # the parsers of damaged files raise all kinds of errors
         raise UserError(f"the tokenizer in {directory} cannot be read: {error}") from error
+
+
+def _read(spec: str, folder: epath.Path) -> Tokenizer:
+    if spec == "bytes":
+        return BytesTokenizer()
+    if spec.startswith("bpe:"):
+        import tokenizers
+
+        return BPETokenizer(
+            spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
+        )
+    if is_pretrained(spec) or spec.startswith(f"{_UNCASED}:"):
+        return PretrainedTokenizer.load(spec, folder)
+    if spec.startswith("chars"):
+        return CharactersTokenizer(spec, read_json(folder / "characters.json", list[str]))
+    return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])
