@@ -145,7 +145,7 @@ def save_export(
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
-      ValueError: `load_export` does not support networks of the run's task.
+      ValueError: `load_export` does not support the run's network.
     """
     _network(config)
     flat = traverse_util.flatten_dict(nn.unbox(params), sep=".")

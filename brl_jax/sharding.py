@@ -130,6 +130,9 @@ class MeshConfig(Checked):
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh of a configuration over `devices` (default: all devices of all processes).
 
+        with jax.set_mesh(make_mesh(MeshConfig(fsdp=8))):
+            state = train_step(state, batch)
+
     Inner axes connect neighbours: along the torus of a TPU slice, or inside one host on GPUs. With several slices,
     "data" runs across them.
 

@@ -111,7 +111,7 @@ class StackConfig(Checked):
         for mechanism in (self.mechanism, self.late_mechanism):
             if mechanism is not None and mechanism.group > 1 and self.late_mechanism is not None:
                 raise ValueError(
-                    f"late_mechanism must be None with {type(mechanism).__name__}, which has all layers to itself, "
+                    f"late_mechanism must be None with {type(mechanism).__name__}, which must be in all layers, "
                     f"got {type(self.late_mechanism).__name__}"
                 )
         if self.late_mechanism is None:
@@ -226,10 +226,13 @@ def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
         raise ValueError(f"output_norms must be False with mechanism {name}, which places its own norms")
     if d.reversible:
         if mechanism.residual == "mixer" or mechanism.network is not None:
-            raise ValueError(f"reversible must be False with mechanism {name}, whose layers have other parts")
+            raise ValueError(
+                f"reversible must be False with mechanism {name}, whose layers are not a mixer and a feed-forward "
+                "network"
+            )
         if mechanism.carrier(d, parent=None) is not None:
             raise ValueError(
-                f"reversible must be False with mechanism {name}, whose layers pass more than the residual stream on"
+                f"reversible must be False with mechanism {name}, whose layers pass on more than the residual stream"
             )
 
 

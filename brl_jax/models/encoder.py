@@ -68,8 +68,13 @@ class EncoderConfig(StackConfig):
 
 
 class Encoder(nn.Module):
-    """Outputs (B, T, D) for tokens (B, T) or, with inputs "features", for vectors (B, T, F): an embedding or a linear
-    map, positions, and a stack of blocks. The outputs are normalised and have the computation's dtype.
+    """Outputs (B, T, D) for tokens (B, T) or, with inputs "features", for vectors (B, T, F).
+
+        model = Encoder(EncoderConfig(vocab_size=1000))
+        y = model.apply(model.init(key, tokens), tokens, lengths=lengths)
+
+    An embedding or a linear map, positions, and a stack of blocks. The outputs are normalised and have the
+    computation's dtype.
 
     Args of the call:
       inputs: the tokens (ints) or vectors (floats).
@@ -217,7 +222,7 @@ class Classifier(nn.Module):
 class TokenClassifier(nn.Module):
     """Float32 logits (B, T, C) of each token of sequences. Arguments and errors are `Encoder`'s.
 
-    The parameters under "encoder" have the same structure in `Encoder`, `Classifier` and `TokenClassifier`.
+    Its params["encoder"] also fit an `Encoder`, or a `Classifier`'s params["encoder"], of the same configuration.
     """
 
     config: EncoderConfig
@@ -240,6 +245,9 @@ class TokenClassifier(nn.Module):
 
 class PairClassifier(nn.Module):
     """Float32 logits (B, C) of pairs of sequences, (B, 2, T) ints or (B, 2, T, F) floats, with lengths (B, 2).
+
+        model = PairClassifier(EncoderConfig(num_classes=2))
+        logits = model.apply(variables, pairs, lengths=lengths)
 
     One encoder reads both sequences, and the head gets [a, b, a * b, a - b] of their vectors, as in the Long Range
     Arena's retrieval task (Tay et al. 2020, arXiv:2011.04006).

@@ -26,7 +26,11 @@ SIMPLE_HGN_BETA = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class GraphConfig(StackConfig):
-    """Sizes and options of a network that classifies nodes."""
+    """Sizes and options of a network that classifies nodes.
+
+    config = GraphConfig(network="gcn", num_features=1433, num_classes=7)
+    model = NodeClassifier(config)
+    """
 
     network: Network = "tokens"
     """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
@@ -48,7 +52,7 @@ class GraphConfig(StackConfig):
     def __post_init__(self):
         super().__post_init__()
         if not self.kinds or min(self.kinds) < 0:
-            raise ValueError("kinds must be at least one kind, none below 0")
+            raise ValueError("kinds must not be empty or negative")
         self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property

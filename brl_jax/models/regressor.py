@@ -50,8 +50,13 @@ class RegressorConfig(StackConfig):
 
 
 class Regressor(nn.Module):
-    """Float32 outputs (B, T, O) for sequences of vectors (B, T, I): a linear map, positions, a stack of blocks, and a
-    linear map that starts at zero, as in the in-context regression of arXiv:2509.07963, section 4.
+    """Float32 outputs (B, T, O) for sequences of vectors (B, T, I).
+
+        model = Regressor(RegressorConfig(num_inputs=3, num_outputs=1))
+        y = model.apply(model.init(key, x), x)
+
+    A linear map, positions, a stack of blocks, and a linear map that starts at zero, as in the in-context regression of
+    arXiv:2509.07963, section 4.
 
     Args of the call:
       inputs: (B, T, I).

@@ -37,8 +37,8 @@ A complete mechanism, in which each token sees the mean of the values up to and 
             return y, MeanCache(jax.lax.dynamic_slice_in_dim(total, new - 1, 1, axis=1), call.start + new)
 
 To list it, add the configuration to `MECHANISMS` (`brl_jax.layers.registry`), a small instance to
-`tests/laws/cases.py`, and a NumPy oracle to tests/laws. The suite of laws tests the rest, guided by the capability
-flags.
+`tests/laws/cases.py`, and a NumPy oracle to tests/oracles. The suite of laws tests the rest, guided by the
+capability flags.
 
 The arguments of the call:
 

@@ -191,7 +191,7 @@ def _lower_elsewhere(context: mlir.LoweringRuleContext, *arrays: Any, **static: 
     """Returns zeros if the program is for CUDA and others, which never run them; raises an error otherwise."""
     if "cuda" not in context.module_context.platforms:
         raise NotImplementedError(
-            f"the kernel {static['kernel'].__name__} runs on CUDA alone, and this call is lowered for "
+            f"the kernel {static['kernel'].__name__} runs only on CUDA, and this call is lowered for "
             f"{' and '.join(context.module_context.platforms)}"
         )
     zeros = lambda *arrays: tuple(jnp.zeros(x.shape, x.dtype) for x in static["results"])  # noqa: E731

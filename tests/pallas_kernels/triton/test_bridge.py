@@ -35,10 +35,10 @@ def test_a_launch_runs_on_cuda_alone():
     traced = jax.jit(launch).trace(x)
     assert "gpu_kernel_launch" in str(traced.jaxpr)
     with pytest.raises(
-        NotImplementedError, match=r"the kernel no_kernel runs on CUDA alone, .* lowered for cpu"
+        NotImplementedError, match=r"the kernel no_kernel runs only on CUDA, .* lowered for cpu"
     ):
         traced.lower(lowering_platforms=("cpu",))
-    with pytest.raises(NotImplementedError, match="runs on CUDA alone"):
+    with pytest.raises(NotImplementedError, match="runs only on CUDA"):
         launch(x)
     np.testing.assert_array_equal(jax.jit(lambda x: (launch(x), x)[1])(x), x)
 
