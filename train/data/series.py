@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.fields import Checked, Count, Length
+from brl_jax.json_files import check_regular
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.engine.batch import Batch
@@ -95,6 +96,7 @@ def load_series(config: SeriesConfig) -> Series:
     if not config.data:
         raise UserError("--data: expected a .csv or .csv.gz file, got none")
     try:
+        check_regular(path)
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
@@ -103,6 +105,9 @@ def load_series(config: SeriesConfig) -> Series:
     if len(rows) < 2 or len(rows[0]) < 2 or rows[0][0] != "date":
         raise UserError(f"--data: expected a first column 'date' and columns of numbers in {path}")
     names = rows[0][1:]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"--data: {path} has two columns {twice!r}; expected one of each name")
     if config.target not in names:
         raise UserError(f"--target: expected one of {', '.join(names)}, got {config.target}")
     chosen = [names.index(config.target)] if config.features == "univariate" else list(range(len(names)))
