@@ -19,7 +19,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -112,12 +112,15 @@ def _parts(hint: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-@functools.cache
-def field_hints(kind: Hashable) -> dict[str, Any]:
+def field_hints(kind: type) -> dict[str, Any]:
     """The annotations of a dataclass's fields, by name."""
-    fields: Any = kind
-    hints = typing.get_type_hints(fields, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(fields)}
+    return _read_hints(kind)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _read_hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str | None:
@@ -136,7 +139,7 @@ def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str |
     if hint is bool:
         return None if isinstance(value, bool | np.bool_) else "True or False"
     if hint in (int, float):
-        return _numbercomplaint_about(value, hint, within)
+        return _number_complaint(value, hint, within)
     if hint is str:
         return None if isinstance(value, str) else "a string"
     if origin is tuple and arguments:

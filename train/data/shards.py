@@ -111,13 +111,6 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The file of that name in the folder. Raises ValueError for a name that leaves it."""
-    if Path(name).name != name:
-        raise ValueError(f"{folder / MANIFEST}: expected the name of a file in this folder, got {name!r}")
-    return folder / name
-
-
 def _open_split(
     option: str, folder: Path, split: str, manifest: dict[str, Any], tokenizer: Tokenizer
 ) -> Corpus:
