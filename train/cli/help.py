@@ -33,7 +33,7 @@ def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: s
     needed = [path.rpartition(".")[2] for path in marked(type(presets[default]), Mark.NEEDED)]
     data = "".join(f" --{field} {'FILE' if field == 'data' else 'DIR'}" for field in needed)
     unnamed = f"PRESET is {default} where none is named"
-    unnamed += "." if name == default else f"; the values below are those of {name}."
+    unnamed += "." if name == default else f"; the values below are from {name}."
     lines = [
         f"usage: {prog} [PRESET] [OPTIONS]",
         "",

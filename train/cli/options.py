@@ -1,7 +1,7 @@
 """Configurations of runs, and the command line that sets them.
 
 A configuration is a frozen dataclass of parts. The command line shows the fields of its main parts side by side
-(`--steps`, `--d_model`, `--learning_rate`); those of the mechanism, the mesh and the processes keep their prefix
+(`--steps`, `--d_model`, `--learning_rate`); the fields of the mechanism, the mesh and the processes keep their prefix
 (`--mechanism.window`). `--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the other
 options.
 """
@@ -33,7 +33,7 @@ R = TypeVar("R", bound="RunConfig")
 M = TypeVar("M", bound=StackConfig)
 
 # Command-line options that take the name of a mechanism; each is also the model's field that it sets. The first one is
-# that of models with an encoder and a decoder, and set first: without it the encoder has the decoder's mechanism.
+# for models with an encoder and a decoder, and is set first: by default the encoder has the decoder's mechanism.
 _MECHANISM_FIELDS = ("encoder_mechanism", "mechanism", "late_mechanism")
 # An error about an unknown preset names this many; --presets lists all of them.
 _PRESETS_SHOWN = 30
@@ -72,7 +72,7 @@ def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *,
     description = (
         f"{about}\n\nPRESET is one of {', '.join(presets)}; the default is {default_preset}. "
         f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "
-        f"The defaults below are those of {name} (and of the mechanism that is named)."
+        f"The defaults below come from {name} (and from the mechanism that is named)."
     )
     return parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
 
@@ -87,7 +87,7 @@ def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> 
     complaint, screen = io.StringIO(), io.StringIO()
     options = option_names(default)
     _check_repeated(argv, options)
-    # tyro colours what it prints on a terminal, whatever NO_COLOR says; a buffer is no terminal.
+    # tyro colours what it prints on a terminal, whatever NO_COLOR says, but not into a buffer.
     plain = contextlib.redirect_stdout(screen) if os.environ.get("NO_COLOR") else contextlib.nullcontext()
     try:
         with contextlib.redirect_stderr(complaint), plain:
@@ -173,7 +173,7 @@ def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
     if type(getattr(model, field)) is MECHANISMS[name]:
         return model
     mechanism = MECHANISMS[name]()
-    if field == "encoder_mechanism":  # it has layers of its own
+    if field == "encoder_mechanism":  # the encoder has its own layers
         return _replace(model, field, mechanism)
     # --num_layers is not read yet: the preset's number of layers, rounded up to whole blocks of the mechanism.
     layers = -(-model.num_layers // mechanism.group) * mechanism.group

@@ -32,7 +32,7 @@ _KEPT_RECORDS = 1024
 
 
 class ShardedTokens:
-    """The tokens of many shards as one array, (N,), of which only what is taken is read, through Grain.
+    """The tokens of many shards as one array, (N,), which Grain reads as they are taken.
 
     Args:
       paths: the shards. counts: their numbers of tokens. record: tokens of a record. dtype: of the tokens.

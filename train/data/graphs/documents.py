@@ -1,6 +1,6 @@
 """Nodes without a graph: newsgroup posts as word counts, images or features from a file, and a graph of nearest nodes.
 
-The protocol is that of NodeFormer (Wu et al. 2022, arXiv:2306.08385), which BRL-Attention (OpenReview Vpyg3fqXbl,
+The protocol follows NodeFormer (Wu et al. 2022, arXiv:2306.08385), which BRL-Attention (OpenReview Vpyg3fqXbl,
 section A.1) follows: one type of nodes, half of them for training and a quarter each for validation and test.
 """
 

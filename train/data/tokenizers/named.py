@@ -101,7 +101,7 @@ class BPETokenizer(Tokenizer):
 
 
 def _train_uncased(size: int, pieces: Iterable[bytes]) -> PretrainedTokenizer:
-    """Up to `size` byte pairs of words, which are those of uncased BERT (arXiv:1810.04805): the text loses its case,
+    """Up to `size` byte pairs of words, as in uncased BERT (arXiv:1810.04805): the text loses its case,
     its accents and the kinds of its blanks, and each punctuation mark is a word. A word so has one form at the start of
     a sentence and inside it, in running text and in text whose marks stand between blanks.
 
@@ -180,7 +180,8 @@ def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokeniz
     """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces.
 
     Args:
-      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, chars likewise, or one that exists
+      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, the same with chars, or one that
+      exists
         already (`train.data.tokenizers.published`).
       pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
 
