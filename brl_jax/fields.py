@@ -38,15 +38,17 @@ class Range:
 
     def complaint(self, value: float) -> str | None:
         """What a number must be and isn't; None if it lies in the range."""
-        if self.above is not None and not value > self.above:
-            return f"above {self.above}"
-        if self.least is not None and not value >= self.least:
-            return f"at least {self.least}"
-        if self.below is not None and not value < self.below:
-            return f"below {self.below}"
-        if self.most is not None and not value <= self.most:
-            return f"at most {self.most}"
-        return None
+        least = f"above {self.above}" if self.least is None else f"at least {self.least}"
+        most = f"below {self.below}" if self.most is None else f"at most {self.most}"
+        low = (self.above is not None and not value > self.above) or (
+            self.least is not None and not value >= self.least
+        )
+        high = (self.below is not None and not value < self.below) or (
+            self.most is not None and not value <= self.most
+        )
+        if 1 in (self.below, self.most) and (low or high):  # a share
+            return f"{least} and {most}"
+        return least if low else most if high else None
 
 
 Count = Annotated[int, Range(1, MOST)]
@@ -88,8 +90,8 @@ class Checked:
 
 def check_fields(config: Any) -> None:
     """Raises ValueError, with the field's name, unless every field of a dataclass fits its annotation."""
-    for name, hint in _hints(config.__class__).items():
-        complaint = _complaint(getattr(config, name), hint)
+    for name, hint in field_hints(config.__class__).items():
+        complaint = complaint_about(getattr(config, name), hint)
         if complaint is not None:
             value = getattr(config, name)
             raise ValueError(f"{name} must be {complaint}, got {value!r}{_hint(value, hint)}")
@@ -110,20 +112,25 @@ def _parts(hint: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
+def field_hints(kind: type) -> dict[str, Any]:
+    """The annotations of a dataclass's fields, by name."""
+    return _read_hints(kind)  # type: ignore[arg-type]
+
+
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _read_hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _complaint(value: Any, hint: Any, within: Range | None = None) -> str | None:
+def complaint_about(value: Any, hint: Any, within: Range | None = None) -> str | None:
     """What a value must be and isn't; None if it is right, or if the type is not one that is checked."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         found = next((mark for mark in hint.__metadata__ if isinstance(mark, Range)), within)
-        return _complaint(value, arguments[0], found)
+        return complaint_about(value, arguments[0], found)
     if origin in (types.UnionType, typing.Union):
-        complaints = [_complaint(value, kind, within) for kind in arguments if kind is not type(None)]
+        complaints = [complaint_about(value, kind, within) for kind in arguments if kind is not type(None)]
         if (value is None and type(None) in arguments) or None in complaints:
             return None
         return " or ".join(dict.fromkeys(complaint for complaint in complaints if complaint))
@@ -141,7 +148,9 @@ def _complaint(value: Any, hint: Any, within: Range | None = None) -> str | None
         kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         if len(kinds) != len(value):
             return f"a tuple of {len(kinds)}"
-        return next(filter(None, (_complaint(item, kind, within) for item, kind in zip(value, kinds))), None)
+        return next(
+            filter(None, (complaint_about(item, kind, within) for item, kind in zip(value, kinds))), None
+        )
     return None
 
 

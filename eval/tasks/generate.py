@@ -26,6 +26,7 @@ from jaxtyping import Int
 from brl_jax.attention.core.checks import check_at_least, check_counts
 from brl_jax.decoding import generate
 from brl_jax.fields import Seed, check_fields
+from brl_jax.json_files import check_regular
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
 from eval.tasks.lm import read_run
 from train.cli.options import parse_options
@@ -87,6 +88,7 @@ def _prompts(options: GenerateOptions) -> list[tuple[str, str]]:
     prompts = [("--prompt", text) for text in options.prompt]
     if options.prompt_file is not None:
         try:
+            check_regular(options.prompt_file)
             prompts.append(("--prompt_file", Path(options.prompt_file).read_text()))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt_file: cannot read {options.prompt_file}: {error}") from error

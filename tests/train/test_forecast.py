@@ -172,7 +172,7 @@ def test_a_forecast_does_not_read_what_came(table, center):
     series = load_series(config.data)
     config = FORECAST.sized(config, series)
     model = FORECAST.build(config)
-    batch = Windows(series, config.data).batch(np.array([60, 70]))
+    batch = Windows(series, config.data).batch(np.array([60, 70])).arrays
     init = FORECAST.objective(model, config).init(jax.random.key(0))
     params = jax.tree.map(lambda box: box.unbox() + 0.1, init, is_leaf=lambda leaf: hasattr(leaf, "unbox"))
     first = np.asarray(forecast(model, config, params, batch))

@@ -110,7 +110,7 @@ def test_metrics_and_counters():
     step, state = _start(2)
     schedule = make_schedule(OPTIMIZER, 10)
     for i in range(3):
-        before = float(OBJECTIVE.loss(state.params, state.memory.reshape(-1), _batch(i), None)[0]) / 12
+        before = float(OBJECTIVE.loss(state.params, state.memory.reshape(-1), _batch(i).arrays, None)[0]) / 12
         state, metrics = step(state, _batch(i))
         assert float(metrics["learning_rate"]) == pytest.approx(float(schedule(i)))
         assert float(metrics["loss"]) == pytest.approx(before, rel=0.2)  # dropout apart
@@ -127,7 +127,7 @@ def test_rows_that_accumulation_does_not_divide():
 def test_evaluation_has_no_dropout_and_carries_memory():
     step = jax.jit(make_eval_step(OBJECTIVE))
     params = nn.unbox(OBJECTIVE.init(jax.random.key(0)))
-    batch = _batch(3)
+    batch = _batch(3).arrays
     memory = np.array([1, 2, 3, 4], np.int32)
     logits = np.asarray(params["table"])[batch["tokens"]] + np.asarray(params["past"])[memory][:, None]
     logits = logits.astype(np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
 from train.engine.loop import another_configuration, train
 from train.engine.mesh import open_mesh
 from train.engine.metrics import RunReport, announce, log
-from train.engine.storage import check_client, user_cache
+from train.engine.storage import as_os_errors, check_client, user_cache
 from train.engine.throughput import in_words
-from train.tasks.task import Task
+from train.tasks.task import Task, read_config
 
 
 def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
@@ -39,8 +40,26 @@ def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: st
       UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     presets = {preset: config for task in tasks for preset, config in task.presets.items()}
+    workdir = _only_workdir(argv)
+    if workdir and is_started(workdir):
+        run_task(*read_config(tasks, epath.Path(workdir) / "config.json"))
+        return
     config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
     run_task(next(task for task in tasks if task.config_class is type(config)), config)
+
+
+def _only_workdir(argv: Sequence[str]) -> str | None:
+    """The folder, if the command line is `--workdir DIR` and nothing else."""
+    words = argv[0].split("=", 1) if len(argv) == 1 else argv
+    return words[1] if len(words) == 2 and words[0] == "--workdir" else None
+
+
+def is_started(workdir: str) -> bool:
+    """Whether a folder has a run with checkpoints."""
+    folder = epath.Path(workdir)
+    with contextlib.suppress(OSError, UserError), as_os_errors():
+        return (folder / "config.json").exists() and bool(Checkpoints(folder / "checkpoints").steps())
+    return False
 
 
 def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None) -> None:

@@ -1,6 +1,6 @@
 """Pairs of a source and a target: symbols to copy, to reverse or to sort, and pairs of texts from files.
 
-Besides the symbols, or a tokenizer's tokens, there are two more: BEGIN, with which a target's row begins, and END,
+The symbols, or a tokenizer's tokens, are followed by two more: BEGIN, which starts a target's row, and END,
 which the decoder predicts after the target's last token.
 """
 
@@ -46,13 +46,13 @@ class CopyDataConfig(Checked):
     """Symbols of the longest source of a batch; several lengths take turns from batch to batch. Of text, the longest
     source and target in tokens; further lengths are those to which shorter rows are padded."""
     min_length: Count = 1
-    """Symbols of the shortest source; those of a row are drawn between this and the batch's longest, or are the latter
-    where it is smaller."""
+    """Symbols of the shortest source; each row draws its own number between this and the batch's
+    longest."""
     data_dir: str = ""
     """A folder of train.jsonl, valid.jsonl and test.jsonl (.gz too) with an object {"source": TEXT, "target": TEXT} in
     each line; empty: symbols, drawn as they are needed."""
     tokenizer: str = "bytes"
-    """Of text: bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or, likewise,
+    """Of text: bytes, bpe:SIZE (learnt from the training text), words, words:MIN_COUNT, words:max=SIZE or the same with
     chars; or one that exists: a tokenizer.json, a SentencePiece .model, or hf:NAME of the Hugging Face hub."""
     valid_rows: Count = 128
     """Rows of each length in an evaluation while training."""
@@ -162,8 +162,8 @@ def load_pairs(config: CopyDataConfig, workdir: str, splits: Sequence[str]) -> T
     The tokenizer of a run is learnt when it starts, and kept in its folder.
 
     Raises:
-      UserError: a file is missing, cannot be read or has a line that is no pair, which the error names; the tokenizer
-        is not available, or the run has another.
+      UserError: a file is missing, cannot be read or has a line that is not a pair, which the error names;
+        the tokenizer is not available, or the run has another.
     """
     check_tokenizer(config.tokenizer)
     paths = {split: _file(Path(config.data_dir).expanduser(), split) for split in splits}
@@ -199,7 +199,7 @@ def _parse(line: bytes) -> _Pair:
     """The pair of a line.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is not a pair.
     """
     try:
         values = parse_json(line, dict)

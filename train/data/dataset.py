@@ -33,7 +33,7 @@ from train.engine.storage import as_os_errors, check_address, copy_files, is_rem
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 2
 _MANIFEST, _TOKENIZER = "data.json", "tokenizer_config.json"
-# What the files that bind a run's folder to its data have; those of other programs that are called alike have not.
+# Fields by which our own files are told from other programs' files of the same name.
 _MANIFEST_FIELDS = {
     **dict.fromkeys(("data", "tokenizer", "documents", "tokens", "tokenizer_digest"), str),
     "holdout": float,
@@ -53,11 +53,11 @@ class DataConfig(Checked):
     hf:NAME[:CONFIG] (or a folder), hf-stream:NAME[:CONFIG] (read while training), tokens:DIR (see train.data.tokenize)
     or mix:WEIGHT*TEXT,WEIGHT*TEXT."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (likewise, of lower-case words), words,
-    words:MIN_COUNT, words:max=SIZE or, likewise, chars; or one that exists: a tokenizer.json, a SentencePiece .model,
-    or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
+    """bytes, bpe:SIZE (learnt from the training text), bpe-uncased:SIZE (the same on lower-case words), words,
+    words:MIN_COUNT, words:max=SIZE or the same with chars; or one that exists: a tokenizer.json, a SentencePiece
+    .model, or hf:NAME of the Hugging Face hub. Shards (tokens:) have their own."""
     holdout: float = 0.05
-    """Share of the text held out for evaluation where it has no validation split of its own; of hf-stream these are
+    """Share of the text held out for evaluation if it has no validation split; of hf-stream these are
     the first 1,000 documents, and shards (tokens:) have theirs."""
     documents: str = RECORDS
     """What a document of the text is: records (a row of a data set, a file), wikitext (which starts with a line
@@ -207,7 +207,8 @@ def _has_another_tokenizer(run: epath.Path, tokenizer: Tokenizer) -> bool:
 def _load_mixture(
     config: DataConfig, spec: str, workdir: str | os.PathLike[str], splits: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Each text of a mixture as a data set of its own, with one tokenizer, which is not learnt from one of them."""
+    """Loads each text of a mixture as a separate data set. They share a tokenizer, which is not learnt from one of
+    them."""
     weights = parse_mixture(spec)
     if not (config.tokenizer == "bytes" or is_pretrained(config.tokenizer)) and not all(
         text.startswith("tokens:") for text in weights
@@ -321,7 +322,7 @@ def tokenizer_of(spec: str, source: Source, cache: Path) -> Tokenizer:
         raise UserError(
             f"--data: --tokenizer {spec} is learnt from a train text, got {', '.join(source.splits)}"
         )
-    # A vocabulary is that of the text, whatever its documents.
+    # The vocabulary depends on the text and not on how it is divided into documents.
     with reading("vocabulary", source.splits["train"], by_document=False) as pieces:
         tokenizer = train_tokenizer(spec, lambda: pieces)
     tokenizer.save(folder)

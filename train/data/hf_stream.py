@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face hub that are read while training, never as a whole: --data hf-stream:NAME[:CONFIG].
 
-Each row of a batch reads a part of its own of the training documents (whole files where there are enough of them), so
+Each row of a batch reads its own part of the training documents (whole files if there are enough of them), so
 that a host reads only the parts of its rows, and the number of hosts may change when a run resumes.
 """
 
@@ -30,7 +30,7 @@ PREFIX = "hf-stream:"
 # Documents that are held out where the data set has no validation split. They are the first ones.
 _HELD_OUT_DOCUMENTS = 1000
 _BLOCK_DOCUMENTS = 64
-# Documents of a row that come in an order of their own, which the seed decides.
+# Documents of a row that are shuffled together, by the seed.
 _SHUFFLED_DOCUMENTS = 64
 
 
@@ -143,8 +143,8 @@ class _Row:
 
     Groups of them follow one another as in the part, and the seed decides the order within each.
 
-    The held-out documents are known by their content. To skip as many as there are would not do: a part that is a file
-    of its own would skip them in that file, wherever they are.
+    The held-out documents are known by their content. Skipping that many documents is not enough: a part that is a file
+    would skip them in that file, wherever they are.
     """
 
     def __init__(self, text: StreamedText, number: int, rows: int, seed: int, held_out: Set[bytes]):

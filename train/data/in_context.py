@@ -1,5 +1,5 @@
 """In-context linear regression (Garg et al. 2022, arXiv:2208.01066; arXiv:2509.07963, section 4): prompts of pairs
-(x_i, y_i) of a linear function that is drawn anew for each prompt.
+(x_i, y_i) of a linear function that is drawn for each prompt.
 
     w ~ N(0, I_d),   x_i ~ N(0, I_d),   y_i = w . x_i / sqrt(d)
 
@@ -38,7 +38,7 @@ class InContextConfig(Checked):
     pairs: Count = 33
     """Pairs (x, y) of a prompt; the model predicts each y from the pairs before it."""
     prompt: Prompt = "alternate"
-    """What follows x_i: y_i alone, as in both papers ("alternate"), or y_i with x_i beside it, so that no layer is
+    """What follows x_i: y_i alone, as in both papers ("alternate"), or y_i together with x_i, so that no layer is
     needed to bring the two together ("joined")."""
     start_dims: Natural = 0
     """Numbers of x that are not zero at the first step, as in Garg et al.; 0: all, without a curriculum."""

@@ -1,4 +1,4 @@
-"""Sequences whose tokens are masked in part, anew in every batch, for masked language models (arXiv:1810.04805).
+"""Sequences with some tokens masked, differently in every batch, for masked language models (arXiv:1810.04805).
 
 In every row a share of the tokens is asked for. Of these, 80% are replaced by the mask, 10% by a random token, and 10%
 stay as they are.
@@ -73,8 +73,9 @@ def mask_tokens(
 
 
 class MaskedBatches(grain.DatasetIterator):
-    """Endless training batches of `mask_tokens` over those of another stream, with its reset and, where it has them,
-    "segment_ids"; masks depend on the seed and the number of the batch alone. The state is that of the stream.
+    """Endless training batches of `mask_tokens`, made from another stream's batches. They keep its reset and
+    its "segment_ids", if it has them. Masks depend on the seed and the number of the batch alone. The state is the
+    stream's.
 
     Args:
       batches: "tokens" (B, T) and, where rows end early, "lengths" (B,). batch, rows: as for that stream.

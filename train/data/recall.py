@@ -5,7 +5,7 @@
     k_1 v_1 k_2 v_2 ... k_P v_P  [gap]  noise with each key once more, in any order; the answer to a key is its value
 
 "induction", induction heads (Olsson et al. 2022, arXiv:2209.11895; with one record, the task of Gu and Dao 2023,
-arXiv:2312.00752): trigger tokens stand at random places in noise, each followed by a token; at the end of the row the
+arXiv:2312.00752): trigger tokens appear at random places in noise, each followed by a token; at the end of the row the
 triggers return, and the answer to each is the token that followed it.
 
 "copy", selective copying (arXiv:2312.00752), answered token by token as in Jelassi et al. 2024 (arXiv:2402.01032):
@@ -88,7 +88,7 @@ class RecallDataConfig(Checked):
 
 
 def obstacle(config: RecallDataConfig, case: Case) -> str | None:
-    """Why there are no rows of this case, naming the option, or None if there are."""
+    """Why rows of this case cannot be drawn, naming the option; None if they can."""
     length, pairs = case
     if pairs < 1:
         return f"pairs must be at least 1, got {pairs}"
@@ -145,7 +145,7 @@ def _most_frequent(draws: int, values: int) -> float:
 
 
 def _shuffled(rng: np.random.Generator, rows: int, size: int) -> Int[np.ndarray, "R S"]:
-    """The numbers 0..size-1 in a random order, anew for each row."""
+    """The numbers 0..size-1 in a random order, another for each row."""
     return np.argsort(rng.random((rows, size)), axis=1)
 
 
@@ -232,7 +232,7 @@ class RecallStream(DrawnBatches):
     """Endless training batches of fresh rows, of the configuration's cases in turn; see `DrawnBatches`.
 
     Args:
-      config: the rows. The others are those of `DrawnBatches`.
+      config: the rows. The others: see `DrawnBatches`.
     """
 
     def __init__(self, config: RecallDataConfig, **options: Any):
@@ -243,7 +243,7 @@ class HeldOutRecall(HeldOutDrawn):
     """valid_rows or test_rows rows of each case; see `HeldOutDrawn`.
 
     Args:
-      config: the rows. split: "valid" or "test". cases: by default those of training. The others are those of
+      config: the rows. split: "valid" or "test". cases: by default the training cases. The others: see
         `HeldOutDrawn`.
     """
 

@@ -10,7 +10,7 @@ import grain
 from train.engine.batch import Batch
 from train.engine.errors import UserError
 
-# One thread reads ahead: batches come in order, and the state is that of the last batch given, not the last read.
+# One thread reads ahead: batches come in order, and the state belongs to the last batch given, not the last read.
 READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 
 
@@ -18,7 +18,7 @@ class RepeatedBatches(grain.DatasetIterator):
     """An endless iterator over batches made by number, whose state is the number of the next one.
 
     Args:
-      make: (index, step) -> batch; index counts all batches since the start of training, step those of the pass.
+      make: (index, step) -> batch; index counts all batches since the start of training, step the batches of the pass.
       steps: batches of a pass.
       identity: what the batches depend on (sizes, seed, the data's digest): numbers and strings by name.
     """

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from brl_jax.fields import Checked, Count, Length
+from brl_jax.json_files import check_regular
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
 from train.engine.batch import Batch
@@ -42,7 +43,7 @@ class SeriesConfig(Checked):
     data: Needed[str] = ""
     """A .csv or .csv.gz file: a first column "date" (2016-07-01 00:00:00) and columns of numbers."""
     features: Features = "univariate"
-    """Forecast the target from its own past ("univariate"), or all columns from that of all ("multivariate")."""
+    """Forecast the target from its own past ("univariate"), or all columns from their common past ("multivariate")."""
     target: str = "OT"
     """The target's column."""
     lookback: Length = 96
@@ -95,6 +96,7 @@ def load_series(config: SeriesConfig) -> Series:
     if not config.data:
         raise UserError("--data: expected a .csv or .csv.gz file, got none")
     try:
+        check_regular(path)
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text)))
@@ -103,6 +105,9 @@ def load_series(config: SeriesConfig) -> Series:
     if len(rows) < 2 or len(rows[0]) < 2 or rows[0][0] != "date":
         raise UserError(f"--data: expected a first column 'date' and columns of numbers in {path}")
     names = rows[0][1:]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"--data: {path} has two columns {twice!r}; expected one of each name")
     if config.target not in names:
         raise UserError(f"--target: expected one of {', '.join(names)}, got {config.target}")
     chosen = [names.index(config.target)] if config.features == "univariate" else list(range(len(names)))
@@ -113,7 +118,9 @@ def load_series(config: SeriesConfig) -> Series:
         times = [datetime.datetime.fromisoformat(row[0]) for row in rows[1 : needed + 1]]
         values = np.array([[float(row[1 + column]) for column in chosen] for row in rows[1 : needed + 1]])
     except (ValueError, IndexError) as error:
-        raise UserError(f"--data: {path} holds what is no date or number: {one_line(error)}") from error
+        raise UserError(
+            f"--data: {path} has a cell that is neither a date nor a number: {one_line(error)}"
+        ) from error
     try:
         late = next((i for i in range(1, len(times)) if times[i] <= times[i - 1]), None)
     except TypeError as error:
@@ -131,7 +138,7 @@ def load_series(config: SeriesConfig) -> Series:
         [wave(2 * np.pi * phase) for phase in (hours, days) for wave in (np.sin, np.cos)], axis=1
     )
     training = values[: config.split[0]]
-    # Not by the deviation: rounding gives that of equal numbers a size too.
+    # Not by the deviation, which rounding makes nonzero even for equal numbers.
     varies = training.min(axis=0) < training.max(axis=0)
     return Series(
         columns=tuple(names[column] for column in chosen),
@@ -189,7 +196,7 @@ class WindowStream(RepeatedBatches):
 
     Args:
       windows: what makes a batch of origins. origin: those to draw from. batch: rows of all processes together. seed:
-      that of the orders. digest: that of the series. rows: the indices of the rows to give; by default all.
+      of the orders. digest: of the series. rows: the indices of the rows to give; by default all.
 
     Raises:
       UserError: fewer windows than a batch has rows, or batch or seed out of range.

@@ -16,7 +16,7 @@ from train.engine.batch import Batch
 
 @dataclasses.dataclass(frozen=True)
 class TokenSeriesConfig(SeriesConfig):
-    """The series, its windows and its tokens; each of several columns is a series of its own."""
+    """The series, its windows and its tokens; each of several columns is a separate series."""
 
     bins: Annotated[int, Range(2, MOST)] = 512
     """Number of tokens, which are bins of equal width."""
@@ -43,7 +43,7 @@ def to_numbers(tokens: Int[np.ndarray, "*B T"], config: TokenSeriesConfig) -> Fl
 
 
 class TokenWindows:
-    """Batches of windows of single columns; an origin o stands for row o // C and column o % C of C columns.
+    """Batches of windows of single columns; origin o is row o // C and column o % C of C columns.
 
     A batch is {"tokens", "targets": (B, L + H - 1) int32, "weights": the same in float32}: every token
     but the first is a target.

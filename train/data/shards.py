@@ -32,7 +32,7 @@ _KEPT_RECORDS = 1024
 
 
 class ShardedTokens:
-    """The tokens of many shards as one array, (N,), of which only what is taken is read, through Grain.
+    """The tokens of many shards as one array, (N,), which Grain reads as they are taken.
 
     Args:
       paths: the shards. counts: their numbers of tokens. record: tokens of a record. dtype: of the tokens.
@@ -102,13 +102,6 @@ def open_shards(folder: Path, splits: Sequence[str]) -> tuple[Tokenizer, dict[st
         for split in SPLITS
         if split in splits and split in manifest["splits"]
     }
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """The file of that name in the folder. Raises ValueError for a name that leaves it."""
-    if Path(name).name != name:
-        raise ValueError(f"{folder / MANIFEST}: expected the name of a file in this folder, got {name!r}")
-    return folder / name
 
 
 def _inside(folder: Path, name: str) -> Path:

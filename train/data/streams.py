@@ -1,4 +1,4 @@
-"""Batches whose rows continue where those of the batch before stopped, so that carried memory is the real past."""
+"""Batches whose rows continue where the previous batch's rows stopped, so that carried memory is the real past."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _check_length(length: int) -> None:
 
 
 class TokenStreams(RepeatedBatches):
-    """Endless training batches: `batch` rows, each reading its own stretch of the text.
+    """Endless training batches: `batch` rows, each reading its own part of the text.
 
     A pass takes steps_per_pass = N // (batch * length) steps. In a pass that starts at offset o, row b of
     step s holds tokens [o + b R + s T, o + b R + s T + T), R = steps_per_pass * T, positions wrapping around at
-    the end of the text, and as targets the token after each. The offset is drawn anew for each pass, from the
+    the end of the text, and as targets the token after each. The offset of each pass is drawn from the
     seed and the pass's number alone.
 
     A batch is {"tokens": (B, T) int32, "targets": (B, T) int32}; its reset is True on the
@@ -105,7 +105,7 @@ class EvalStream:
     row b has targets [b R + s T, b R + s T + T) of its row. A batch is {"tokens": (B, T) int32, "targets":
     (B, T) int32, "weights": (B, T) float32}, reset in the first one; weights are 0 on the padding of the last
     batch, where tokens and targets are 0, and 1 elsewhere. Iterating again starts from the beginning. With `segments`
-    it has "segment_ids" too, as those of `TokenStreams`.
+    it has "segment_ids" too, as in `TokenStreams`.
 
     Args:
       corpus: the text; at least 2 tokens.
@@ -141,7 +141,7 @@ class EvalStream:
         self.num_targets = len(tokens) - 1
         """Targets of weight 1, over all processes."""
         self.num_bytes = corpus.num_bytes(1, len(tokens))
-        """Bytes of the original text these targets stand for."""
+        """Bytes of the original text that these targets encode."""
         row = -(-self.num_targets // batch)
         self._steps = -(-row // length)
         places = np.arange(length)

@@ -162,7 +162,7 @@ def _parts(blocks: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
 
 
 def _write_shard(folder: Path, name: str, text: Sequence[bytes], *, record: int) -> None:
-    """Tokenises a part of the text in a process of its own."""
+    """Tokenises a part of the text, in a worker process."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     tokenizer = _tokenizer(folder)

@@ -44,7 +44,7 @@ class Checkpoints:
 
     Args:
       folder: created when the first checkpoint is written.
-      keep: how many of the newest to keep, besides the one with the lowest score.
+      keep: how many of the newest to keep, in addition to the one with the lowest score.
       log: called with a line about each checkpoint that is skipped.
     """
 
@@ -159,7 +159,7 @@ class Checkpoints:
             raise UserError(f"--workdir: cannot read {self.folder}: {one_line(error)}") from error
 
     def restore(self, like: TrainState, check: Callable[[dict[str, Any]], None]) -> Restored | None:
-        """The newest intact checkpoint, or None if there is no checkpoint at all.
+        """The newest intact checkpoint, or None in a new folder.
 
         Damaged and half-written ones are skipped, with a line each, and moved out of the way once an older one proves
         to be intact.

@@ -37,15 +37,15 @@ class LoopConfig(Checked):
     checkpoint_every: Free[Steps] = 250
     """Steps from one checkpoint to the next; each evaluation and the end of the run save one too."""
     keep_checkpoints: Free[Count] = 2
-    """Number of the newest checkpoints to keep, besides the one with the best evaluation."""
+    """Number of the newest checkpoints to keep, in addition to the one with the best evaluation."""
     tensorboard: Free[bool] = True
-    """Write TensorBoard event files beside metrics.jsonl."""
+    """Write TensorBoard event files next to metrics.jsonl."""
     log: Free[Literal["", "wandb"]] = ""
     """Send the metrics to Weights & Biases too (extra wandb)."""
     profile: Free[str] = ""
     """FIRST:LAST: trace these steps for TensorBoard, in the run's folder."""
     compilation_cache: Free[str] = ""
-    """Folder of compiled programs, which the next start reads; "none": none are kept. By default
+    """Folder of compiled programs, which the next start reads; "none" keeps none. By default
     JAX_COMPILATION_CACHE_DIR, or else ~/.cache/brl-jax/xla."""
     log_gradient_std: bool = False
     """Log the relative standard deviation of the gradients' norms over the run (train/engine/moments.py)."""

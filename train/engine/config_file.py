@@ -1,4 +1,4 @@
-"""Configurations as JSON: writing them, reading them back, and comparing that of a run with another."""
+"""Configurations as JSON: writing them, reading them back, and comparing a run's with another."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def changed_options(preset: Any, config: Any, omitted: Collection[str] = ()) -> 
 
     Args:
       preset, config: of the same task, or of two whose data and models have fields in common; only these are compared.
-      omitted: dotted names of fields to leave out, beside those that a task decides.
+      omitted: dotted names of fields to leave out, in addition to those that a task decides.
     """
     decided = {name for each in (preset, config) for name in marked(type(each), Mark.DECIDED)}
     old, new = (

@@ -33,7 +33,7 @@ def is_memory_shortage(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
-# The clients of object stores raise exceptions of their own besides OSError.
+# The clients of object stores raise their own exceptions as well as OSError.
 _CLIENTS = ("aiohttp", "botocore", "fsspec", "gcsfs", "google", "requests", "s3fs")
 
 
@@ -54,8 +54,8 @@ class Stopped(Exception):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception's first cause in one line of at most `limit` characters, of which its end is worth as much as its
-    beginning; its class's name if it has no message."""
+    """An exception's first cause in one line of at most `limit` characters: its beginning and its end, or its
+    class's name if it has no message."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__

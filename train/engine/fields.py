@@ -36,7 +36,7 @@ Flat = tyro.conf.arg(name="")
 
 
 def marked(kind: type, mark: Mark, prefix: str = "") -> Iterator[str]:
-    """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part stands for all of its
+    """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part counts for all of its
     fields."""
     hints = typing.get_type_hints(kind, include_extras=True)
     plain = typing.get_type_hints(kind)

@@ -35,9 +35,7 @@ def alone_in(workdir: str) -> Iterator[None]:
             except OSError:  # it cannot be locked
                 pass
         if any(gather(is_taken)):
-            raise UserError(
-                f"--workdir: another command is training in {workdir}; expected a folder of its own"
-            )
+            raise UserError(f"--workdir: another command is training in {workdir}; expected another folder")
         yield
 
 

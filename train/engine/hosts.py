@@ -1,4 +1,5 @@
-"""Several processes as one run: how they find each other, what only one of them does, what happens when one is lost.
+"""Several processes as one run: how they find each other, what only one of them does, and what happens when one is
+lost.
 
 `jax.distributed` does the work. Every process runs the same program on the same numbers, so that all of them make the
 same decisions; what only one may see (a signal) is agreed upon first.
@@ -40,7 +41,7 @@ _OWN = ("loop.workdir", "hosts")
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig(Checked):
-    """The processes of a run. On one host, on TPU slices and under SLURM the defaults serve."""
+    """The processes of a run. On one host, on TPU slices and under SLURM the defaults work."""
 
     coordinator: str | None = None
     """HOST:PORT at which the first process waits for the others; the same for all."""
@@ -83,7 +84,7 @@ def join(config: HostsConfig) -> None:
         )
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and config.coordinator is None and "SLURM_PROCID" not in os.environ:
-            return  # TPUs that are not part of a cluster: there are no other processes
+            return  # TPUs outside a cluster, where this is the only process
         raise UserError(f"--hosts: the processes did not meet: {one_line(error)}") from error
     if jax.process_count() > 1:
         WATCHDOG.start()
@@ -197,7 +198,7 @@ def ending_together(workdir: str) -> Iterator[None]:
     """A context in which the loss of another process ends this one at once, with a line and exit status 1.
 
     An orderly exit would wait for the lost process. Where JAX notices the loss first, because the other process is
-    silent, it ends this process with a message of its own.
+    silent, it ends this process with its own message.
     """
     try:
         yield

@@ -3,8 +3,8 @@
 `train` opens the run's folder and contains the loop; `_Run` has what happens at a step: `take_step`, and at some steps
 `finish_step`, which evaluates, reports and saves. The metrics of a step are read after the next step has been handed
 to the device, so that the device never waits. A checkpoint holds everything that a step depends on (parameters,
-optimiser, random key, carried memory, input position), so that a resumed run computes, bit for bit, what it would have
-computed without the stop.
+optimiser, random key, carried memory, input position), so that a resumed run computes the same, bit for bit, as
+one that never stopped.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _Run:
         checkpoint keeps the step's line, and the resumed run starts by finishing the step.
 
         Args:
-          line: the metrics of a step that an earlier process took; by default those of the last step.
+          line: the metrics of a step that an earlier process took; by default of the last step.
         """
         if line is None:
             line = self._late.read()
@@ -335,7 +335,7 @@ def _begin(
     start: Callable[[Any], Any],
     checkpoints: Checkpoints,
 ) -> tuple[TrainState, dict[str, Any] | None]:
-    """The state to start from, and what its checkpoint holds besides the state (None for a new run)."""
+    """The state to start from, and the `meta` of its checkpoint (None for a new run)."""
 
     def check(meta: dict[str, Any]) -> None:
         differing = differences(meta["config"])
@@ -360,7 +360,7 @@ def _go_to_checkpoint(
     stream.set_state(meta["position"])
     if None not in (meta["held_out"], held_out.digest) and meta["held_out"] != held_out.digest:
         raise UserError(
-            f"--workdir: the run in {workdir} was started with other held-out data, by which its checkpoints are "
+            f"--workdir: the run in {workdir} was started with other held-out data, so its scores cannot be "
             "compared; expected the same data, or another --workdir"
         )
     return meta["unfinished"]

@@ -33,7 +33,7 @@ def open_mesh(
 
     Args:
       config, loop, model: the run's settings.
-      devices: by default those of all processes.
+      devices: by default of all processes.
       length: tokens of a row, where all rows have the same length.
 
     Raises:
@@ -73,7 +73,7 @@ class TrainingPrograms(NamedTuple):
     Attributes:
       fresh: makes the first state.
       step: (state, batch) -> (state, metrics), see `make_train_step`; the state that it is given is donated.
-      shardings: those of the state's arrays.
+      shardings: of the state's arrays.
     """
 
     fresh: Callable[[], TrainState]

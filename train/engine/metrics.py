@@ -85,7 +85,7 @@ def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T
 
 
 class MetricsLog:
-    """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events beside it.
+    """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events.
 
     A run that is resumed after step s first drops the lines after s, so that no step appears twice. Of several
     processes the first one writes. In object storage the files are copies of local ones (`storage.Mirror`).

@@ -9,7 +9,7 @@ by rate * width. The rates of weights that sum over such a dimension therefore s
     matrices from one width to another, and read-outs                          base_width / width
     cores of structured weights, which sum over part of the width              base_width / fan_in
 
-The last rule is that of arXiv:2509.07963 (appendix E.1, after Qiu et al. 2024): a core that sums over few inputs may
+The last rule comes from arXiv:2509.07963 (appendix E.1, after Qiu et al. 2024): a core that sums over few inputs may
 move faster than a dense matrix. The rest of muP is the network's (`brl_jax.models.StackConfig.mup_base_width`): scores
 that shrink with the head dimension, read-outs that begin at zero or, tied to the embedding, are scaled by base_width /
 width."""

@@ -17,7 +17,7 @@ from brl_jax.fields import Checked, NonNegative, Positive, Range
 Schedule = Callable[[Any], Any]
 
 # Axes that do not turn a vector into a matrix: the one that stacks equal layers, those without a name, and the cores of
-# structured weights, whose size is limited where they are used. Nor does "head_dim" beside one of _HEADS, whose
+# structured weights, whose size is limited where they are used. Nor does "head_dim" next to one of _HEADS, whose
 # features it divides.
 _NO_FEATURES = ("layers", "block_in", None)
 _HEADS = ("heads", "kv_heads", "groups")
@@ -87,8 +87,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
 def decayed(boxed_params: Any) -> Any:
     """Which parameters are matrices: a pytree of bools like the unboxed parameters.
 
-    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not. A
-    bias is none, whatever its axes.
+    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not.
+    Biases never count as matrices.
 
     Args:
       boxed_params: the parameters as `model.init` returns them, with their logical axis names, or their

@@ -25,7 +25,7 @@ from train.engine.optimizer import Schedule
 
 def random_streams(key: Array | None) -> dict[str, Array]:
     """The random streams of a network's call in training: "dropout", and "sample" for mechanisms that sample tokens.
-    None in evaluation, where key is None."""
+    In evaluation, where key is None, there are no streams."""
     return {} if key is None else {"dropout": key, "sample": jax.random.fold_in(key, 1)}
 
 
@@ -33,7 +33,7 @@ class Loss(Protocol):
     """(params, memory, batch, key) -> loss summed over the batch's targets, their weight, the new memory; and,
     where the objective has `averages`, a mapping from their names to sums over the targets.
 
-    key is None in evaluation: no dropout, and samples that are always the same.
+    In evaluation key is None: there is no dropout, and samples are always the same.
     """
 
     def __call__(self, params: Any, memory: Any, batch: Arrays, key: Array | None) -> tuple[Any, ...]: ...
@@ -47,7 +47,7 @@ class Objective:
       init: key -> parameters, boxed with their logical axis names.
       loss: see `Loss`.
       init_memory: number of rows -> the empty memory, a pytree or None.
-      averages: names of what is reported beside the loss, averaged over the targets as well ("accuracy").
+      averages: names of what is reported with the loss, also averaged over the targets ("accuracy").
       best: what decides which of two checkpoints did better on held-out data: "loss" (the lower one), or one of the
         averages (the higher one).
       rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
@@ -97,7 +97,7 @@ class TrainState(flax.struct.PyTreeNode):
       opt_state: optax's state.
       key: (2,) uint32, the run's random key; the key of a step is derived from it with `fold_in`.
       memory: what the rows of each microbatch carry, stacked: leaves (accumulation, ...).
-      moments: those of the gradients so far (`train.engine.moments`), or None where they are not logged.
+      moments: of the gradients so far (`train.engine.moments`), or None if they are not logged.
     """
 
     step: Int[Array, ""]

@@ -21,7 +21,7 @@ from train.engine.errors import UserError, is_client_error, one_line
 
 # Orbax writes checkpoints to these, and etils reads and writes their files. It knows s3:// only half.
 SCHEMES = ("gs",)
-# How often files that grow are copied to object storage, which takes one write of an object a second at the most.
+# How often files that grow are copied to object storage, which takes at most one write of an object a second.
 _SECONDS_BETWEEN_COPIES = 30.0
 
 
@@ -31,7 +31,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def check_address(name: str, path: str) -> None:
-    """Raises ValueError for a folder's address that runs cannot be kept at; local paths always serve.
+    """Raises ValueError for a folder's address that runs cannot be kept at; local paths always work.
 
     Args:
       name: the option, for the message.
@@ -42,7 +42,7 @@ def check_address(name: str, path: str) -> None:
 
 
 def check_local(name: str, path: str | None) -> None:
-    """Raises ValueError for an address of object storage, where only a local folder serves.
+    """Raises ValueError for an address of object storage, where only a local folder works.
 
     Args:
       name: the option, for the message.

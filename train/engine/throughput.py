@@ -39,8 +39,8 @@ def peak_flops(kind: str) -> float | None:
 
 
 def step_flops(objective: Objective, params: Any, batch: Arrays) -> float:
-    """Operations of the matrix products of one training step: three times those of the forward pass, as the backward
-    pass multiplies twice as much. What rematerialisation computes again does not count.
+    """Operations of the matrix products of one training step: three times the forward pass's, as the backward
+    pass has two products for each. What rematerialisation computes again does not count.
 
     Counted are the products that the XLA implementation of the model traces to, masked parts of blocks included. The
     compiler's own analysis would leave out what kernels and custom calls compute, and count loops once.
@@ -97,7 +97,7 @@ class Meter:
         return self._rates(seconds, tokens, flops, waited)
 
     def summary(self) -> dict[str, float]:
-        """The speed of all steps of this process but the first; empty where there are none."""
+        """The speed of all steps of this process except the first; empty without a second step."""
         return self._rates(*self._totals) if self._totals[0] else {}
 
     def _rates(self, seconds: float, tokens: float, flops: float, waited: float) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""Ends a process of a run of several that waits for the others in vain, with a line, within a stated time.
+"""Kills a worker that is stuck waiting for its peers, after a timeout and with a one-line message.
 
-JAX's preemption service takes SIGTERM with a handler in C that only makes a note of it, which training reads once a
-step. A process that never comes to its next step, because another one is stuck, would ignore the signal for ever, and
-Python's own handlers do not run while the main thread waits inside a collective operation. Signals therefore go
-through a pipe to a thread, which passes them on to JAX and looks at the clock.
+JAX's preemption service handles SIGTERM in C and only records it; training reads the record once a step. A process that
+never reaches its next step, because a peer is stuck, would ignore the signal for ever. Python's own handlers do not run
+either while the main thread waits inside a collective operation. Signals therefore go through a pipe to a thread, which
+passes them on to JAX and looks at the clock.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class CopyTask(Task[CopyConfig, TextPairs | None]):
         mesh: Mesh | None = None,
         lengths: Sequence[int] | None = None,
     ) -> HeldOut:
-        """One pass over a split; of symbols, `lengths` are those of its rows (see `HeldOutSymbols`)."""
+        """One pass over a split; for symbols, `lengths` are its rows' (see `HeldOutSymbols`)."""
         batch = config.loop.microbatch
         rows = None if mesh is None else host_rows(mesh, batch)
         if data is None:

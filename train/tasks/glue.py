@@ -53,7 +53,7 @@ class GlueData(NamedTuple):
     examples: Mapping[str, Examples]
 
 
-# Training examples of the tasks, of which nine tenths are trained on.
+# Training examples of the tasks; nine tenths of them are trained on.
 _EXAMPLES = {
     "cola": 8_551,
     "sst2": 67_349,
@@ -96,7 +96,7 @@ def scores(logits: Any) -> Any:
 
 def glue_objective(model: Classifier, task: str, start: Any = lambda params: params) -> Objective:
     """Cross-entropy of the classes, and accuracy. For scores: of the second of two classes with the score over 5 as its
-    probability, and the negative squared error of the score in place of the accuracy."""
+    probability, and the negative squared error of the score instead of the accuracy."""
     classes = GLUE_TASKS[task].classes
 
     def init(key: Array) -> Any:
@@ -150,7 +150,7 @@ class GlueTaskOfRuns(Task[GlueConfig, GlueData]):
         return pretrained_run([MLM], config.pretrained)[1]
 
     def sized(self, config: GlueConfig, data: GlueData | None = None) -> GlueConfig:
-        """The network is that of the masked language model, with the task's classes; without one, as when a run is
+        """The network of the masked language model, with the task's classes; without one, as when a run is
         planned, the network of the configuration."""
         classes = max(2, len(GLUE_TASKS[config.data.task].classes))
         if not config.pretrained:

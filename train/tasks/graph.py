@@ -56,7 +56,7 @@ def _targets_of_row(config: GraphRunConfig, graph: Graph) -> int:
 
 
 def apply_to(model: NodeClassifier, params: Any, batch: Arrays, key: Array | None = None) -> Any:
-    """The logits (B, P, C) of a batch; without dropout where there is no key."""
+    """The logits (B, P, C) of a batch; without dropout if key is None."""
     return model.apply(
         {"params": params},
         batch["features"],
@@ -69,7 +69,7 @@ def apply_to(model: NodeClassifier, params: Any, batch: Arrays, key: Array | Non
 
 def graph_objective(model: NodeClassifier) -> Objective:
     """Cross-entropy and accuracy of the nodes' classes. Where nodes may have several, the mean over the classes of
-    their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score chooses
+    their binary cross-entropy, and the mean over the nodes of their own F1 scores. The accuracy or this score selects
     the checkpoint: the loss rises again while they still get better."""
     config = model.config
     score = "node_f1" if config.multi_label else "accuracy"

@@ -73,7 +73,7 @@ def lm_objective(model: DecoderLM) -> Objective:
     return Objective(init, loss, model.init_memory, rates=make_rates(model.config))
 
 
-# The fewest batches of a pass over held-out text that has as many rows as a batch of training.
+# The fewest batches of a pass over held-out text with the rows of a training batch.
 _BATCHES = 4
 
 
@@ -108,7 +108,7 @@ def vocabulary(tokenizer: str) -> int:
 
 
 def vocabulary_of(config: DataConfig, data: LmData | None) -> int:
-    """The size of the vocabulary of a run's text: that of the data where it has been read, else by its options.
+    """The size of the vocabulary of a run's text: from the data if they have been read, else from the options.
 
     Raises:
       UserError: the options do not give it.

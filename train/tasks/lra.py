@@ -30,7 +30,7 @@ from train.tasks.lra_trace import LRA_TRACE
 from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
 from train.tasks.task import Task
 
-# Fields of the network that may differ from those of the run that it starts from: they change no parameter of the
+# Fields of the network that may differ from the run that it starts from: they change no parameter of the
 # encoder, or the task decides them.
 _OWN = ("dropout", "remat", "dtype", "implementation", "pooling", "vocab_size", "num_classes", "max_length")
 

@@ -76,7 +76,7 @@ class LraDenoiseTask(Task[DenoiseConfig, LraData]):
     default_preset = "denoise-listops"
 
     def sized(self, config: DenoiseConfig, data: LraData | None = None) -> DenoiseConfig:
-        """The arena's task decides the tokens, of which the mask is one more."""
+        """The arena's task decides the tokens; the mask is one more."""
         sizes = LRA_TASKS[config.data.task]
         model = for_rows(
             config.data, config.model, vocab_size=sizes.vocab_size + 1, num_classes=sizes.num_classes

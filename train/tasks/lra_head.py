@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.models import Classifier, PairClassifier
 
 _RIDGE = 1e-3
-# Factors on the scores of a regression, of which a head takes the one with the lowest loss.
+# Factors on the scores of a regression; a head takes the one with the lowest loss.
 _FACTORS = 2.0 ** np.arange(-2, 7)
 
 

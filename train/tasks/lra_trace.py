@@ -2,7 +2,7 @@
 
 `python -m train.lra trace-pathfinder` trains it on the marks of generated images, and `python -m train.lra pathfinder
 --pretrained RUN` trains the classifier from its weights. The marks are labels that the Long Range Arena does not have:
-some hundred an image, of which those near a dot are learnt first and those farther away after them, where the arena's
+some hundred an image. The ones near a dot are learnt first, the ones farther away later, where the arena's
 one label needs a network that follows paths from end to end before it gives any gradient (docs/lra.md).
 """
 
@@ -93,7 +93,7 @@ def trace_objective(model: TokenClassifier) -> Objective:
 
 
 class LraTraceTask(Task[TraceConfig, LraData]):
-    """The pixels of generated images of pathfinder, each with a class of its own."""
+    """The pixels of generated images of pathfinder, each with its own class."""
 
     name = "lra_trace"
     about = "Trains an encoder to mark the paths of pathfinder that have a dot."

@@ -150,7 +150,7 @@ def _roberta(model: MlmModelConfig) -> MlmConfig:
 
 
 def _base(mechanism: Mechanism, layers: int = 12) -> MlmConfig:
-    """The networks beside it in table 5; those whose layers have no feed-forward network have twice as many."""
+    """The other networks of table 5; the ones without feed-forward networks have twice the layers."""
     return _roberta(
         MlmModelConfig(
             num_layers=layers,

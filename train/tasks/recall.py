@@ -104,7 +104,7 @@ _LOCAL = LocalConfig(window=8)
 _BRL = BRLConfig(window=8, num_compressed=16, block_size=16, history_size=64, memory="layer")
 # The paper's algorithm.
 _BRL_OUTPUT = dataclasses.replace(_BRL, memory="output", beta=0.5)
-# As many features of B and C as of a head; with Mamba-2's own 128 its state would be larger than the row's keys.
+# B and C have a head's features; with Mamba-2's 128 the state would be larger than the row's keys.
 _MAMBA2 = Mamba2Config(state_size=16)
 _NATIVE_SPARSE = NativeSparseConfig(window=8, compressed_size=4, stride=2, selected_size=4, num_selected=6)
 
@@ -133,7 +133,7 @@ PRESETS: dict[str, RecallConfig] = {
 
 
 def answer_logits(model: DecoderLM, params: Any, batch: Arrays, key: Array | None) -> Float[Array, "B P V"]:
-    """The logits at a batch's questions, in float32; those of other places are not computed."""
+    """The logits at a batch's questions, in float32; other places are not computed."""
     variables = {"params": params}
     hidden: Any = model.apply(
         variables, batch["tokens"], deterministic=key is None, rngs=random_streams(key), method="hidden"

@@ -1,4 +1,4 @@
-"""A task: everything that one kind of run has of its own, behind the one training loop and the one evaluation.
+"""A task: everything that is particular to one kind of run. Training and evaluation work with any task.
 
 A new task is one file in train/tasks (or anywhere else) with a configuration class, a subclass of `Task`, and a command
 of two lines:

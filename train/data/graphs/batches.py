@@ -42,14 +42,14 @@ def make_row_batch(
 
 
 class NodeBatches(RepeatedBatches):
-    """Endless training batches; each pass has every node at most once, in an order of its own.
+    """Endless training batches; each pass has every node at most once, in a new order.
 
     A batch is what `NodeClassifier` takes, with "targets" (B, P) int32 (or (B, P, C) zeros and ones), "weights" (B, P)
     float32. The remainder of less than a batch, different in each pass, is left out; where there are
     fewer nodes than a batch has places for, all are in it, and the other places have weight 0.
 
     Args:
-      source: makes the rows. nodes, labels: those of the split. batch: rows of all processes together. targets: P.
+      source: makes the rows. nodes, labels: of the split. batch: rows of all processes together. targets: P.
       seed: of the passes' orders and the subgraphs. digest: of the graph. rows: which of the batch's rows to give.
     """
 
@@ -88,7 +88,7 @@ class NodeBatches(RepeatedBatches):
 class HeldOutNodes:
     """One pass over a split, every node once, in its order; the last batch is filled with nodes of weight 0.
 
-    Arguments and batches are those of `NodeBatches`; subgraphs are the same each time.
+    Takes the arguments of `NodeBatches` and gives the same kind of batches; subgraphs are the same each time.
     """
 
     num_bytes = digest = None

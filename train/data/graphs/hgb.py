@@ -137,7 +137,7 @@ def _numbers(text: bytes) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "error", DeprecationWarning
-        )  # that of older numpys for text that is not a number
+        )  # older numpys warn about text that is not a number
         try:
             values = np.fromstring(text, np.float32, sep=",")
         except (ValueError, DeprecationWarning) as error:

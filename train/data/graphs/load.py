@@ -69,7 +69,7 @@ def load_graph(config: GraphDataConfig) -> Graph:
         raise UserError("--data_dir: expected a folder or a file, got none")
     source = Path(config.data_dir).expanduser()
     if not source.exists():
-        raise UserError(f"--data_dir: there is no file or folder {source}")
+        raise UserError(f"--data_dir: no file or folder {source}")
     is_linked = is_hgb(source)
     if is_linked and config.nearest:
         raise UserError(f"--nearest: expected 0, as {source} has links, got {config.nearest}")

@@ -56,7 +56,7 @@ def _batch(examples: Examples, rows: Int[np.ndarray, " B"], width: int) -> Batch
 
 
 class TrainBatches(RepeatedBatches):
-    """Endless training batches; each pass has every example at most once, in an order of its own.
+    """Endless training batches; each pass has every example at most once, in a new order.
 
     A batch is {"tokens": (B, T) or, for pairs, (B, 2, T) int32, zeros after each sequence's end, "lengths": (B,)
     or (B, 2) int32, "targets": (B,) int32, "weights": (B,) float32 ones}; T is the batch's bucket.
@@ -114,7 +114,7 @@ class TrainBatches(RepeatedBatches):
 class EvalBatches:
     """One pass over a split, by length: every example once; the padding of the last batch of a bucket has weight 0.
 
-    Batches are like those of `TrainBatches`. Iterating again starts from the beginning.
+    Batches look like `TrainBatches`'. Iterating again starts from the beginning.
 
     Args:
       examples: the split. batch: rows of all processes together. buckets: as there. limit: the first examples only

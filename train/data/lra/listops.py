@@ -134,7 +134,7 @@ def _draw_levels(rng: np.random.Generator, spec: ListOpsSpec) -> list[_Level]:
 
 
 def _accept(levels: list[_Level], spec: ListOpsSpec) -> list[_Level] | None:
-    """The trees of the wanted length, renumbered; None where there are none."""
+    """The trees of the wanted length, renumbered; None if no tree has it."""
     tokens = np.zeros(_TREES_AT_ONCE, np.int64)
     for level in levels:
         # An operator has a closing bracket too.

@@ -128,7 +128,7 @@ def open_source(config: LraDataConfig) -> Source:
     """Where a task's examples come from.
 
     Raises:
-      UserError: there are no files, or not those that the task needs.
+      UserError: the task's files are missing.
     """
     if config.data_dir is None:
         match config.task:
