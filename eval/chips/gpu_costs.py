@@ -36,7 +36,7 @@ from rich.table import Table
 
 from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import computations, trips
-from eval.harness.pictures import json_path
+from eval.harness.output import json_path
 from train.config import parse_options
 from train.errors import RunError, UserError
 from train.storage import write_whole

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from eval.harness.pictures import json_path, make_folder
+from eval.harness.output import json_path, make_folder
 from eval.speed import (
     classifiers,
     decoders,

@@ -33,7 +33,7 @@ from rich.table import Table
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import FullConfig, TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.pictures import json_path, make_folder
+from eval.harness.output import json_path, make_folder
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, NoNumber, Program, available_bytes, measure
 from train.config import parse_options

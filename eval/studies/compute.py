@@ -25,9 +25,11 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.figure import Figure
 
-from eval.harness.main import Evaluation, Measured, TableOptions, unfinished
+from eval.harness.main import Evaluation
+from eval.harness.options import TableOptions
+from eval.harness.output import Measured
 from eval.harness.pictures import legend_outside, line_styles
-from eval.harness.runs import Run, run_facts
+from eval.harness.runs import Run, run_facts, unfinished
 from eval.tasks.recall_table import grouped
 from train.config_file import flatten, to_json
 from train.decoder_flops import decoder_multiplications, training_flops

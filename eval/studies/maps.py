@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 from brl_jax.layers import MECHANISMS
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.networks import make_stack
-from eval.harness.pictures import picture_path, save
+from eval.harness.output import picture_path
+from eval.harness.pictures import save
 from train.config import parse_options
 from train.errors import UserError
 

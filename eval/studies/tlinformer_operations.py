@@ -34,7 +34,8 @@ from matplotlib.figure import Figure
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import TLinFormerConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from eval.harness.pictures import legend_outside, line_styles, picture_path, save
+from eval.harness.output import picture_path
+from eval.harness.pictures import legend_outside, line_styles, save
 from eval.studies.operations import products
 from train.config import parse_options
 from train.errors import UserError

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.harness.pictures import picture_path, save
+from eval.harness.output import picture_path
+from eval.harness.pictures import save
 from eval.studies.survey.options import SurveyOptions, survey_run, survey_runs
 from eval.studies.survey.speed import kept_speeds, measure_speeds
 from eval.studies.survey.table import collect, draw, markdown

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.harness.main import unfinished
+from eval.harness.runs import unfinished
 from eval.studies.survey.options import SurveyRun
 from eval.tasks.lra import KEPT, measure_run
 from train.config_file import read_values
