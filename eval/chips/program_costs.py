@@ -1,5 +1,5 @@
-"""The bytes that a compiled program exchanges between chips. Loops count as often as they run, which the compiler's own
-analysis does not consider."""
+"""The bytes that a compiled program exchanges between chips. Unlike in the compiler's own analysis, loops count as
+often as they run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     """
     bodies, entry = computations(hlo)
     totals: dict[str, float] = collections.defaultdict(float)
-    # An operation that overlaps with several computations appears in each of them, under the same numbers. Where some
-    # of them are in a loop it is still one operation, which is under way during the loop: its fewest runs count.
+    # An operation that overlaps with several computations appears in each of them, under the same numbers. If some of
+    # them are in a loop, it is still one operation, in progress during the loop: its fewest runs count.
     overlapping: dict[tuple[str, ...], tuple[int, str, float]] = {}
 
     def walk(name: str, times: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from matplotlib.figure import Figure
 
@@ -71,32 +72,38 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def study(
-    default: O,
-    argv: Sequence[str],
-    measure: Callable[[O], Iterable[dict[str, Any] | Measured]],
-    draw: Callable[[list[Any]], Figure],
-    *,
-    name: str,
-    about: str,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Study(Generic[O]):
     """A command that prints each result as soon as it is known, and then draws all of them.
 
-    Args:
-      measure: yields the results of the options. draw: gets all that `measure` has yielded.
+    Attributes:
+      options: the options with their defaults.
       name: the command's module, "eval.jacobian". about: a line for --help.
-
-    Raises:
-      UserError: the options don't fit, or the picture cannot be written; this comes before any work.
+      measure: yields the results of the options, or `Measured` ones where a picture needs more.
+      draw: makes the picture of all that `measure` has yielded.
     """
-    options = parse_options(default, argv, prog=f"python -m {name}", about=about)
-    path = picture_path(getattr(options, "picture", None))
-    known = []
-    for each in measure(options):
-        known.append(each)
-        emit(each.result if isinstance(each, Measured) else each, options.json)
-    if path is not None:
-        save(draw(known), path)
+
+    options: O
+    name: str
+    about: str
+    measure: Callable[[O], Iterable[dict[str, Any] | Measured]]
+    draw: Callable[[list[Any]], Figure] | None = None
+
+    def main(self, argv: Sequence[str]) -> None:
+        """Prints the results and draws the picture; see --help.
+
+        Raises:
+          UserError: the options don't fit, or the picture cannot be written; this comes before any work.
+        """
+        options = parse_options(self.options, argv, prog=f"python -m {self.name}", about=self.about)
+        path = picture_path(getattr(options, "picture", None))
+        known = []
+        for each in self.measure(options):
+            known.append(each)
+            emit(each.result if isinstance(each, Measured) else each, options.json)
+        if path is not None:
+            assert self.draw is not None
+            save(self.draw(known), path)
 
 
 def make_folder(folder: Path) -> None:

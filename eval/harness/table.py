@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from rich import box
+from rich.console import Console
 from rich.table import Table as RichTable
 
 Result = Mapping[str, Any]
@@ -34,6 +36,13 @@ class Table:
     def to_json(self) -> list[dict[str, str]]:
         """The rows as objects."""
         return [dict(zip(self.columns, row)) for row in self.rows]
+
+    def show(self) -> None:
+        """Prints the table: in columns on a terminal, else as Markdown."""
+        if sys.stdout.isatty():
+            Console().print(self.for_terminal())
+        else:
+            print(self, flush=True)
 
     def for_terminal(self, *, left: int = 1, sections: bool = False) -> RichTable:
         """The table as rich draws it.

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from eval.harness.pictures import label_points, line_styles, plain_log_axis
 from eval.speed.networks import CONTROL
-from eval.tasks.lra_table import summarise
+from eval.tasks.lra import summarise
 
 BASE = "full"
 # Accuracies fewer standard errors above chance than this are marked: their network has hardly learned.
