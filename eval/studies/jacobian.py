@@ -141,6 +141,12 @@ def sensitivities(
     return jnp.moveaxis(squares.reshape(count, probes, *squares.shape[1:]).mean(1), 0, 1)
 
 
+def spaced_places(lengths: Int[np.ndarray, " B"], count: int) -> Int[np.ndarray, "B Q"]:
+    """This many positions in each row, spaced evenly up to its last token; rows that are too short repeat some."""
+    ends = np.stack([np.linspace(0, length, count + 1)[1:].astype(np.int64) for length in lengths])
+    return np.maximum(ends - 1, 0)
+
+
 def by_distance(
     squares: Float[np.ndarray, "B Q T"], places: Int[np.ndarray, "B Q"], lengths: Int[np.ndarray, " B"]
 ) -> tuple[list[dict[str, Any]], int]:
@@ -179,8 +185,7 @@ def measure_run(options: JacobianOptions, workdir: str) -> dict[str, Any]:
         # Some networks put a learned token in front of the others.
         extra = shape[1] - batch["tokens"].shape[-1]
         lengths = batch["lengths"].reshape(-1) + extra
-    places = np.stack([np.linspace(0, n, options.positions + 1)[1:].astype(np.int64) - 1 for n in lengths])
-    places = np.maximum(places, 0)
+    places = spaced_places(lengths, options.positions)
     squares = jax.jit(
         lambda params, batch, places, key: sensitivities(
             objective, params, batch, places, options.probes, key

@@ -96,6 +96,15 @@ def boundaries(config: DecoderConfig, length: int) -> Boundaries:
     )
 
 
+def common_boundaries(own: Sequence[Boundaries], options: ContextOptions) -> Boundaries:
+    """The boundaries by which all runs are measured: the options', or else what suits every run."""
+    return Boundaries(
+        min(each.reach for each in own) if options.reach is None else options.reach,
+        max(each.history for each in own) if options.history is None else options.history,
+        min(each.block for each in own) if options.block is None else options.block,
+    )
+
+
 def last_distances(stream: Int[np.ndarray, " N"], ngram: int) -> Int[np.ndarray, " M"]:
     """For each target stream[1:], how many tokens before its predecessor the same n-gram ended last.
 
@@ -197,11 +206,7 @@ def measure(options: ContextOptions) -> list[dict[str, Any]]:
     """
     runs = [reading(open_run([LM], workdir, options.checkpoint), options.data) for workdir in options.workdir]
     own = [boundaries(run.config.model, run.config.loop.length) for run in runs]
-    borders = Boundaries(
-        min(each.reach for each in own) if options.reach is None else options.reach,
-        max(each.history for each in own) if options.history is None else options.history,
-        min(each.block for each in own) if options.block is None else options.block,
-    )
+    borders = common_boundaries(own, options)
     results = []
     for run in runs:
         config = run.config

@@ -143,9 +143,20 @@ def make_forecasts(
         point = _by_encoder(config, model, params, series, rows)
         before = origins(config.data, "valid", config.data.valid_stride)
         errors = truth(series, config, before) - _by_encoder(config, model, params, series, before)
-        low, high = np.quantile(errors, _BAND, axis=0)
-        return Forecasts(rows, point, point, point + low, point + high)
-    drawn = _by_tokens(config, model, params, series, rows, options)
+        return with_band(rows, point, errors)
+    return of_samples(rows, _by_tokens(config, model, params, series, rows, options))
+
+
+def with_band(
+    rows: Int[np.ndarray, " W"], point: Float[np.ndarray, "W H C"], errors: Float[np.ndarray, "V H C"]
+) -> Forecasts:
+    """Forecasts with a band that had 80% of earlier errors, for each row of the horizon and column."""
+    low, high = np.quantile(errors, _BAND, axis=0)
+    return Forecasts(rows, point, point, point + low, point + high)
+
+
+def of_samples(rows: Int[np.ndarray, " W"], drawn: Float[np.ndarray, "S W H C"]) -> Forecasts:
+    """The forecasts of samples: their median, mean and quantiles."""
     low, median, high = np.quantile(drawn, (_BAND[0], 0.5, _BAND[1]), axis=0)
     return Forecasts(rows, median, drawn.mean(axis=0), low, high)
 
