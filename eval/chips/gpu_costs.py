@@ -9,7 +9,7 @@ at once and of BRL's layers. Needs `pip install '.[gpu]'` (the CUDA plugin bring
 device.
 
 The exit status is 1 if a kernel spills or does not compile, if an operation launches more kernels for twice the tokens
-(through XLA: more than half as many again) or exceeds the limits in `MOST`, or if a mechanism exceeds the limits in
+(through XLA: 1.5 times as many) or exceeds the limits in `MOST`, or if a mechanism exceeds the limits in
 `eval.chips.gpu_mechanisms`.
 """
 
@@ -96,7 +96,7 @@ TARGETS = {
 OPERATIONS = ("local", "compress", "propagate", "selected", "squared_relu")
 
 #: The most launches of our kernels for an operation, forward and with the backward pass, and the most bytes of its
-#: forward pass over the least possible. compress merges what its blocks have read, so its bytes depend on the length.
+#: forward pass over the least possible. compress merges the results of its blocks, so its bytes depend on the length.
 MOST = {
     "local": (1, 3, 1.1),
     "compress": (6, 12, math.inf),
@@ -118,7 +118,7 @@ class CostOptions:
     mechanisms: tuple[str, ...] = gpu_mechanisms.NAMES
     """Out of linear, norm, cosformer, performer, deltanet, gau, flash, bsbr, diag, brl-encoder, brl-decoder."""
     length: int = 16384
-    """Tokens of the operations; every program is compiled for twice as many as well."""
+    """Tokens of the operations; every program is compiled for twice the tokens too."""
     heads: int = 8
     """Heads of query, key and value."""
     head_dim: int = 128
@@ -255,7 +255,7 @@ class Cost:
 
     Attributes:
       launches: kernels of one execution; doubled_launches: the same for twice the tokens.
-      traffic: bytes of the launches' operands and results over those of the program's arguments and results.
+      traffic: bytes of the launches' operands and results over the bytes of the program's arguments and results.
       temporary: bytes of temporary memory.
       kernels: ours.
       through_xla: why the kernels do not support it, so that XLA runs it; empty if they do.

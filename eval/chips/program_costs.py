@@ -32,7 +32,7 @@ def collective_bytes(hlo: str) -> dict[str, float]:
     collective-permute.
 
     Args:
-      hlo: the text of the compiled and partitioned program, whose shapes are those of one device.
+      hlo: the text of the compiled and partitioned program, with the shapes of one device.
     """
     bodies, entry = computations(hlo)
     totals: dict[str, float] = collections.defaultdict(float)
@@ -101,7 +101,7 @@ def _result_bytes(shapes: str, what: str, start: bool) -> float:
     for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
         sizes.append(_BYTES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n))
     if start and what != "all-reduce":
-        # (operands, results, sometimes counters): there are as many results as operands.
+        # (operands, results, sometimes counters): the numbers of results and operands are equal.
         return sizes[1] if what == "collective-permute" else sum(sizes[len(sizes) // 2 :])
     return sum(sizes)
 

@@ -7,8 +7,8 @@ number of grid steps. The table compares
 - sliding-window attention and, with --full, full causal attention with JAX's splash attention at its best block sizes;
 - compress and propagate with the same functions in jax.numpy, whose cost is the bundles in one pass of each
   instruction's outer loop times the passes (`iteration_bounds`), counting deeper loops once;
-- linear attention and the gated delta rule with their walk over chunks through XLA, whose loop counts as many times as
-  there are chunks. Here the instructions around the kernels count as well.
+- linear attention and the gated delta rule with their walk over chunks through XLA, whose loop counts once
+  for each chunk. Here the instructions around the kernels count as well.
 
 Only issue slots are counted. A kernel that waits for memory is slower than its cost suggests, so the bytes that the
 block specs fetch and write are counted as well, except in kernels whose block specs read scalars.
@@ -462,7 +462,7 @@ def bytes_moved(call) -> tuple[int, int]:
 
 
 def bundles(folder: Path, seen: set[str]) -> collections.Counter[str]:
-    """Bundles in one grid step of each kernel whose schedule file is not in `seen`, to which the file is added.
+    """Bundles in one grid step of each kernel whose schedule file is not in `seen`; adds the file to `seen`.
 
     An instruction without a loop is one step.
     """

@@ -78,7 +78,7 @@ def network(name: str, *, length: int, size: int | None = None) -> Network:
 def _fit(mechanism: Mechanism, length: int, size: int | None) -> Mechanism:
     named = {f.name for f in dataclasses.fields(mechanism)}
     changes = {name: length for name in _OF_LENGTH if name in named}
-    # A field that is None by default follows its own rule.
+    # A field without a default number follows its own rule.
     fields = {name for name in named if type(getattr(mechanism, name)) is int}
     if size is not None:
         changes |= {name: size for name in _OF_SIZE if name in fields}

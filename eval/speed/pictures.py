@@ -36,7 +36,7 @@ _STEPS = {
 
 
 def draw(rows: Sequence[dict], fit_from: int, folder: Path) -> list[Path]:
-    """Draws what was measured of layers and whole networks; returns the files. Rows are those of `report.complete`."""
+    """Draws what was measured of layers and whole networks; returns the files. `report.complete` makes the rows."""
     rows = [row for row in rows if not row["note"]]
     figures: dict[str, Figure] = {}
     if layers := [row for row in rows if row["level"] == "layers"]:

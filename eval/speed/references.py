@@ -10,7 +10,7 @@ import numpy as np
 from eval.speed.options import SpeedOptions
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # query, key, value, cotangent: (B, n, N, H)
-# How far a token's value replaces what the state holds for its key.
+# How far a token's value replaces the state's value for its key.
 BETA = 0.5
 # The decay in the gated delta rule and in Mamba-2.
 LOG_DECAY = -0.1

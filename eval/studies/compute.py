@@ -1,7 +1,7 @@
 """Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png].
 
 The held-out loss of runs of train.lm against the floating-point operations of their training: the axis of figures 4b
-and 14 of arXiv:2509.07963. The presets `chars-NAME` train as many steps as take the same operations, and so do
+and 14 of arXiv:2509.07963. The presets `chars-NAME` all take the same number of operations, and so do
 `owt-chars-NAME`. The operations are counted in one of two ways:
 
     --count formulas  by `train.decoder_flops`, pair by pair: full, MLR, global-window and sliding-window attention

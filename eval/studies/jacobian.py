@@ -136,7 +136,7 @@ def sensitivities(
 
     count = places.shape[1]
     keys = jax.random.split(key, count * probes)
-    # One backward pass at a time: its memory is that of a training step.
+    # One backward pass at a time: it needs the memory of a training step.
     squares = jax.lax.map(one, (jnp.repeat(places.T, probes, axis=0), keys))
     return jnp.moveaxis(squares.reshape(count, probes, *squares.shape[1:]).mean(1), 0, 1)
 

@@ -5,8 +5,8 @@ of a trained decoder:
 
     RRS = S_prop S_comp,
 
-where S_prop (T, M) are the weights lambda sigma(.) of equation 9, by which the tokens of a block read its compressed
-tokens, and S_comp (M, R) the weights S1 - gamma S2 of equation 12, by which these read the history before the block.
+The tokens of a block read its compressed tokens with the weights S_prop (T, M), lambda sigma(.) of equation 9, and the
+compressed tokens read the history before the block with the weights S_comp (M, R), S1 - gamma S2 of equation 12.
 Like the paper, it leaves out what happens to the compressed tokens between the two (their norm and beta, and in the
 formulation "algorithm" the norm and the ReLU after propagation). So it shows where information may come from, and not
 how much arrives.

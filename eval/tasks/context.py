@@ -202,7 +202,7 @@ def measure(options: ContextOptions) -> list[dict[str, Any]]:
     """The JSON object of each run.
 
     Raises:
-      UserError: there is no run or checkpoint, or its text cannot be read.
+      UserError: a run or checkpoint does not exist, or its text cannot be read.
     """
     runs = [reading(open_run([LM], workdir, options.checkpoint), options.data) for workdir in options.workdir]
     own = [boundaries(run.config.model, run.config.loop.length) for run in runs]

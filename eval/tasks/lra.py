@@ -197,6 +197,6 @@ def measure_run(workdir: str) -> dict[str, Any]:
     """Measures a run on the test split and keeps the result in its folder.
 
     Raises:
-      UserError: there is no run, or its data cannot be read.
+      UserError: the run does not exist, or its data cannot be read.
     """
     return EVALUATION.measure_and_keep(workdir, LraEvalOptions()).result
