@@ -1,4 +1,4 @@
-"""Configurations from the nested dictionaries that config.json holds."""
+"""Builds configurations from the nested dictionaries of a config.json."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ T = TypeVar("T")
 
 
 def configuration(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """The configuration with these values; missing fields have their defaults.
+    """Returns the configuration with these values; missing fields keep their defaults.
 
     Args:
-      kind: the configuration's dataclass. values: its fields, the fields of its parts in dictionaries; those of a
-        mechanism are beside its "name" in MECHANISMS. path: the dotted name of the values in what they were read from.
+      kind: the configuration's dataclass.
+      values: its fields, with nested configurations as dictionaries; a mechanism's dictionary also has its "name" in
+        MECHANISMS.
+      path: the dotted name of the values in the file, for error messages.
 
     Raises:
-      ValueError: a field or mechanism that this version doesn't know, or a value out of range.
+      ValueError: a field or mechanism is unknown to this version, or a value is out of range.
     """
     return _configuration(kind, values, path)
 
@@ -56,7 +58,7 @@ def _configuration(kind: Any, values: Any, path: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of a field's plain type; types that are not plain are left to the dataclass's checks."""
+    """Whether a JSON value has a field's plain type; the dataclass checks all other types itself."""
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -69,6 +71,6 @@ def _join(*path: str) -> str:
 
 
 def part_of(hint: Any) -> type | None:
-    """The dataclass in a field's type, or None."""
+    """Returns the dataclass in a field's type, or None."""
     options = (hint, *typing.get_args(hint))
     return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)

@@ -1,5 +1,5 @@
-"""Trained networks, read without the training code: `load_run` reads the folder of a run (extra `train`), `load_export`
-one that `python -m eval.export` or transformers wrote (extra `hf`)."""
+"""Reads trained networks without the training code: `load_run` reads a run's folder (extra `train`), `load_export` a
+folder that `python -m eval.export` or transformers wrote (extra `hf`)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ class LoadedRun(NamedTuple):
     """A trained network.
 
     Attributes:
-      model: the Flax module. variables: what `model.apply` takes: {"params": ...}, float32.
-      step: the step of the checkpoint; None where the folder does not say it. config: what config.json holds.
+      model: the Flax module.
+      variables: {"params": ...} in float32, for `model.apply`.
+      step: the checkpoint's step; None if the folder does not record it.
+      config: the contents of config.json.
     """
 
     model: Any
@@ -52,15 +54,18 @@ class LoadedRun(NamedTuple):
 def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") -> LoadedRun:
     """Reads a network that train.lm, train.lra, train.recall, train.copy, train.regression or train.forecast trained.
 
+        run = load_run("runs/lm")
+        logits, _ = run.model.apply(run.variables, tokens)
+
     Args:
       workdir: the run's folder, with config.json and checkpoints.
-      checkpoint: "best" (that of the best evaluation while training, else the last), "last", or a step. Damaged
-        checkpoints have no evaluation, and where the last one is asked for, those before it stand for it.
+      checkpoint: "best" (by the evaluations during training; "last" if there were none), "last", or a step. Damaged
+        checkpoints are skipped: "last" falls back to the newest readable one.
 
     Raises:
       ImportError: the extra `train` is not installed.
-      FileNotFoundError: there is no such run or checkpoint.
-      ValueError: config.json or the checkpoint is damaged, or of a task that this function does not know.
+      FileNotFoundError: the run or the checkpoint does not exist.
+      ValueError: config.json or the checkpoint is damaged, or the run's task is not supported here.
     """
     try:
         import orbax.checkpoint as ocp
@@ -72,17 +77,17 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(folder / str(step), args=ocp.args.Composite(**items))
-        except Exception as error:  # whatever the storage raises
+        except Exception as error:  # storage backends raise many types
             raise ValueError(f"checkpoint {folder / str(step)} cannot be read: {error}") from error
 
     path = epath.Path(workdir) / "config.json"
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no whole JSON file: {error}") from error
+        raise ValueError(f"{path} is not a complete JSON file: {error}") from error
     model, inputs = _network(config)
     folder = epath.Path(workdir) / "checkpoints"
-    if "://" not in os.fspath(folder):  # epath would take gs://... for a name in the working directory
+    if "://" not in os.fspath(folder):  # resolving would turn gs://... into a name in the working directory
         folder = folder.resolve()
     steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     scores: dict[int, float] = {}
@@ -119,14 +124,17 @@ def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") ->
 def load_export(path: str | os.PathLike[str]) -> LoadedRun:
     """Reads a network that `python -m eval.export` wrote, or a decoder in the layout of transformers.
 
+        run = load_export("path/to/export")
+        logits, _ = run.model.apply(run.variables, tokens)
+
     Args:
       path: a folder with config.json and safetensors; see docs/huggingface.md.
 
     Raises:
       ImportError: the extra `hf` is not installed.
       FileNotFoundError: a file is missing.
-      ValueError: config.json is damaged or of a network that this version does not know, or the weights are of another
-        network.
+      ValueError: config.json is damaged or describes a network that this version does not know, or the weights do not
+        fit it.
     """
     folder = Path(path)
     config = files.read_json(folder / files.CONFIG)
@@ -139,9 +147,7 @@ def load_export(path: str | os.PathLike[str]) -> LoadedRun:
     with files.open_tensors(folder) as (names, read):
         if set(names) != set(expected):
             differing = sorted(set(names) ^ set(expected))
-            raise ValueError(
-                f"the weights in {folder} are not those of config.json: {', '.join(differing[:5])}"
-            )
+            raise ValueError(f"the weights in {folder} do not match config.json: {', '.join(differing[:5])}")
         leaves = {name: jnp.asarray(read(name), shape.dtype) for name, shape in expected.items()}
         step = files.metadata(folder).get("step")
     for name, leaf in leaves.items():
@@ -162,17 +168,18 @@ def save_export(
     tokenizer: str | os.PathLike[str] | None = None,
     dtype: ComputationType = "float32",
 ) -> None:
-    """Writes a run's network as safetensors under the names of its parameters, for `load_export`.
+    """Writes a run's network as safetensors, named after its parameters, for `load_export`.
 
     Args:
-      path: a new folder, which appears complete or not at all.
-      params, config, step: the parameters, what config.json holds, and the step of the checkpoint.
-      tokenizer: a folder whose tokenizer files are copied. dtype: of the weights in the file.
+      path: a new folder. It appears once it is complete.
+      params, config, step: the parameters, the contents of config.json, and the checkpoint's step.
+      tokenizer: a folder whose tokenizer files are copied.
+      dtype: of the weights in the file.
 
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
-      ValueError: `load_export` does not read networks of the run's task.
+      ValueError: `load_export` does not support networks of the run's task.
     """
     _network(config)
     flat = traverse_util.flatten_dict(nn.unbox(params), sep=".")
@@ -182,7 +189,7 @@ def save_export(
 
 
 def _network(config: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The module of a run's configuration, and the shapes of its inputs."""
+    """Returns the module of a run's configuration, and the shapes of its inputs."""
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError("config.json must be an object with a part 'model'")
     values = config["model"]

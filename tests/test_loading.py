@@ -52,7 +52,7 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"score": None}))
     assert load_run(tmp_path / "run").step == 2
     (tmp_path / "run" / "config.json").write_text('{"task": "lm", ')
-    with pytest.raises(ValueError, match=f"{tmp_path}/run/config.json is no whole JSON file: "):
+    with pytest.raises(ValueError, match=f"{tmp_path}/run/config.json is not a complete JSON file: "):
         load_run(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text('{"task": "parity", "model": {}}')
     with pytest.raises(ValueError, match="is of the task 'parity'"):

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,11 +40,12 @@ from brl_jax.attention.local.patterns import SlidingWindow
 from brl_jax.attention.sorting.selected import selected_attention
 from eval.chips import gpu_mechanisms
 from eval.chips.program_costs import computations, trips
+from eval.chips.ptxas import find_assembler
 from eval.harness.output import json_path
 from eval.harness.table import Table
-from train.config import parse_options
-from train.errors import RunError, UserError
-from train.storage import write_whole
+from train.cli.options import parse_options
+from train.engine.errors import RunError, UserError
+from train.engine.storage import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,12 +354,8 @@ def _bytes(shape: str) -> int:
 
 
 def assembler() -> str:
-    """ptxas of this Python's CUDA wheels, else Triton's for the newest GPUs, else the one on PATH. An old one refuses a
-    newer Triton's code."""
-    for pattern in ("nvidia/*/bin/ptxas", "triton/backends/nvidia/bin/ptxas-blackwell"):
-        for path in (found for folder in map(Path, sys.path) for found in folder.glob(pattern)):
-            return str(path)
-    found = shutil.which("ptxas")
+    """The assembler of GPU kernels. Raises UserError if there is none."""
+    found = find_assembler()
     if found is None:
         raise UserError("ptxas is missing: pip install -e '.[gpu]'")
     return found

@@ -25,13 +25,13 @@ from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import MECHANISMS, BilinearMLRConfig, BRLConfig, Mechanism
 from brl_jax.sharding import MeshConfig, make_mesh
 from eval.harness.table import Table
-from train.config import parse, parse_options
-from train.errors import RunError, one_line
-from train.hosts import HostsConfig, is_lead, join
-from train.mesh import host_rows, place_batch, training_programs
-from train.optimizer import OptimizerConfig
-from train.task import Task
+from train.cli.options import parse, parse_options
+from train.engine.errors import RunError, one_line
+from train.engine.hosts import HostsConfig, is_lead, join
+from train.engine.mesh import host_rows, place_batch, training_programs
+from train.engine.optimizer import OptimizerConfig
 from train.tasks.every import TASKS
+from train.tasks.task import Task
 
 _ROWS = 8
 _CLOSE = 1e-4

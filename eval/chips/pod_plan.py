@@ -27,13 +27,14 @@ from eval.chips.program_costs import collective_bytes
 from eval.chips.stages import stages
 from eval.chips.tpu_chips import CHIPS, Chip, known_topologies, prepare_compiler
 from eval.harness.table import Table
-from train.config import RunConfig, parse
-from train.errors import RunError, UserError, one_line
-from train.flops import matrix_flops
-from train.mesh import open_mesh, rows_sharding, training_programs
-from train.step import Batch, Objective, TrainState, num_rows, num_tokens
-from train.task import Task
+from train.cli.options import parse
+from train.engine.config import RunConfig
+from train.engine.errors import RunError, UserError, one_line
+from train.engine.flops import matrix_flops
+from train.engine.mesh import open_mesh, rows_sharding, training_programs
+from train.engine.step import Batch, Objective, TrainState, num_rows, num_tokens
 from train.tasks.every import TASKS
+from train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

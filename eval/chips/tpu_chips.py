@@ -12,8 +12,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from train.errors import UserError
-from train.throughput import PEAK_FLOPS
+from train.engine.errors import UserError
+from train.engine.throughput import PEAK_FLOPS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,8 @@ from eval.chips.stages import stages
 from eval.chips.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from eval.harness.table import Table
 from pallas_kernels import tpu
-from train.config import parse_options
-from train.errors import RunError, one_line
+from train.cli.options import parse_options
+from train.engine.errors import RunError, one_line
 
 #: Keeps every temporary array in HBM; each kind of chip uses the option for its own memories.
 _ALL_IN_HBM: dict[str, str | bool] = {

@@ -64,8 +64,8 @@ from eval.chips.tpu_bounds import matrix_cycles, memory_cycles, tiled_products, 
 from eval.chips.tpu_chips import check_chips, check_sizes, described_devices, prepare_compiler
 from eval.harness.table import Table
 from pallas_kernels import tpu
-from train.config import parse_options
-from train.errors import RunError
+from train.cli.options import parse_options
+from train.engine.errors import RunError
 
 #: Tokens for which splash attention is compiled; its steps are counted for the whole sequence.
 _SPLASH_LENGTH = 4096

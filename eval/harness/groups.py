@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from train.config_file import flatten, to_json
-from train.task import Task
+from train.engine.config_file import flatten, to_json
+from train.tasks.task import Task
 
 Result = Mapping[str, Any]
 

@@ -16,14 +16,14 @@ from eval.harness.options import EvalOptions, RunOptions, TableOptions
 from eval.harness.output import Measured, emit, picture_path
 from eval.harness.pictures import save
 from eval.harness.runs import Run, open_run, unfinished
-from train.checkpoint import Checkpoints
-from train.config import parse_options
-from train.config_file import flatten
-from train.errors import UserError, one_line
-from train.main import keep_programs
-from train.metrics import log
-from train.storage import as_os_errors, write_whole
-from train.task import Task, find_runs, read_config
+from train.cli.main import keep_programs
+from train.cli.options import parse_options
+from train.engine.checkpoint import Checkpoints
+from train.engine.config_file import flatten
+from train.engine.errors import UserError, one_line
+from train.engine.metrics import log
+from train.engine.storage import as_os_errors, write_whole
+from train.tasks.task import Task, find_runs, read_config
 
 P = TypeVar("P", bound=RunOptions)
 

@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 
 from eval.harness.pictures import line_styles
 from eval.harness.runs import Run, open_run
-from train.main import run_task
-from train.metrics import clock, silent
-from train.task import Task
+from train.cli.main import run_task
+from train.engine.metrics import clock, silent
+from train.tasks.task import Task
 
 # A picture takes a quarter of a second of a core.
 _SECONDS_BETWEEN_PICTURES = 5.0
@@ -95,7 +95,7 @@ class Curves:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def report(self, label: str, steps: int) -> _Report:
-        """What draws a run of this label, of so many steps (a `train.metrics.RunReport`)."""
+        """What draws a run of this label, of so many steps (a `train.engine.metrics.RunReport`)."""
         self._steps = max(self._steps, steps)
         return _Report(self, label, steps)
 
@@ -184,7 +184,7 @@ def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str, check
       checkpoint: which one to read: "best", "last" or a step.
 
     Raises:
-      UserError, RunError, Stopped: see `train.loop.train`.
+      UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     workdir = str(curves.folder / label.replace("/", "-"))
     loop = dataclasses.replace(config.loop, workdir=workdir, tensorboard=False)

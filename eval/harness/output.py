@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from eval.harness.options import OutputOptions
 from eval.harness.pictures import save
-from train.config import parse_options
-from train.errors import UserError
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 
 O = TypeVar("O", bound=OutputOptions)  # noqa: E741
 

@@ -13,7 +13,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from train.storage import write_whole
+from train.engine.storage import write_whole
 
 _COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00",

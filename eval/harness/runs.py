@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from train.checkpoint import Checkpoints
-from train.errors import UserError
-from train.metrics import log
-from train.storage import check_client, is_remote
-from train.summary import num_parameters
-from train.task import Task, read_config
+from train.cli.summary import num_parameters
+from train.engine.checkpoint import Checkpoints
+from train.engine.errors import UserError
+from train.engine.metrics import log
+from train.engine.storage import check_client, is_remote
+from train.tasks.task import Task, read_config
 
 
 class Run(NamedTuple):

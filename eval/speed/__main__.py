@@ -28,8 +28,8 @@ from eval.speed.levels import LEVELS, CheckedOptions
 from eval.speed.measure import measure, sigterm_interrupts
 from eval.speed.options import SpeedOptions
 from eval.speed.pictures import draw
-from train.config import parse_options
-from train.errors import RunError
+from train.cli.options import parse_options
+from train.engine.errors import RunError
 
 
 def main(argv: Sequence[str]) -> None:

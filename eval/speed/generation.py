@@ -35,8 +35,8 @@ from eval.harness.output import json_path, make_folder
 from eval.harness.table import Table
 from eval.speed import generation_pictures, report
 from eval.speed.measure import Candidate, Case, Program, check_memory, compile_lowered, measure
-from train.config import parse_options
-from train.errors import UserError
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 
 TLINFORMER, PLAIN, PLAIN_PROMPT = "tlinformer", "plain decoder", "plain decoder, prompt"
 # Tokens of the prompt that are read at a time.

@@ -17,7 +17,7 @@ from eval.harness.table import Table
 from eval.speed.functions import TORCH
 from eval.speed.levels import LEVELS, base_name
 from eval.speed.options import SpeedOptions
-from train.storage import write_whole
+from train.engine.storage import write_whole
 
 PROGRAMS = {"forward": "fwd", "forward_backward": "fwd+bwd", "step": "step", "train": "train"}
 

@@ -38,14 +38,14 @@ from eval.speed.measure import (
 )
 from eval.speed.networks import Network, network, network_names
 from eval.speed.options import SpeedOptions
-from train.mesh import open_mesh, place_batch, training_programs
-from train.step import Batch, make_eval_step
-from train.summary import num_parameters
-from train.task import Task
+from train.cli.summary import num_parameters
+from train.engine.mesh import open_mesh, place_batch, training_programs
+from train.engine.step import Batch, make_eval_step
 from train.tasks import copy_config, lm_config, lra_config
 from train.tasks.copy import COPY
 from train.tasks.lm import LM
 from train.tasks.lra import LRA
+from train.tasks.task import Task
 
 _FIGURE_5 = "figure5-"
 ENCODER_DECODERS = tuple(

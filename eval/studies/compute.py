@@ -4,7 +4,7 @@ The held-out loss of runs of train.lm against the floating-point operations of t
 and 14 of arXiv:2509.07963. The presets `chars-NAME` all take the same number of operations, and so do
 `owt-chars-NAME`. The operations are counted in one of two ways:
 
-    --count formulas  by `train.decoder_flops`, pair by pair: full, MLR, global-window and sliding-window attention
+    --count formulas  by `train.tasks.decoder_flops`, pair by pair: full, MLR, global-window and sliding-window attention
     --count program   the matrix products that the network's XLA implementation traces to, masked parts of blocks
                       included: any mechanism
 
@@ -31,11 +31,11 @@ from eval.harness.output import Measured
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import Run, run_facts, unfinished
 from eval.harness.table import Result, Table, mean_range, seeds
-from train.decoder_flops import decoder_multiplications, training_flops
-from train.errors import UserError
-from train.metrics import log, read_metrics
+from train.engine.errors import UserError
+from train.engine.metrics import log, read_metrics
+from train.engine.throughput import step_flops
+from train.tasks.decoder_flops import decoder_multiplications, training_flops
 from train.tasks.lm import LM
-from train.throughput import step_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _by_formulas(run: Run) -> tuple[float, float]:
 
 
 def _of_program(run: Run) -> tuple[float, None]:
-    """Operations of training on a token, as `train.throughput.step_flops` counts them."""
+    """Operations of training on a token, as `train.engine.throughput.step_flops` counts them."""
     loop = run.config.loop
     objective = run.task.objective(run.model, run.config)
     batch = run.task.batch_shapes(run.config, loop.batch)

@@ -32,9 +32,9 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.harness.options import OutputOptions
 from eval.harness.output import Study
 from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_legend
-from train.errors import UserError
-from train.optimizer import OptimizerConfig, optimizer_of
-from train.step import init_state, make_train_step
+from train.engine.errors import UserError
+from train.engine.optimizer import OptimizerConfig, optimizer_of
+from train.engine.step import init_state, make_train_step
 from train.tasks.lm import lm_objective
 
 # Modules whose outputs are recorded, by their names in the network.

@@ -63,8 +63,8 @@ from eval.harness.output import Measured, Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import first_rows, open_run, run_labels
 from eval.studies.locality import layer_weights
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 
 Kind = Literal["softmax", "linear", "norm"]

@@ -22,11 +22,11 @@ from eval.harness.options import OutputOptions
 from eval.harness.output import Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import run_labels
-from train.errors import UserError
-from train.metrics import read_metrics
-from train.summary import mechanism_names
-from train.task import read_config
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
+from train.engine.metrics import read_metrics
 from train.tasks.lm import LM
+from train.tasks.task import read_config
 
 _TITLES = {
     "grad_rsd": "norm of the whole gradient",

@@ -37,9 +37,9 @@ from eval.harness.pictures import panels
 from eval.harness.runs import Run, open_run
 from eval.studies.locality import layer_weights
 from eval.studies.regularizer import summary
+from train.cli.summary import mechanism_names
 from train.data.graphs.poly_tokens import PolyTokens
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.graph import GRAPH, GraphData
 
 

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from eval.harness.output import Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.studies.coordinates import PARAMETRIZATIONS, WidthOptions, make_model, text_batch
-from train.optimizer import OptimizerConfig, optimizer_of
+from train.engine.optimizer import OptimizerConfig, optimizer_of
 from train.tasks.lm import lm_objective
 
 

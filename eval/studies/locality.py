@@ -36,9 +36,9 @@ from eval.harness.options import StudyOptions
 from eval.harness.output import Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.harness.runs import open_run, run_labels
+from train.cli.summary import mechanism_names
 from train.data import load
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 
 

@@ -25,8 +25,8 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.networks import make_stack
 from eval.harness.output import picture_path
 from eval.harness.pictures import panels, save
-from train.config import parse_options
-from train.errors import UserError
+from train.cli.options import parse_options
+from train.engine.errors import UserError
 
 # Settings at which 64 tokens show each pattern.
 SMALL: Mapping[str, Mapping[str, Any]] = {

@@ -39,7 +39,7 @@ from eval.harness.output import Measured, Study
 from eval.harness.pictures import panels
 from eval.harness.runs import Run, first_rows, open_run
 from eval.studies.locality import layer_weights
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 from train.tasks.recall import RECALL
 

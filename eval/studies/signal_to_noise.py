@@ -39,7 +39,7 @@ from eval.harness.runs import open_run, run_names
 from eval.studies.locality import layer_weights
 from eval.studies.regularizer import require_brl, sown_maps
 from train.data.recall import HeldOutRecall, Kind
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.recall import RECALL
 
 

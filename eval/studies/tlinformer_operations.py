@@ -37,7 +37,7 @@ from eval.harness.options import OutputOptions
 from eval.harness.output import Measured, Study
 from eval.harness.pictures import legend_outside, line_styles, panels
 from eval.studies.operations import products
-from train.errors import UserError
+from train.engine.errors import UserError
 
 KINDS = ("miss", "first", "hit")
 

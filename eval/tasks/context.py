@@ -38,10 +38,10 @@ from eval.harness.runs import Run, open_run, run_labels
 from eval.harness.table import Table
 from eval.tasks.lm import reading
 from eval.tasks.reach import window_reach
-from train.config import parse_options
-from train.data import Corpus
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.cli.options import parse_options
+from train.cli.summary import mechanism_names
+from train.data.corpus import Corpus
+from train.engine.errors import UserError
 from train.tasks.lm import LM, held_out_stream
 from train.tasks.lm_config import LmConfig
 

@@ -21,6 +21,7 @@ from etils import epath
 from matplotlib.figure import Figure
 
 from brl_jax.decoding import generate
+from brl_jax.layers import mechanism_name
 from eval.harness import groups
 from eval.harness.main import Evaluation
 from eval.harness.options import TableOptions
@@ -28,9 +29,8 @@ from eval.harness.pictures import line_styles, panels, shared_legend
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, percent, seeds
 from train.data.copying import BEGIN, END, SPECIAL
-from train.data.tokenizers import load_tokenizer
-from train.errors import UserError, one_line
-from train.summary import mechanism_name
+from train.data.tokenizers.named import load_tokenizer
+from train.engine.errors import UserError, one_line
 from train.tasks.copy import COPY
 from train.tasks.copy_config import CopyConfig
 

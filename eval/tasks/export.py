@@ -27,9 +27,9 @@ from brl_jax.models.huggingface.files import TOKENIZER_FILES
 from eval.harness.options import RunOptions
 from eval.harness.output import emit
 from eval.harness.runs import open_run
-from train.config import parse_options
-from train.errors import UserError
-from train.metrics import log
+from train.cli.options import parse_options
+from train.engine.errors import UserError
+from train.engine.metrics import log
 from train.tasks.every import TASKS
 
 

@@ -32,10 +32,10 @@ from eval.harness.output import Measured
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation, seeds
-from train.config import check_seed
+from train.cli.summary import mechanism_names
 from train.data.series import Series, Windows, naive_forecast, origins
 from train.data.series_tokens import TokenWindows, column_origins, to_numbers
-from train.summary import mechanism_names
+from train.engine.config import check_seed
 from train.tasks.forecast import (
     FORECAST_TASKS,
     AnyForecastConfig,

@@ -27,9 +27,10 @@ from brl_jax.attention.core.checks import check_at_least, check_counts
 from brl_jax.decoding import generate
 from eval.harness.runs import open_run, regular_file
 from eval.tasks.generate_batch import Sampling, check_length, generate_file
-from train.config import check_seed, parse_options
+from train.cli.options import parse_options
 from train.data import Tokenizer, load_tokenizer
-from train.errors import UserError
+from train.engine.config import check_seed
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 
 

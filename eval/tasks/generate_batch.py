@@ -26,8 +26,8 @@ from rich.progress import Progress
 from brl_jax.batching import Request, generate_requests
 from eval.harness.runs import regular_file
 from train.data import Tokenizer
-from train.errors import UserError
-from train.storage import write_whole
+from train.engine.errors import UserError
+from train.engine.storage import write_whole
 
 _KEYS = ("prompt", "max_tokens", "id")
 

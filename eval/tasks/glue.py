@@ -24,9 +24,9 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
+from train.cli.summary import mechanism_names
 from train.data.glue import GLUE_TASKS
-from train.errors import UserError
-from train.summary import mechanism_names
+from train.engine.errors import UserError
 from train.tasks.glue import GLUE
 
 # TransNormer (arXiv:2210.10340), table 5: MNLI (matched and mismatched), QNLI, QQP, SST-2, MRPC (F1), CoLA (Matthews),

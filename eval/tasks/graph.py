@@ -25,9 +25,9 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
-from train.errors import UserError
-from train.metrics import read_metrics
-from train.summary import mechanism_names
+from train.cli.summary import mechanism_names
+from train.engine.errors import UserError
+from train.engine.metrics import read_metrics
 from train.tasks.graph import GRAPH, GraphData
 
 _NETWORKS = ("gcn", "gat", "simple_hgn", "full", "local", "brl")

@@ -27,8 +27,8 @@ from eval.harness.pictures import line_styles, panels
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_deviation
 from eval.tasks.lra_figures import AVERAGES, PAPERS
+from train.cli.summary import mechanism_names
 from train.data.lra import LRA_TASKS
-from train.summary import mechanism_names
 from train.tasks.lra import LRA
 
 KEPT = "lra_test.json"

@@ -20,9 +20,11 @@ from brl_jax.models import Encoder
 from eval.harness.options import RunOptions
 from eval.harness.output import emit
 from eval.harness.runs import Run, open_run, run_facts
-from train.config import parse_options
-from train.data.lra import LRA_TASKS, EvalBatches, Examples
-from train.errors import UserError
+from train.cli.options import parse_options
+from train.data.lra.batches import EvalBatches
+from train.data.lra.examples import Examples
+from train.data.lra.tasks import LRA_TASKS
+from train.engine.errors import UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_denoise import LRA_DENOISE
 from train.tasks.lra_head import fitted, read_features

@@ -29,8 +29,8 @@ from eval.harness.pictures import line_styles, panels, plain_log_axis, shared_le
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, percent, seeds
 from train.data.recall import Case, RecallDataConfig, obstacle
-from train.errors import UserError, one_line
-from train.metrics import log, read_metrics
+from train.engine.errors import UserError, one_line
+from train.engine.metrics import log, read_metrics
 from train.tasks.recall import RECALL
 
 # A run has learned its task when the held-out accuracy reaches this.

@@ -28,10 +28,10 @@ from eval.harness.options import TableOptions
 from eval.harness.pictures import label_points, line_styles, panels, plain_log_axis
 from eval.harness.runs import Run, run_facts
 from eval.harness.table import Result, Table, mean_range, seeds
+from train.cli.summary import mechanism_names
 from train.data.in_context import one_step_errors
-from train.flops import matrix_flops
-from train.metrics import read_metrics
-from train.summary import mechanism_names
+from train.engine.flops import matrix_flops
+from train.engine.metrics import read_metrics
 from train.tasks.regression import REGRESSION, RegressionConfig
 
 _GREY = "#777777"

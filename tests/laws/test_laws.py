@@ -16,7 +16,6 @@ import pytest
 from brl_jax.attention.core.segments import places_in_sequences
 from brl_jax.layers import MECHANISMS, BRLConfig, HopfieldConfig, MLRConfig
 from brl_jax.models import Stack, make_stack
-from tests.laws.approximation_oracles import NETWORKS as APPROXIMATION_NETWORKS
 from tests.laws.cases import (
     CASES,
     COMPILED,
@@ -31,12 +30,14 @@ from tests.laws.cases import (
     named,
 )
 from tests.laws.networks import LAYERS, LENGTH, as_float64, both_of, network, relative_error
-from tests.laws.oracles import NETWORKS as SOFTMAX_NETWORKS
-from tests.laws.state_oracles import NETWORKS as STATE_NETWORKS
-from tests.laws.structured_oracles import NETWORKS as STRUCTURED_NETWORKS
 from tests.marks import slow_unless
+from tests.oracles import compressed, dense, local, low_rank, recurrent, sorting, structured, tlinformer
 
-NETWORKS = {**SOFTMAX_NETWORKS, **APPROXIMATION_NETWORKS, **STATE_NETWORKS, **STRUCTURED_NETWORKS}
+NETWORKS = {
+    name: network
+    for family in (compressed, dense, local, low_rank, recurrent, sorting, structured, tlinformer)
+    for name, network in family.NETWORKS.items()
+}
 
 CAUSAL = named(lambda m: m.causal)
 # What every mechanism keeps in the fast part of the suite runs on these, the rest of the laws on NEW.
@@ -64,9 +65,8 @@ def oracle_of(kind: str) -> Any:
     if kind not in NETWORKS:
         pytest.fail(
             f"the mechanism {kind!r} is listed in MECHANISMS and has no oracle: write its network in float64 NumPy, "
-            f"straight from the formulas, and add it as {kind!r} to the dictionary NETWORKS of tests/laws/oracles.py "
-            "(tests/laws/state_oracles.py if it carries a state, tests/laws/structured_oracles.py if its scores or "
-            "weights are structured matrices, tests/laws/approximation_oracles.py if it approximates a dense mechanism)"
+            f"straight from the formulas, and add it as {kind!r} to the dictionary NETWORKS of its family's file in "
+            "tests/oracles"
         )
     return NETWORKS[kind]
 
@@ -78,7 +78,7 @@ def test_every_listed_mechanism_has_an_oracle(kind):
 
 def test_a_missing_oracle_says_where_it_belongs():
     with pytest.raises(
-        pytest.fail.Exception, match=r"'novel' to the dictionary NETWORKS of tests/laws/oracles\.py"
+        pytest.fail.Exception, match=r"'novel' to the dictionary NETWORKS of .* tests/oracles"
     ):
         oracle_of("novel")
 

@@ -45,16 +45,6 @@ def test_more_tokens_than_a_cache_has_room_for(mechanism):
         stack.apply(variables, x[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("mechanism", [FullConfig(), BRLConfig(window=2, num_compressed=2)])
-def test_a_cache_has_one_sequence_a_row(mechanism):
-    stack = Stack((mechanism,), dimensions(True))
-    variables = nn.unbox(jax.jit(stack.init)(jax.random.key(0), jnp.ones((1, 1, 16))))
-    with pytest.raises(ValueError, match="segment_ids must be None with a decoding cache"):
-        stack.apply(
-            variables, jnp.ones((1, 3, 16)), cache=stack.init_cache(1, 4), segment_ids=jnp.array([[0, 0, 1]])
-        )
-
-
 @pytest.mark.slow  # law 3 compares the gradients with those of the oracle, which stops them too
 def test_no_gradient_flows_through_brls_output_history():
     """The compressed tokens of a block are made of earlier blocks' outputs, which are constants."""

@@ -73,14 +73,6 @@ def test_every_output_depends_on_every_earlier_token_and_on_no_later_one():
     np.testing.assert_array_equal(influence[~lower], 0)
 
 
-@pytest.mark.slow  # the cache in pieces, below, and law 2 say the same of single steps
-def test_generation_takes_the_parallel_forwards_likeliest(variables):
-    model, prompt = decoder(dataclasses.replace(SMALL, context="auto")), 13  # several windows are absorbed
-    out = generate(model, variables, tokens(prompt), max_new_tokens=6, temperature=0)
-    logits = jax.jit(model.apply)(variables, out)[0]
-    np.testing.assert_array_equal(out[:, prompt:], jnp.argmax(logits[:, prompt - 1 : -1], axis=-1))
-
-
 def test_a_cache_takes_tokens_and_absorbed_windows_in_any_pieces(variables):
     model, text = decoder(), tokens(LENGTH)
     expected = jax.jit(model.apply)(variables, text)[0]

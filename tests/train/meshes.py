@@ -20,12 +20,13 @@ from brl_jax.models import DecoderConfig, DecoderLM, EncoderConfig, MaskedLM, lo
 from brl_jax.models.networks import make_stack
 from brl_jax.sharding import MeshConfig, constrain, make_mesh
 from tests.train.logs import metrics_lines
-from train.config import LoopConfig, parse
+from train.cli.options import parse
 from train.data.masking import mask_tokens
-from train.errors import UserError
-from train.loop import train
-from train.mesh import host_rows, open_mesh, place_batch, training_programs
-from train.optimizer import OptimizerConfig
+from train.engine.config import LoopConfig
+from train.engine.errors import UserError
+from train.engine.loop import train
+from train.engine.mesh import host_rows, open_mesh, place_batch, training_programs
+from train.engine.optimizer import OptimizerConfig
 from train.tasks.lm import lm_objective
 from train.tasks.lm_config import PRESETS
 from train.tasks.mlm import mlm_objective

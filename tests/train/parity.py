@@ -15,15 +15,15 @@ from brl_jax.layers import FullConfig
 from brl_jax.models import Classifier, EncoderConfig
 from eval.harness.main import Evaluation
 from eval.harness.options import EvalOptions
-from train.config import LoopConfig, RunConfig
+from train.cli.command import command
+from train.cli.main import train_main
 from train.data.repeated import RepeatedBatches
-from train.errors import command
-from train.fields import Decided, Flat
-from train.main import train_main
-from train.mesh import host_rows
-from train.optimizer import OptimizerConfig
-from train.task import Task
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat
+from train.engine.mesh import host_rows
+from train.engine.optimizer import OptimizerConfig
 from train.tasks.lra import lra_objective
+from train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from train.checkpoint import Checkpoints, digest
-from train.errors import RunError, UserError
-from train.step import TrainState
+from train.engine.checkpoint import Checkpoints, digest
+from train.engine.errors import RunError, UserError
+from train.engine.step import TrainState
 
 
 def _state(seed):
@@ -88,7 +88,7 @@ def test_a_full_disk_spares_a_step_saved_again(tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("train.checkpoint.write_whole", full)
+    monkeypatch.setattr("train.engine.checkpoint.write_whole", full)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.restore(_state(0), lambda meta: None)
     with pytest.raises(RunError, match=f"No space left.*last good checkpoint: {tmp_path / '4'}"):

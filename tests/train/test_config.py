@@ -12,15 +12,16 @@ import pytest
 from brl_jax.layers import MECHANISMS, BRLConfig, FullConfig, LocalConfig, mechanism_name
 from brl_jax.models import DecoderLM
 from tests.marks import slow_unless
-from train.config import LoopConfig, parse, parse_options
-from train.config_file import differences, flatten, from_json, to_json, write_json
-from train.decoder_flops import training_flops
-from train.errors import UserError
-from train.help import first_screen, preset_list
-from train.task import read_config
+from train.cli.help import first_screen, preset_list
+from train.cli.options import parse, parse_options
+from train.engine.config import LoopConfig
+from train.engine.config_file import differences, flatten, from_json, to_json, write_json
+from train.engine.errors import UserError
+from train.tasks.decoder_flops import training_flops
 from train.tasks.every import TASKS
 from train.tasks.lm import LM
 from train.tasks.lm_config import PRESETS, LmConfig
+from train.tasks.task import read_config
 
 
 def _parse(line=""):
@@ -568,7 +569,7 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
         "train.graph": "--data_dir DIR",
     }
     assert all(needed.get(name, "") in example for example in examples)
-    module = importlib.import_module("train.main" if name.startswith("train") else name)
+    module = importlib.import_module("train.cli.main" if name.startswith("train") else name)
 
     def stop_there(*args, **kwargs):
         raise InterruptedError(parse(*args, **kwargs).loop.workdir)

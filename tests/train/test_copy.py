@@ -11,7 +11,7 @@ import train.copy
 from eval.harness.groups import by_network
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.copying import (
     CopyDataConfig,
     HeldOutPairs,
@@ -21,7 +21,7 @@ from train.data.copying import (
     draw_pairs,
     load_pairs,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.copy import COPY
 from train.tasks.copy_config import PRESETS
 

@@ -13,7 +13,7 @@ import eval.tasks.forecast
 import train.forecast
 from eval.tasks.forecast import markdown
 from tests.train.logs import metrics_lines
-from train.config import parse
+from train.cli.options import parse
 from train.data.series import (
     HeldOutWindows,
     SeriesConfig,
@@ -23,16 +23,10 @@ from train.data.series import (
     naive_forecast,
     origins,
 )
-from train.data.series_tokens import (
-    TokenSeriesConfig,
-    TokenWindows,
-    column_origins,
-    to_numbers,
-    to_tokens,
-)
-from train.errors import UserError
-from train.task import read_config
+from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins, to_numbers, to_tokens
+from train.engine.errors import UserError
 from train.tasks.forecast import FORECAST, FORECAST_TASKS, forecast
+from train.tasks.task import read_config
 
 ROWS = 240
 TINY = (

@@ -26,8 +26,10 @@ import train.lm
 from brl_jax.models import DecoderLM
 from eval.harness.runs import open_run
 from tests.train.logs import metrics_lines
-from train.data import Corpus, load
-from train.errors import UserError, command
+from train.cli.command import command
+from train.data import load
+from train.data.corpus import Corpus
+from train.engine.errors import UserError
 from train.tasks.lm import LM, held_out_stream, lm_objective
 from train.tasks.lm_config import PRESETS
 
@@ -164,7 +166,7 @@ def test_a_real_process_stopped_and_started_again(text, run, tmp_path):
 
 def test_the_second_interrupt_ends_the_process_at_once():
     code = (
-        "import signal, time\nfrom train.loop import Signals\n"
+        "import signal, time\nfrom train.engine.loop import Signals\n"
         "with Signals():\n signal.raise_signal(signal.SIGINT)\n print('first', flush=True)\n"
         " signal.raise_signal(signal.SIGINT)\n print('second', flush=True)"
     )

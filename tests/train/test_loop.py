@@ -11,12 +11,12 @@ import pytest
 from tests.marks import slow_unless
 from tests.train.logs import metrics_lines
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, batch_of, loop_config
-from train.checkpoint import Checkpoints
-from train.config_file import differences
-from train.errors import RunError, Stopped, UserError, is_memory_shortage
-from train.loop import Signals, evaluate, held_out_metrics, train
-from train.metrics import MetricsLog
-from train.step import Objective, make_eval_step
+from train.engine.checkpoint import Checkpoints
+from train.engine.config_file import differences
+from train.engine.errors import RunError, Stopped, UserError, is_memory_shortage
+from train.engine.loop import Signals, evaluate, held_out_metrics, train
+from train.engine.metrics import MetricsLog
+from train.engine.step import Objective, make_eval_step
 
 MEASURED = ("step", "loss", "grad_norm", "learning_rate", "val_loss", "val_bits_per_byte")
 

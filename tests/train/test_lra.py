@@ -26,12 +26,12 @@ from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.toy import OBJECTIVE, OPTIMIZER, ToyHeldOut, ToyStream, loop_config
-from train.config import parse
-from train.config_file import to_json
-from train.data.lra import TrainBatches
-from train.errors import Stopped, UserError
-from train.loop import train as train_loop
-from train.step import Objective, classification
+from train.cli.options import parse
+from train.data.lra.batches import TrainBatches
+from train.engine.config_file import to_json
+from train.engine.errors import Stopped, UserError
+from train.engine.loop import train as train_loop
+from train.engine.step import Objective, classification
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 from train.tasks.lra_denoise import LRA_DENOISE

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import eval.tasks.mlm
-import train.config
-import train.mesh
+import train.cli.options
+import train.engine.mesh
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.data.masking import MaskedBatches, mask_tokens, num_asked
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.mlm import MLM, PRESETS, mlm_objective
 
 TINY = (
@@ -110,7 +110,7 @@ def test_packed_rows_are_trained_on_as_their_documents_alone():
 
 def _config(text, more=""):
     tiny = TINY.partition(" --mechanism")[0] if "--mechanism" in more else TINY
-    return train.config.parse(
+    return train.cli.options.parse(
         PRESETS, "mlm", f"--data {text} --workdir x {tiny} {more}".split(), prog="", about=""
     )
 
@@ -121,7 +121,7 @@ def _batch(text, tmp_path, more=""):
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=str(tmp_path / "run")))
     data = MLM.load(config, ("train", "valid"))
     config = MLM.sized(config, data)
-    mesh = train.mesh.open_mesh(config.mesh, config.loop, config.model)
+    mesh = train.engine.mesh.open_mesh(config.mesh, config.loop, config.model)
     streams = MLM.streams(config, data, mesh)
     batch = next(iter(streams.training))
     held_out = next(iter(streams.held_out))

@@ -14,10 +14,10 @@ from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
 from brl_jax.sharding import MeshConfig, make_mesh
 from tests.marks import slow_unless
 from tests.train.toy import OBJECTIVE, batch_of
-from train.config import LoopConfig
-from train.mesh import place_batch, training_programs
-from train.mup import make_rates, mup_rates
-from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.engine.config import LoopConfig
+from train.engine.mesh import place_batch, training_programs
+from train.engine.mup import make_rates, mup_rates
+from train.engine.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
 from train.tasks.lm import lm_objective
 
 TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)

@@ -14,7 +14,7 @@ from eval.harness.groups import by_network
 from eval.tasks.recall import draw, frontier
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.recall import (
     Case,
     HeldOutRecall,
@@ -24,7 +24,7 @@ from train.data.recall import (
     draw_rows,
     num_answers,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
 
 TINY = (

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.train.toy import OBJECTIVE, OPTIMIZER, batch_of
-from train.optimizer import decayed, make_optimizer, make_schedule
-from train.step import (
+from train.engine.optimizer import decayed, make_optimizer, make_schedule
+from train.engine.step import (
     Objective,
     classification,
     init_state,

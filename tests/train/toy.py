@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.config import LoopConfig
-from train.optimizer import OptimizerConfig
-from train.step import Objective
+from train.engine.config import LoopConfig
+from train.engine.optimizer import OptimizerConfig
+from train.engine.step import Objective
 
 VOCAB = 7
 

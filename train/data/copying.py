@@ -18,14 +18,14 @@ from etils import epath
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.drawn import DrawnBatches, HeldOutDrawn
-from train.data.lra import EvalBatches, Examples, TrainBatches
-from train.data.lra.batches import default_buckets
+from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
+from train.data.lra.examples import Examples
 from train.data.lra.files import numbered_lines, parsed, shown
-from train.data.tokenizer import Tokenizer
-from train.data.tokenizers import check_tokenizer, load_tokenizer, train_tokenizer
-from train.errors import UserError
-from train.fields import Free
-from train.metrics import log
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
+from train.engine.errors import UserError
+from train.engine.fields import Free
+from train.engine.metrics import log
 
 Order = Literal["copy", "reverse", "sort"]
 

@@ -30,9 +30,9 @@ from rich.progress import (
 
 from train.data.files import npy_header
 from train.data.splits import Split
-from train.data.tokenizer import Tokenizer, text_pieces
-from train.errors import UserError
-from train.storage import beside
+from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.engine.errors import UserError
+from train.engine.storage import beside
 
 # A progress bar appears where making a corpus takes longer than this.
 _QUIET_SECONDS = 1.0

@@ -17,16 +17,16 @@ from train.data.corpus import Corpus, corpus_files, open_corpus, read_corpus, re
 from train.data.documents import RECORDS, check_documents
 from train.data.hf_stream import StreamedText, file_versions, open_stream
 from train.data.mixture import Mixture, joined, parse_mixture
-from train.data.pretrained import is_pretrained
 from train.data.shards import MANIFEST as SHARDS
 from train.data.shards import open_shards
 from train.data.sources import open_source
 from train.data.splits import SPLITS, Source
-from train.data.tokenizer import Tokenizer
-from train.data.tokenizers import check_tokenizer, load_tokenizer, train_tokenizer
-from train.errors import UserError, one_line
-from train.fields import Free
-from train.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.named import check_tokenizer, load_tokenizer, train_tokenizer
+from train.data.tokenizers.published import is_pretrained
+from train.engine.errors import UserError, one_line
+from train.engine.fields import Free
+from train.engine.storage import as_os_errors, check_address, copy_files, is_remote, user_cache, write_whole
 
 # Part of every key: after a change of how text becomes tokens, the files of older versions must not be read.
 _FORMAT = 2

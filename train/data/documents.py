@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from train.data.splits import DocumentStart
-from train.errors import UserError
+from train.engine.errors import UserError
 
 RECORDS = "records"
 _WIKITEXT = "wikitext"

@@ -9,7 +9,7 @@ import numpy as np
 
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
-from train.errors import UserError
+from train.engine.errors import UserError
 
 # First numbers of the seeds, which keep the streams of random numbers apart.
 _TRAIN, _VALID, _TEST = range(3)

@@ -21,10 +21,10 @@ from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.lra.examples import Examples
 from train.data.lra.files import belongs, numbered_lines, parsed, shown
 from train.data.named_sources import open_tfds
-from train.data.tokenizer import Tokenizer
-from train.errors import UserError, one_line
-from train.fields import Decided
-from train.metrics import log
+from train.data.tokenizers.base import Tokenizer
+from train.engine.errors import UserError, one_line
+from train.engine.fields import Decided
+from train.engine.metrics import log
 
 # A score of STS-B, from 0 to the largest, becomes a whole number.
 SCORE_STEPS = 1000

@@ -21,9 +21,9 @@ from jaxtyping import Int
 from train.data.named_sources import document_blocks, naming, text_field
 from train.data.splits import SPLIT_NAMES, Source, Split, digest
 from train.data.streams import check_rows
-from train.data.tokenizer import Tokenizer, text_pieces
-from train.errors import UserError
-from train.hosts import gather
+from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.engine.errors import UserError
+from train.engine.hosts import gather
 
 PREFIX = "hf-stream:"
 # Documents that are held out where the data set has no validation split. They are the first ones.

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
-from train.errors import UserError
-from train.fields import Free
+from train.engine.errors import UserError
+from train.engine.fields import Free
 
 Prompt = Literal["alternate", "joined"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from train.data.corpus import Corpus
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
-from train.errors import UserError
+from train.engine.errors import UserError
 
 # A row reads this many steps from one text before it goes to another one, so that what it remembers is mostly its past.
 STRETCH = 16

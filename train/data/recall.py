@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.drawn import DrawnBatches, HeldOutDrawn
-from train.fields import Free
+from train.engine.fields import Free
 
 Kind = Literal["mqar", "induction", "copy"]
 

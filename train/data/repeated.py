@@ -7,7 +7,7 @@ from typing import Any
 
 import grain
 
-from train.errors import UserError
+from train.engine.errors import UserError
 
 # One thread reads ahead: batches come in order, and the state is that of the last batch given, not the last read.
 READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)

@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from brl_jax.attention.core.checks import check_at_least, check_choice
 from train.data.repeated import RepeatedBatches
 from train.data.streams import check_rows
-from train.errors import UNREADABLE, UserError, one_line
-from train.fields import Needed
+from train.engine.errors import UNREADABLE, UserError, one_line
+from train.engine.fields import Needed
 
 Features = Literal["univariate", "multivariate"]
 _SPLITS = ("train", "valid", "test")

@@ -19,9 +19,9 @@ from jaxtyping import Int
 
 from train.data.corpus import Corpus
 from train.data.splits import SPLITS
-from train.data.tokenizer import Tokenizer
-from train.data.tokenizers import load_tokenizer
-from train.errors import UserError, one_line
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.named import load_tokenizer
+from train.engine.errors import UserError, one_line
 
 MANIFEST = "tokens.json"
 # Records that stay in memory. Rows that go on where they stopped read the same record several times.

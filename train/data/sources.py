@@ -24,8 +24,8 @@ from train.data.documents import RECORDS, check_documents, cut_documents
 from train.data.hf_stream import open_stream_source
 from train.data.named_sources import open_hf_text, open_tfds_text
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
-from train.errors import UNREADABLE, UserError, one_line
-from train.storage import as_os_errors, is_remote
+from train.engine.errors import UNREADABLE, UserError, one_line
+from train.engine.storage import as_os_errors, is_remote
 
 _EXPECTED = (
     "stdlib, text:GLOB, tfds:NAME[/CONFIG][:FIELD], hf:NAME[:CONFIG], hf-stream:NAME[:CONFIG], tokens:DIR or "

@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from train.data.corpus import Corpus
 from train.data.repeated import READ_AHEAD, RepeatedBatches
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 def check_rows(batch: int, rows: Sequence[int] | np.ndarray | None) -> Int[np.ndarray, " rows"]:

@@ -23,15 +23,16 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from train.cli.command import command
 from train.data.dataset import DataConfig, tokenizer_of
 from train.data.shards import MANIFEST
 from train.data.sources import open_source
 from train.data.splits import SPLITS
-from train.data.tokenizer import Tokenizer, text_pieces
-from train.data.tokenizers import check_tokenizer, load_tokenizer
-from train.errors import UserError, command
-from train.metrics import clock, log
-from train.storage import beside, check_local, write_whole
+from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.data.tokenizers.named import check_tokenizer, load_tokenizer
+from train.engine.errors import UserError
+from train.engine.metrics import clock, log
+from train.engine.storage import beside, check_local, write_whole
 
 _STARTED = "started.json"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -64,7 +65,7 @@ class TokenizeOptions(DataConfig):
 
 def main(argv: Sequence[str]) -> None:
     """Writes the shards; see the module's text and --help."""
-    from train.config import parse_options
+    from train.cli.options import parse_options
 
     about = "Writes a text's tokens as ArrayRecord shards."
     options = parse_options(TokenizeOptions(), argv, prog="python -m train.data.tokenize", about=about)

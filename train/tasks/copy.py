@@ -22,13 +22,13 @@ from train.data.copying import (
     TextPairs,
     load_pairs,
 )
-from train.loop import HeldOut, Stream
-from train.mesh import host_rows
-from train.mup import make_rates
-from train.step import Batch, Objective, classification, random_streams
-from train.task import Task
+from train.engine.loop import HeldOut, Stream
+from train.engine.mesh import host_rows
+from train.engine.mup import make_rates
+from train.engine.step import Batch, Objective, classification, random_streams
 from train.tasks.copy_config import PRESETS, CopyConfig
 from train.tasks.lm import vocabulary
+from train.tasks.task import Task
 
 
 def copy_objective(model: EncoderDecoder) -> Objective:

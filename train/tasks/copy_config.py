@@ -17,10 +17,10 @@ from brl_jax.layers import (
     SynthesizerConfig,
 )
 from brl_jax.models import EncoderDecoderConfig
-from train.config import LoopConfig, RunConfig
 from train.data.copying import CopyDataConfig
-from train.fields import Decided, Flat
-from train.optimizer import OptimizerConfig
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat
+from train.engine.optimizer import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

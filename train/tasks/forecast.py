@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from brl_jax.attention.core.checks import check_choice
 from brl_jax.layers import FullConfig
 from brl_jax.models import DecoderConfig, DecoderLM, Regressor, RegressorConfig
-from train.config import LoopConfig, RunConfig
 from train.data.series import (
     CLOCK,
     HeldOutWindows,
@@ -30,13 +29,14 @@ from train.data.series import (
     origins,
 )
 from train.data.series_tokens import TokenSeriesConfig, TokenWindows, column_origins
-from train.fields import Decided, Flat
-from train.mesh import host_rows
-from train.mup import make_rates
-from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, random_streams
-from train.task import Task
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat
+from train.engine.mesh import host_rows
+from train.engine.mup import make_rates
+from train.engine.optimizer import OptimizerConfig
+from train.engine.step import Batch, Objective, random_streams
 from train.tasks.lm import lm_objective
+from train.tasks.task import Task
 
 LossKind = Literal["squared", "absolute"]
 Center = Literal["last", "mean", "none"]

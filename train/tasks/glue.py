@@ -14,21 +14,21 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.models import Classifier, EncoderConfig
-from train.config import LoopConfig, RunConfig
 from train.data.glue import GLUE_TASKS, LARGEST_SCORE, SCORE_STEPS, GlueDataConfig, load_glue
-from train.data.lra import EvalBatches, Examples, TrainBatches
-from train.data.lra.batches import default_buckets
-from train.data.tokenizers import load_tokenizer
-from train.errors import UserError
-from train.fields import Decided, Flat, Needed
-from train.loop import HeldOut
-from train.mesh import host_rows
-from train.mup import make_rates
-from train.optimizer import OptimizerConfig
-from train.pretrained import pretrained_run, pretrained_weights, replaced
-from train.step import Batch, Objective, classification, means, random_streams
-from train.task import Task
+from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
+from train.data.lra.examples import Examples
+from train.data.tokenizers.named import load_tokenizer
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.errors import UserError
+from train.engine.fields import Decided, Flat, Needed
+from train.engine.loop import HeldOut
+from train.engine.mesh import host_rows
+from train.engine.mup import make_rates
+from train.engine.optimizer import OptimizerConfig
+from train.engine.step import Batch, Objective, classification, means, random_streams
 from train.tasks.mlm import MLM, SEPARATOR, SPECIAL
+from train.tasks.pretrained_weights import pretrained_run, pretrained_weights, replaced
+from train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,11 @@ from train.data.graphs.graph import Graph
 from train.data.graphs.load import load_graph
 from train.data.graphs.poly_tokens import PolyTokens
 from train.data.graphs.subgraphs import Subgraphs
-from train.mesh import host_rows
-from train.mup import make_rates
-from train.step import Batch, Objective, classification, random_streams
-from train.task import Task
+from train.engine.mesh import host_rows
+from train.engine.mup import make_rates
+from train.engine.step import Batch, Objective, classification, random_streams
 from train.tasks.graph_config import PRESETS, GraphRunConfig
+from train.tasks.task import Task
 
 
 class GraphData(NamedTuple):

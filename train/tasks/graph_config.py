@@ -13,10 +13,10 @@ from typing import Annotated
 
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig, Mechanism
 from brl_jax.models.graph import GraphConfig, Network
-from train.config import LoopConfig, RunConfig
 from train.data.graphs.load import GraphDataConfig
-from train.fields import Decided, Flat
-from train.optimizer import OptimizerConfig
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat
+from train.engine.optimizer import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

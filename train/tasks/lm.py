@@ -16,18 +16,23 @@ from jaxtyping import Array, Int
 
 from brl_jax.decoding import generate
 from brl_jax.models import DecoderLM
-from train.data import Corpus, DataConfig, EvalStream, Tokenizer, load, load_tokenizer
+from train.data import load
 from train.data.batches import training_batches
-from train.data.pretrained import PretrainedTokenizer, is_pretrained
-from train.errors import UserError
-from train.hosts import is_lead
-from train.loop import HeldOut, Stream, held_out_metrics
-from train.mesh import host_rows
-from train.metrics import log
-from train.mup import make_rates
-from train.step import Batch, Objective, perplexity, random_streams
-from train.task import Streams, Task
+from train.data.corpus import Corpus
+from train.data.dataset import DataConfig
+from train.data.streams import EvalStream
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.named import load_tokenizer
+from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
+from train.engine.errors import UserError
+from train.engine.hosts import is_lead
+from train.engine.loop import HeldOut, Stream, held_out_metrics
+from train.engine.mesh import host_rows
+from train.engine.metrics import log
+from train.engine.mup import make_rates
+from train.engine.step import Batch, Objective, perplexity, random_streams
 from train.tasks.lm_config import PRESETS, LmConfig
+from train.tasks.task import Streams, Task
 
 # Tokens of held-out text that the sample continues where no prompt is given.
 _SAMPLE_CONTEXT = 64

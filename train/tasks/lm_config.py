@@ -23,11 +23,11 @@ from brl_jax.layers import (
 from brl_jax.models import DecoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
 from brl_jax.sharding import MeshConfig
-from train.config import LoopConfig, RunConfig
-from train.data import DataConfig
-from train.decoder_flops import training_flops
-from train.fields import Decided, Flat, Free
-from train.optimizer import OptimizerConfig
+from train.data.dataset import DataConfig
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat, Free
+from train.engine.optimizer import OptimizerConfig
+from train.tasks.decoder_flops import training_flops
 
 # Tokens of WikiText-103's training text in GPT-2's vocabulary, to within a few percent.
 _WIKITEXT103_TOKENS = 118_000_000
@@ -204,7 +204,7 @@ _CHARACTER_RANKS = (32, 8, 8, 8, 4, 4)
 def _characters(width: int, mechanism: Mechanism | None = None) -> LmConfig:
     """Six layers with heads of 64 on characters, four times the width in a plain feed-forward network; MLR attention
     by default. The paper gives its ranks for heads of 64 only in a figure; batch, steps, warm-up and the other
-    mechanisms' windows are our choice. Steps take as many operations (`train.decoder_flops`) as MLR's 100,000."""
+    mechanisms' windows are our choice. Steps take as many operations (`train.tasks.decoder_flops`) as MLR's 100,000."""
     length = 1024
     config = LmConfig(
         loop=LmLoopConfig(
@@ -249,7 +249,7 @@ def at_equal_flops(config: LmConfig, mechanism: Mechanism) -> LmConfig:
     """The run with another mechanism in every layer, and as many steps as take the same operations.
 
     Raises:
-      ValueError: `train.decoder_flops` does not count one of the two mechanisms.
+      ValueError: `train.tasks.decoder_flops` does not count one of the two mechanisms.
     """
     model = dataclasses.replace(config.model, mechanism=mechanism)
     before, after = (training_flops(each, config.loop.length) for each in (config.model, model))

@@ -41,12 +41,12 @@ from brl_jax.layers import (
 )
 from brl_jax.models import EncoderConfig
 from brl_jax.models.transnormer import TRANSNORMER_SIZES, Variant, transnormer
-from train.config import LoopConfig, RunConfig
-from train.data.lra import LraDataConfig
 from train.data.lra.listops import ListOpsSpec
-from train.errors import UserError
-from train.fields import Decided, Flat
-from train.optimizer import OptimizerConfig
+from train.data.lra.tasks import LraDataConfig
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.errors import UserError
+from train.engine.fields import Decided, Flat
+from train.engine.optimizer import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,18 +16,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from brl_jax.models import MaskedLM
-from train.config import RunConfig
-from train.config_file import changed_options
-from train.data.lra import LRA_TASKS, load
+from train.data.lra import load
+from train.data.lra.tasks import LRA_TASKS
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
-from train.fields import Decided, Flat
-from train.loop import HeldOut
-from train.mesh import host_rows
-from train.step import Objective, means, perplexity
-from train.task import Task
+from train.engine.config import RunConfig
+from train.engine.config_file import changed_options
+from train.engine.fields import Decided, Flat
+from train.engine.loop import HeldOut
+from train.engine.mesh import host_rows
+from train.engine.step import Objective, means, perplexity
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
 from train.tasks.mlm import mlm_objective
+from train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)

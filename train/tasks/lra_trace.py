@@ -18,16 +18,18 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from brl_jax.models import TokenClassifier
-from train.config import RunConfig
-from train.config_file import changed_options
-from train.data.lra import LRA_TASKS, EvalBatches, TrainBatches, load
-from train.fields import Decided, Flat
-from train.loop import HeldOut
-from train.mup import make_rates
-from train.step import Batch, Objective, classification, means, random_streams
-from train.task import Task
+from train.data.lra import load
+from train.data.lra.batches import EvalBatches, TrainBatches
+from train.data.lra.tasks import LRA_TASKS
+from train.engine.config import RunConfig
+from train.engine.config_file import changed_options
+from train.engine.fields import Decided, Flat
+from train.engine.loop import HeldOut
+from train.engine.mup import make_rates
+from train.engine.step import Batch, Objective, classification, means, random_streams
 from train.tasks.lra_config import PRESETS, LraModelConfig, TaskDataConfig, for_rows, recast
 from train.tasks.lra_data import LraData, described, held_out_batches, training_batches
+from train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)

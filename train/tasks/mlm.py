@@ -24,21 +24,23 @@ from brl_jax.layers import (
     PerformerConfig,
 )
 from brl_jax.models import TRANSNORMER_SIZES, EncoderConfig, MaskedLM, transnormer
-from train.config import RunConfig
-from train.data import Corpus, DataConfig, load
+from train.data import load
 from train.data.batches import batches_by_number
+from train.data.corpus import Corpus
+from train.data.dataset import DataConfig
 from train.data.masking import MaskedBatches, MaskedHeldOut, num_asked
 from train.data.streams import EvalStream
-from train.errors import UserError
-from train.fields import Decided, Flat
-from train.loop import HeldOut
-from train.mesh import host_rows
-from train.mup import make_rates
-from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, classification, means, perplexity, random_streams
-from train.task import Streams, Task
+from train.engine.config import RunConfig
+from train.engine.errors import UserError
+from train.engine.fields import Decided, Flat
+from train.engine.loop import HeldOut
+from train.engine.mesh import host_rows
+from train.engine.mup import make_rates
+from train.engine.optimizer import OptimizerConfig
+from train.engine.step import Batch, Objective, classification, means, perplexity, random_streams
 from train.tasks.lm import LmData, vocabulary_of
 from train.tasks.lm_config import LmLoopConfig
+from train.tasks.task import Streams, Task
 
 # Tokens of the network beyond the tokenizer's: the mask, and what separates two sentences.
 MASK, SEPARATOR, SPECIAL = 0, 1, 2

@@ -26,7 +26,6 @@ from brl_jax.layers import (
     RetNetConfig,
 )
 from brl_jax.models import DecoderConfig, DecoderLM
-from train.config import LoopConfig, RunConfig
 from train.data.recall import (
     Case,
     HeldOutRecall,
@@ -36,13 +35,14 @@ from train.data.recall import (
     blind_accuracy,
     num_answers,
 )
-from train.fields import Decided, Flat
-from train.loop import evaluate
-from train.mesh import host_rows
-from train.mup import make_rates
-from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, make_eval_step, means, random_streams
-from train.task import Task
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat
+from train.engine.loop import evaluate
+from train.engine.mesh import host_rows
+from train.engine.mup import make_rates
+from train.engine.optimizer import OptimizerConfig
+from train.engine.step import Batch, Objective, make_eval_step, means, random_streams
+from train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,14 @@ from jaxtyping import Array, Float
 
 from brl_jax.layers import BilinearBTTConfig, BilinearMLRConfig, FullConfig, Mechanism
 from brl_jax.models import Regressor, RegressorConfig
-from train.config import LoopConfig, RunConfig
 from train.data.in_context import HeldOutPrompts, InContextConfig, Prompt, PromptStream, least_squares_errors
-from train.fields import Decided, Flat
-from train.mesh import host_rows
-from train.mup import make_rates
-from train.optimizer import OptimizerConfig
-from train.step import Batch, Objective, random_streams
-from train.task import Task
+from train.engine.config import LoopConfig, RunConfig
+from train.engine.fields import Decided, Flat
+from train.engine.mesh import host_rows
+from train.engine.mup import make_rates
+from train.engine.optimizer import OptimizerConfig
+from train.engine.step import Batch, Objective, random_streams
+from train.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from brl_jax.attention.core.scores import (
     attention_weights,
     check_score,
     hide_infinite_bias,
+    weights_dtype,
 )
 
 # Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time, but on GPUs.
@@ -231,10 +232,10 @@ def _logits(query, key, bias, scale):
     return logits if bias is None else logits + bias.astype(accumulate)
 
 
-def _read(weights, value):
-    accumulate = accumulation_dtype(value.dtype)
+def _read(weights, value, score):
+    accumulate, kept = accumulation_dtype(value.dtype), weights_dtype(value.dtype, score)
     return jnp.einsum(
-        "bnms,bsnh->bmnh", weights.astype(value.dtype), value, preferred_element_type=accumulate
+        "bnms,bsnh->bmnh", weights.astype(kept), value.astype(kept), preferred_element_type=accumulate
     )
 
 
@@ -250,4 +251,4 @@ def _weights(query, key, contrast_key, gamma, bias, mask, *, scale, score):
 
 def _whole(query, key, contrast_key, value, gamma, bias, mask, *, scale, score):
     weights = _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
-    return _read(weights, value).astype(query.dtype)
+    return _read(weights, value, score).astype(query.dtype)

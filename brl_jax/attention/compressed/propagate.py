@@ -25,6 +25,7 @@ from brl_jax.attention.core.scores import (
     attention_weights,
     check_score,
     hide_infinite_bias,
+    weights_dtype,
 )
 
 # Queries in a block on a CPU, so that their weights stay in cache.
@@ -140,5 +141,8 @@ def propagate_weights(
 def _rows(query, key, value, strength, bias, *, scale, score):
     accumulate = accumulation_dtype(query.dtype)
     weights = propagate_weights(query, key, strength=strength, scale=scale, score=score, bias=bias)
-    out = jnp.einsum("bntm,bmnh->btnh", weights.astype(value.dtype), value, preferred_element_type=accumulate)
+    kept = weights_dtype(value.dtype, score)
+    out = jnp.einsum(
+        "bntm,bmnh->btnh", weights.astype(kept), value.astype(kept), preferred_element_type=accumulate
+    )
     return out.astype(query.dtype)

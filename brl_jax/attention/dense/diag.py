@@ -24,6 +24,7 @@ from brl_jax.attention.core.checks import check_choice, check_qkv, require
 from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
+from brl_jax.attention.core.scores import weights_dtype
 from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.core.varying import vary_like
 
@@ -275,8 +276,9 @@ def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) 
         if rule.score == "softmax"
         else jnp.where(mask, jax.nn.relu(logits), jnp.zeros((), logits.dtype))
     )
+    kept = weights_dtype(value.dtype, rule.score)
     out = jnp.einsum(
-        "bckgts,bcskh->bctkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+        "bckgts,bcskh->bctkgh", weights.astype(kept), value.astype(kept), preferred_element_type=jnp.float32
     )
     return out.reshape(query.shape).astype(query.dtype)
 

@@ -22,9 +22,9 @@ from eval.studies.survey.options import SurveyOptions, survey_run, survey_runs
 from eval.studies.survey.speed import kept_speeds, measure_speeds
 from eval.studies.survey.table import collect, draw, markdown
 from eval.studies.survey.training import finished, train_all
-from train.config import parse_options
-from train.errors import RunError
-from train.main import keep_programs
+from train.cli.main import keep_programs
+from train.cli.options import parse_options
+from train.engine.errors import RunError
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.layers import BRLConfig
 from eval.speed.networks import network, network_names
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS, LraConfig
 

@@ -15,8 +15,8 @@ from rich.progress import Progress
 from eval.speed.measure import Case, measure, sigterm_interrupts
 from eval.speed.training import classifier
 from eval.studies.survey.options import SurveyRun
-from train.config_file import flatten
-from train.storage import write_whole
+from train.engine.config_file import flatten
+from train.engine.storage import write_whole
 from train.tasks.lra import LRA
 
 _SECONDS = 20.0

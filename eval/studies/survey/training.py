@@ -11,10 +11,10 @@ from typing import Any
 from eval.harness.runs import unfinished
 from eval.studies.survey.options import SurveyRun
 from eval.tasks.lra import KEPT, measure_run
-from train.config_file import read_values
-from train.errors import RunError, UserError
-from train.main import run_task
-from train.metrics import log
+from train.cli.main import run_task
+from train.engine.config_file import read_values
+from train.engine.errors import RunError, UserError
+from train.engine.metrics import log
 from train.tasks.lra import LRA
 
 # Fields of a configuration that say where things are: a folder that was moved has the same runs.

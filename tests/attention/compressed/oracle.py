@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.laws.networks import relative_error
-from tests.laws.oracles import sigma
+from tests.oracles.parts import sigma
 
 SCORES = ["softmax", "relu2", "laplace"]
 

@@ -233,29 +233,6 @@ def _valid():
     return [jnp.ones((1, m, 2, 4)) for m in (3, 5, 5, 5)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"score": "cosine"}, "score must be one of"),
-        ({"gamma": None}, "gamma and contrast_key"),
-        ({"gamma": jnp.ones((3,))}, r"gamma must have shape \(2,\)"),
-        (
-            {"mask": jnp.ones((3, 5), bool)},
-            r"mask must be bool and broadcast to \(B, N, M, S\) = \(1, 2, 3, 5\), got bool",
-        ),
-        ({"bias": jnp.ones((3, 5))}, "bias must have 4 axes"),
-        (
-            {"key_value_seq_lengths": jnp.ones((2,), jnp.int32)},
-            r"key_value_seq_lengths must be ints of shape \(1,\)",
-        ),
-        ({"implementation": "magic"}, "implementation must be"),
-    ],
-)
-def test_compress_refuses(change, message):
-    with pytest.raises(ValueError, match=message):
-        compress(*_valid(), **{"gamma": 0.5, **change})
-
-
 def test_wrong_shapes_are_refused():
     q, k, c, v = _valid()
     with pytest.raises(ValueError, match="head_dim 4, got 6"):

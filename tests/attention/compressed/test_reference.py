@@ -9,7 +9,7 @@ from brl_jax import compress, compress_blocks, propagate
 from brl_jax.attention.compressed import reference
 from tests.attention.compressed.test_compress import SCORES, arrays, oracle_compress
 from tests.laws.networks import relative_error
-from tests.laws.oracles import sigma
+from tests.oracles.parts import sigma
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -103,11 +103,3 @@ def test_rows_whose_bias_is_minus_infinity_give_zero(length, lowest):
             query, key, value, b
         )
         assert all(np.isfinite(g).all() for g in grads)
-
-
-def test_integers_are_refused():
-    query, key = jnp.ones((1, 3, 2, 8), jnp.int32), jnp.ones((1, 9, 2, 8), jnp.int32)
-    with pytest.raises(ValueError, match="query must be floating point, got int32"):
-        compress(query, key, key, key, gamma=0.5)
-    with pytest.raises(ValueError, match="query must be floating point, got int32"):
-        propagate(key, query, query, strength=0.5)

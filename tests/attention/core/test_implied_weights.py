@@ -12,7 +12,7 @@ from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import Dilated
 from brl_jax.attention.recurrent.delta import delta_rule
 from brl_jax.attention.recurrent.linear import linear_attention
-from tests.attention import oracles
+from tests.oracles import attention as oracles
 
 
 def _inputs(length, heads=2, kv_heads=2, head_dim=4):

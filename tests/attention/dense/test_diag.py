@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.dense.diag import diag_attention, diag_attention_step, init_diag_state
-from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, expect, random_qkv
+from tests.oracles import attention as oracles
 
 
 def relu_expect(arrays, visible, scale=None):

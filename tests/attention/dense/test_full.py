@@ -12,8 +12,8 @@ from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense import full, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
-from tests.attention import oracles
 from tests.attention.local.test_local import assert_close, expect, random_qkv
+from tests.oracles import attention as oracles
 
 EVERYTHING = oracles.sliding(10**6, 10**6)
 
@@ -150,9 +150,6 @@ KV = jnp.zeros((2, 10, 2, 8))
     [
         ((Q, KV[0], KV), {}, r"key must have shape \(batch, length, heads, head_dim\), got \(10, 2, 8\)"),
         ((Q, KV[:, :0], KV[:, :0]), {}, "key must not be empty"),
-        ((Q[:1], KV, KV), {}, "key must have query's batch size 1, got 2"),
-        ((Q[..., :4], KV, KV), {}, "key must have query's head_dim 4, got 8"),
-        ((Q, KV.astype(jnp.bfloat16), KV), {}, "key must have query's dtype float32, got bfloat16"),
         ((Q, KV, KV), {"query_offset": 1.0}, "query_offset must be an int or an int scalar array, got 1.0"),
         (
             (Q, KV, KV),
@@ -160,11 +157,6 @@ KV = jnp.zeros((2, 10, 2, 8))
             r"bias must give shape \(4, 10, 10\), gave \(2, 10, 10\)",
         ),
         ((Q, KV, KV), {"bias": jnp.zeros((10, 9))}, r"bias must broadcast to .* got shape \(10, 9\)"),
-        (
-            (Q, KV, KV),
-            {"implementation": "triton"},
-            "implementation must be None, 'xla', 'cudnn', 'pallas' or 'pallas_interpret', got 'triton'",
-        ),
         ((Q, KV, KV), {"implementation": "cudnn"}, "only with bfloat16 or float16 .got float32."),
         (
             (Q, KV, KV),

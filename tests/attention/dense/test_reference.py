@@ -8,8 +8,8 @@ import pytest
 import brl_jax
 from brl_jax.attention.dense import reference as dense
 from brl_jax.attention.low_rank import reference as low_rank
-from tests.attention import oracles
 from tests.attention.local.test_local import random_qkv
+from tests.oracles import attention as oracles
 
 
 def normal(*shape):

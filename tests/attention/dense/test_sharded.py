@@ -9,8 +9,8 @@ import pytest
 
 from brl_jax.attention.dense import sharded
 from tests.attention.dense import ring
-from tests.attention.oracles import softmax_attention, softmax_attention_gradients
 from tests.marks import slow_unless
+from tests.oracles.attention import softmax_attention, softmax_attention_gradients
 
 pytestmark = pytest.mark.xdist_group("devices")
 

@@ -8,7 +8,7 @@ import pytest
 from brl_jax import SynthesizerConfig, synthesizer_attention
 from brl_jax.attention.dense import reference
 from brl_jax.layers import Dimensions
-from tests.attention.oracles import relative_error
+from tests.oracles.attention import relative_error
 
 B, L, N, K, R, V = 3, 300, 4, 2, 5, 6
 RNG = np.random.default_rng(0)

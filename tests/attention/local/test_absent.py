@@ -8,7 +8,6 @@ import pytest
 
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import Dilated, Fixed, GlobalWindow, SlidingWindow, Strided
-from tests.attention import oracles
 from tests.attention.local.test_local import (  # noqa: F401 (a fixture)
     BOTH,
     expect,
@@ -18,6 +17,7 @@ from tests.attention.local.test_local import (  # noqa: F401 (a fixture)
 )
 from tests.attention.local.test_tpu import run as run_kernels
 from tests.marks import slow_unless
+from tests.oracles import attention as oracles
 
 ENDS = np.iinfo(np.int32)
 # The ids of each row of a batch, and how many of its keys exist.

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.local import reference
-from tests.attention import oracles
 from tests.attention.local.test_local import PATTERNS, random_qkv, xla_attention
+from tests.oracles import attention as oracles
 
 
 @pytest.mark.parametrize("name", PATTERNS)

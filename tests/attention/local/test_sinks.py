@@ -11,9 +11,9 @@ from brl_jax.attention.core.biases import ALiBi, alibi_slopes
 from brl_jax.attention.local import reference
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
-from tests.attention import oracles
 from tests.attention.local.test_local import BOTH, PATTERNS, random_qkv, schedule
 from tests.marks import slow_unless
+from tests.oracles import attention as oracles
 
 __all__ = ["schedule"]  # the fixture
 NAMES = ("out", "d_query", "d_key", "d_value", "d_sinks")

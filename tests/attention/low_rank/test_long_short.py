@@ -12,7 +12,7 @@ from brl_jax.attention.local.patterns import SurroundedBlocks
 from brl_jax.attention.low_rank import reference
 from brl_jax.attention.low_rank.long_short import Norms
 from tests.attention.local.test_local import random_qkv
-from tests.attention.oracles import relative_error
+from tests.oracles.attention import relative_error
 
 
 def normal(*shape):

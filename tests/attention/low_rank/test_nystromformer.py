@@ -9,7 +9,7 @@ import pytest
 
 from brl_jax import full_attention, nystrom_attention
 from tests.attention.local.test_local import random_qkv
-from tests.attention.oracles import relative_error
+from tests.oracles.attention import relative_error
 
 attend = jax.jit(nystrom_attention, static_argnames=("num_landmarks", "iterations"))
 

@@ -10,8 +10,8 @@ import pytest
 
 from brl_jax import SkyformerConfig, Stack, kernelized_attention, skyformer_attention, skyformer_samples
 from tests.attention.local.test_local import random_qkv
-from tests.attention.oracles import relative_error
 from tests.laws.cases import dimensions
+from tests.oracles.attention import relative_error
 
 
 @pytest.mark.slow

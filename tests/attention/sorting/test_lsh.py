@@ -10,7 +10,7 @@ import pytest
 
 from brl_jax import full_attention, init_lsh_state, lsh_attention, lsh_rotations, lsh_step
 from tests.attention.local.test_local import random_qkv
-from tests.attention.oracles import relative_error
+from tests.oracles.attention import relative_error
 
 
 def arrays_of(length, heads=4):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brl_jax.attention.sorting import selected
-from tests.attention.oracles import relative_error
+from tests.oracles.attention import relative_error
 from tests.pallas_kernels.triton import oracle
 
 LENGTHS, SIZE, BLOCKS, SCALE = (23, 1, 12), 6, 3, 0.3

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.attention.local.test_local import random_qkv
-from tests.attention.oracles import softmax_attention, softmax_attention_gradients
 from tests.attention.structured import on_a_mesh as cases
 from tests.attention.structured.test_mlr import oracle
 from tests.marks import slow_unless
+from tests.oracles.attention import softmax_attention, softmax_attention_gradients
 
 pytestmark = pytest.mark.xdist_group("devices")
 

@@ -7,9 +7,9 @@ import pytest
 
 import brl_jax
 from brl_jax.attention.structured import reference
-from tests.attention import oracles
 from tests.attention.local.test_local import random_qkv
 from tests.marks import slow_unless
+from tests.oracles import attention as oracles
 
 WIDTH, HEADS = 12, 4
 

@@ -7,7 +7,7 @@ import pytest
 
 from eval.chips import mesh_check
 from tests.marks import slow_unless
-from train.errors import RunError, UserError
+from train.engine.errors import RunError, UserError
 from train.tasks.every import TASKS
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eval.chips import pod_plan, stages
-from train.errors import RunError, UserError
+from train.engine.errors import RunError, UserError
 from train.tasks.lm_config import PRESETS
 
 needs_libtpu = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from eval.chips import tpu_compile
-from train.errors import RunError, UserError
+from train.engine.errors import RunError, UserError
 
 
 @pytest.mark.usefixtures("uncached")

@@ -8,8 +8,8 @@ import pytest
 
 from eval.harness.output import emit, json_path, picture_path, readable
 from eval.harness.runs import first_rows, open_run, regular_file, unfinished
-from train.checkpoint import Checkpoints
-from train.errors import UserError
+from train.engine.checkpoint import Checkpoints
+from train.engine.errors import UserError
 
 RESULT = {
     "perplexity": 12.34567,

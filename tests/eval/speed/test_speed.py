@@ -19,9 +19,9 @@ from brl_jax.layers import MECHANISMS, FullConfig
 from eval.speed import encoders, functions, gpu_references, layers, measure, training
 from eval.speed.__main__ import main
 from eval.speed.options import SpeedOptions
-from tests.attention import oracles
-from train.errors import RunError, UserError
-from train.step import make_eval_step
+from tests.oracles import attention as oracles
+from train.engine.errors import RunError, UserError
+from train.engine.step import make_eval_step
 from train.tasks.lm import LM
 
 SMALL = ["--lengths", "40", "96", "--repeats", "2", "--heads", "2", "--head_dim", "8", "--window", "16"]

@@ -23,9 +23,8 @@ from eval.studies.gradient_bounds import (
     measure_run,
     summary,
 )
-from tests.laws.oracles import feed_forward, layers, norm, project, softmax
-from tests.laws.state_oracles import FEATURES
-from train.errors import UserError
+from tests.oracles.parts import FEATURES, feed_forward, layers, norm, project, softmax
+from train.engine.errors import UserError
 
 LENGTH, WIDTH, HEADS, VOCABULARY = 5, 8, 2, 11
 SEEN = np.tril(np.ones((LENGTH, LENGTH), bool))

@@ -18,13 +18,13 @@ from eval.harness.output import Measured
 from eval.harness.runs import Run, first_rows
 from eval.studies.regularizer import layer_maps, reconstructed_score, summary
 from eval.studies.signal_to_noise import compare, draw, relevant_tokens
-from tests.laws.oracles import norm, project, softmax
-from train.checkpoint import Checkpoints
-from train.config import parse
-from train.config_file import write_json
+from tests.oracles.parts import norm, project, softmax
+from train.cli.options import parse
 from train.data.recall import draw_rows
-from train.errors import UserError
-from train.step import init_state
+from train.engine.checkpoint import Checkpoints
+from train.engine.config_file import write_json
+from train.engine.errors import UserError
+from train.engine.step import init_state
 from train.tasks.recall import PRESETS, RECALL
 
 OPTIONS = (

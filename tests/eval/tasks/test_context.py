@@ -10,7 +10,7 @@ import eval.tasks.context
 from brl_jax.layers import BRLConfig, FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.tasks.context import Boundaries, _by_distance, boundaries, last_distances, summarise
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])

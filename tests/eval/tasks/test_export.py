@@ -14,9 +14,9 @@ from brl_jax.layers import MECHANISMS
 from brl_jax.loading import load_export, save_export
 from brl_jax.models import DecoderConfig, DecoderLM, huggingface
 from eval.harness.runs import open_run
-from train.config_file import to_json
 from train.data import load_tokenizer
-from train.errors import UserError
+from train.engine.config_file import to_json
+from train.engine.errors import UserError
 from train.tasks.lm import LM
 
 LINE = (

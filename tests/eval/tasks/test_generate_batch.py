@@ -11,8 +11,9 @@ import pytest
 import eval.tasks.generate
 import eval.tasks.generate_batch
 from brl_jax import CosformerConfig, DecoderConfig, DecoderLM, LocalConfig
-from train.data.tokenizers import BytesTokenizer
-from train.errors import UserError, command
+from train.cli.command import command
+from train.data.tokenizers.named import BytesTokenizer
+from train.engine.errors import UserError
 
 SIZES = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16, "vocab_size": 256}
 MODEL = DecoderLM(DecoderConfig(mechanism=LocalConfig(window=4), **SIZES))

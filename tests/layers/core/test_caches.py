@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax.layers import FullConfig
 from brl_jax.layers.core.caches import KeyValueCache, slide, window_segments, write_tokens
-from tests.laws.cases import dimensions
 
 
 def numbered(start, length):
@@ -39,15 +37,6 @@ def test_tokens_that_do_not_exist_may_reach_over_the_end():
 def test_more_tokens_than_room_are_refused(start, length):
     with pytest.raises(ValueError, match=f"cache: has room for 8 tokens, got {length} after {start};"):
         write_tokens(jnp.zeros((1, 8, 1, 2)), numbered(0, length), jnp.int32(start))
-
-
-def test_a_layer_refuses_more_tokens_than_room():
-    layer = FullConfig().layer(dimensions(True))
-    x = jnp.ones((2, 3, 16))
-    variables = jax.jit(layer.init)(jax.random.key(0), x)
-    _, _, cache = layer.apply(variables, x, cache=layer.init_cache(2, 4))
-    with pytest.raises(ValueError, match="cache: has room for 4 tokens, got 3 after 3;"):
-        layer.apply(variables, x, cache=cache)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from brl_jax.layers import MECHANISMS, Dimensions
+from brl_jax.layers import MECHANISMS
 
 FIELDS = [
     (name, field.name, typing.get_type_hints(kind)[field.name])
@@ -57,15 +57,3 @@ def test_the_fields_are_found():
     assert ("tlinformer", "context") in fields_of(Literal)
     assert ("brl", "gamma") in fields_of(float)
     assert ("linformer", "num_projected") in fields_of(int)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"norm": "batch"}, "norm must be one of 'layer', 'rms', got 'batch'"),
-        ({"ffn": "swiglue"}, r"ffn must be one of .*, got 'swiglue'; did you mean 'swiglu'\?"),
-    ],
-)
-def test_dimensions(options, message):
-    with pytest.raises(ValueError, match=message):
-        Dimensions(16, 4, 2, 4, 24, is_causal=True, **options)

@@ -30,11 +30,6 @@ def test_feed_forward(kind):
     assert relative_error(layer.apply(variables, x), FORMULAS[kind](as_float64(x), weights)) < 1e-6
 
 
-def test_an_unknown_kind():
-    with pytest.raises(ValueError, match=r"ffn must be one of .* got 'glu'"):
-        dimensions(True, ffn="glu")
-
-
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_gated_norm(activation):
     """Each head by itself; all share one scale."""

@@ -12,7 +12,7 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.data.sources import open_source
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 def texts(spec, holdout=0.05):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from train.data import Corpus, EvalStream, TokenStreams
-from train.errors import UserError
+from train.data.corpus import Corpus
+from train.data.streams import EvalStream, TokenStreams
+from train.engine.errors import UserError
 
 
 def corpus_of(tokens, digest="d"):

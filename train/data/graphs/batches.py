@@ -12,7 +12,7 @@ from train.data.graphs.poly_tokens import PolyTokens
 from train.data.graphs.subgraphs import Subgraphs
 from train.data.repeated import READ_AHEAD, RepeatedBatches
 from train.data.streams import check_rows
-from train.errors import UserError
+from train.engine.errors import UserError
 
 Source = PolyTokens | Subgraphs
 

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 from train.data.graphs.graph import RawGraph, Relation
 from train.data.graphs.images import describe
 from train.data.lra.files import numbered_lines, shown
-from train.errors import UNREADABLE, UserError, one_line
+from train.engine.errors import UNREADABLE, UserError, one_line
 
 
 def post_files(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.sparse as sp
 
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 class Relation(NamedTuple):

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 
 from train.data.graphs.graph import RawGraph, both_ways
 from train.data.lra.files import numbered_lines, shown
-from train.errors import UNREADABLE, UserError, one_line
+from train.engine.errors import UNREADABLE, UserError, one_line
 
 _FILES = ("node.dat", "link.dat", "label.dat", "label.dat.test")
 

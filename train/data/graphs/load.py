@@ -17,9 +17,9 @@ from train.data.graphs.documents import nearest, post_files, read_nodes, read_po
 from train.data.graphs.graph import Graph, Relation, digest_of, reduced, split_nodes
 from train.data.graphs.hgb import hgb_files, is_hgb, read_hgb
 from train.data.lra.files import file_stats
-from train.errors import UserError
-from train.fields import Free, Needed
-from train.storage import beside, check_local, user_cache
+from train.engine.errors import UserError
+from train.engine.fields import Free, Needed
+from train.engine.storage import beside, check_local, user_cache
 
 # Part of every key: after a change of how files become arrays, the arrays of older versions must not be read.
 _FORMAT = 3

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from train.data.lra.examples import Examples
 from train.data.repeated import READ_AHEAD, RepeatedBatches
 from train.data.streams import check_rows
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 class _Plan(NamedTuple):

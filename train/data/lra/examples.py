@@ -14,9 +14,9 @@ from etils import epath
 from jaxtyping import Int, UInt8
 
 from train.data.files import npy_header
-from train.errors import UserError
-from train.metrics import log
-from train.storage import beside
+from train.engine.errors import UserError
+from train.engine.metrics import log
+from train.engine.storage import beside
 
 # Part of every key: after a change of how sources become tokens, the files of older versions must not be read.
 _FORMAT = 1

@@ -15,8 +15,8 @@ from etils import epath
 from jaxtyping import Int
 
 from train.data.lra.examples import Chunk, chunk_of
-from train.errors import UNREADABLE, UserError, one_line
-from train.storage import beside
+from train.engine.errors import UNREADABLE, UserError, one_line
+from train.engine.storage import beside
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from jaxtyping import Int, Int8, UInt8
 from train.data.lra.examples import Chunk, Source, digest
 from train.data.lra.files import file_stats, in_chunks, numbered_lines, parsed, shown, writing_folder
 from train.data.lra.workers import chunk_sizes, run_chunks
-from train.errors import UserError
+from train.engine.errors import UserError
 
 NUM_CLASSES = 10
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")

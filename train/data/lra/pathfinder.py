@@ -29,7 +29,7 @@ from PIL import Image, ImageDraw
 from train.data.lra.examples import Chunk, Source, digest
 from train.data.lra.files import file_stats, in_chunks, numbered_lines, parsed, shown, writing_folder
 from train.data.lra.workers import chunk_sizes, run_chunks
-from train.errors import UserError, one_line
+from train.engine.errors import UserError, one_line
 
 NUM_CLASSES = 2
 SPLITS = ("train", "valid", "test")

@@ -13,7 +13,7 @@ import numpy as np
 
 from train.data.lra.examples import Chunk, Source, chunk_of, digest
 from train.data.lra.files import file_stats, numbered_lines, parsed, shown
-from train.errors import UNREADABLE, UserError, one_line
+from train.engine.errors import UNREADABLE, UserError, one_line
 
 NUM_CLASSES = 2
 _AAN_FILES = {

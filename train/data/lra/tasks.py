@@ -16,9 +16,9 @@ from train.data.lra import image, listops, pathfinder, retrieval, text
 from train.data.lra.batches import default_buckets
 from train.data.lra.examples import Examples, Source, open_examples
 from train.data.lra.listops import ListOpsSpec
-from train.errors import UserError
-from train.fields import Decided, Free
-from train.storage import check_local
+from train.engine.errors import UserError
+from train.engine.fields import Decided, Free
+from train.engine.storage import check_local
 
 
 class TaskSizes(NamedTuple):

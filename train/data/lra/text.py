@@ -12,7 +12,7 @@ from typing import Any
 from train.data.lra.examples import Source, digest
 from train.data.lra.files import SPLIT_OF, belongs, file_stats, in_chunks, numbered_lines, parsed, rows_of
 from train.data.named_sources import open_tfds
-from train.errors import UserError, one_line
+from train.engine.errors import UserError, one_line
 
 NUM_CLASSES = 2
 _CLASSES = ("neg", "pos")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-from train.metrics import tracked
+from train.engine.metrics import tracked
 
 T = TypeVar("T")
 

@@ -153,14 +153,12 @@ def test_segments_lengths_and_poison():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"key_blocks": [[0]]}, "a list for each of 3 blocks of queries, got 1"),
         (
             {"key_blocks": [[0], [3], [1]]},
             r"key_blocks\[1\] must name blocks from 0 to 2, each once, got \[3\]",
         ),
         ({"key_blocks": [[0, 0], [1], [1]]}, r"key_blocks\[0\] must name blocks from 0 to 2, each once"),
         ({"block_k": 100}, "block_k must be a positive multiple of 128, got 100"),
-        ({"block_k": 1 << 16}, r"needs [0-9.]+ MiB of VMEM"),
     ],
 )
 def test_bad_input(change, words):

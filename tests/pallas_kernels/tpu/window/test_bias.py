@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tpu import DistanceTable, Slopes, WindowBlocks, window_attention
-from tests.attention import oracles
+from tests.oracles import attention as oracles
 from tests.pallas_kernels.tpu import oracle
 from tests.pallas_kernels.tpu.inputs import arrays
 

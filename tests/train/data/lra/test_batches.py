@@ -5,7 +5,7 @@ import pytest
 
 from train.data.lra.batches import EvalBatches, TrainBatches, default_buckets
 from train.data.lra.examples import Examples
-from train.errors import UserError
+from train.engine.errors import UserError
 
 BUCKETS = (4, 8, 16)
 

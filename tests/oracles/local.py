@@ -1,0 +1,41 @@
+"""The network of local attention: softmax under a mask that is built pair by pair."""
+
+import numpy as np
+
+from tests.oracles import attention
+from tests.oracles.parts import residual_network, softmax_attention
+
+
+def local_mask(n, d, m):
+    """Which keys a token sees, by the definition of each pattern."""
+    w = m.window
+    left, right = (w - 1, 0) if d.is_causal else (w // 2, w // 2)
+    sees = {
+        "sliding": lambda: attention.sliding(left, right),
+        "dilated": lambda: attention.dilated(left, right, m.dilation),
+        "block": lambda: attention.block_diagonal(w),
+        "bucketed": lambda: attention.bucketed(w, 1, 1),
+        "strided": lambda: attention.strided(w),
+        "fixed": lambda: attention.fixed(w, 1),
+        "global": lambda: attention.global_window(left, right, m.num_global),
+        "global_local": lambda: attention.global_local(left, right, m.num_global, m.global_segment),
+        "axial": lambda: attention.axial(m.grid_width),
+        "neighbourhood": lambda: attention.neighbourhood(m.grid_width, w // 2, w // 2),
+        "bigbird": lambda: attention.block_mask(w, bigbird_blocks(n, m)),
+    }[m.pattern]()
+    return attention.pairs(n, n, sees, is_causal=d.is_causal)
+
+
+def bigbird_blocks(n, mechanism):
+    # The random blocks come from the pattern itself; tests/attention/local/test_patterns.py checks them.
+    pattern = mechanism.make_pattern(False)
+    blocks = -(-n // mechanism.window)
+    starts = np.arange(blocks) * mechanism.window
+    return np.asarray(pattern.visible(starts[:, None], starts[None, :], n))
+
+
+def local_mix(u, p, m, d):
+    return softmax_attention(u, p, local_mask(len(u), d, m), d, m.logits_soft_cap, m.rotary_dim)
+
+
+NETWORKS = {"local": residual_network(local_mix)}

@@ -1,0 +1,151 @@
+"""Networks of the structured-matrix mechanisms.
+
+Score matrices are dense (n, n) sums, bilinear forms dense (d, d) matrices put together entry by entry from the weights;
+where layer norms stand between the factors, features are made channel block by channel block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tests.oracles.parts import (
+    full_mask,
+    layer_norm,
+    merge,
+    norm,
+    project,
+    residual_network,
+    rotary,
+    softmax,
+)
+
+
+def mlr_mix(u, p, m, d):
+    n = len(u)
+    places = np.arange(n)
+    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    if m.qk_norm:
+        q, k = norm(q, p["query_norm"], d.norm), norm(k, p["key_norm"], d.norm)
+    q, k = rotary(q, places), rotary(k, places)
+    sizes = m.block_sizes
+    if sizes is None:
+        sizes = [None] + [m.context // 2**level for level in range(1, len(m.ranks))]
+    heads = []
+    for a in range(d.num_heads):
+        b = a * d.num_kv_heads // d.num_heads
+        scores, active, first = np.zeros((n, n)), np.zeros((n, n)), 0
+        for rank, size in zip(m.ranks, sizes):
+            own = slice(first, first + rank)
+            same = np.ones((n, n)) if size is None else places[:, None] // size == places // size
+            scores = scores + same * (q[:, a, own] @ k[:, b, own].T) * m.score_scale / rank
+            active, first = active + same, first + rank
+        if m.divide_by_levels:
+            scores = scores / active
+        heads.append(softmax(scores, full_mask(n, d, m)) @ v[:, b])
+    return merge(heads, p)
+
+
+def limited(weight, fan_in, fan_out, m):
+    """Divided by max(1, RMS / RMS_0)."""
+    if not m.limit_weights:
+        return weight
+    rms = np.sqrt((weight * weight).mean())
+    limit = math.sqrt(min(fan_in, fan_out) / fan_in**2)
+    return weight / (rms / limit) if np.real(rms) > limit else weight
+
+
+def turned(features, places):
+    """Rotary positions on (n, f); an odd last feature stays."""
+    even = features.shape[1] // 2 * 2
+    head = rotary(features[:, None, :even], places)[:, 0]
+    return np.concatenate([head, features[:, even:]], 1)
+
+
+def bilinear_mix(features):
+    """features(u, p, m, d, head) -> query (n, f) and key (n, f) of a head."""
+
+    def mix(u, p, m, d):
+        n = len(u)
+        v = project(u, p["value"])
+        heads = []
+        for a in range(d.num_heads):
+            q, k = (turned(side, np.arange(n)) for side in features(u, p, m, d, a))
+            heads.append(softmax(q @ k.T, full_mask(n, d, m)) @ v[:, a * d.num_kv_heads // d.num_heads])
+        return merge(heads, p)
+
+    return mix
+
+
+def bilinear_mlr_features(u, p, m, d, head):
+    ranks = (1, 1, 1, 1) if m.ranks is None else m.ranks
+    sides = []
+    for side, number in (("query", head), ("key", head * d.num_kv_heads // d.num_heads)):
+        columns = []
+        for level, rank in enumerate(ranks):
+            weight = p[f"{side}_{level}"]
+            blocks, size, heads, _ = weight.shape
+            weight = limited(weight, size, heads * rank, m)[:, :, number]
+            level_features = np.concatenate(
+                [u[:, b * size : (b + 1) * size] @ weight[b] for b in range(blocks)], 1
+            )
+            if m.normalize:
+                level_features = layer_norm(level_features, {"scale": p[f"{side}_norm_{level}"]})
+            if side == "query":
+                level_features = level_features * m.score_scale / math.sqrt(blocks * rank)
+            columns.append(level_features)
+        sides.append(np.concatenate(columns, 1))
+    return sides
+
+
+def btt_dense(right, left):
+    """The (d, d) matrix of one head, right (c, e, b, t) and left (b, a, c, t), entry by entry."""
+    (c_size, e_size, b_size, t_size), a_size = right.shape, left.shape[1]
+    dense = np.zeros((a_size * b_size, c_size * e_size), np.result_type(right, left))
+    for a, b, c, e in np.ndindex(a_size, b_size, c_size, e_size):
+        dense[a * b_size + b, c * e_size + e] = sum(
+            left[b, a, c, t] * right[c, e, b, t] for t in range(t_size)
+        )
+    return dense
+
+
+def bilinear_btt_features(u, p, m, d, head):
+    right, left = p["right"], p["left"]
+    (c, e, heads, b, t), a = right.shape, left.shape[2]
+    right = limited(right, e, heads * b * t, m)[:, :, head]
+    left = limited(left, c * t, a, m)[head]
+    keys = u @ btt_dense(right, left).T
+    if m.normalize:
+        keys = layer_norm(keys, {"scale": p["key_norm"]})
+    return u * m.score_scale / math.sqrt(u.shape[1]), keys
+
+
+def global_window_mix(u, p, m, d):
+    n = len(u)
+    places = np.arange(n)
+    q, k, v = (project(u, p[name]) for name in ("query", "key", "value"))
+    q, k = rotary(q, places), rotary(k, places)
+    distance = places[:, None] - places
+    near = (distance <= m.window) & (distance >= 0)
+    if not d.is_causal:
+        near = abs(distance) <= m.window // 2
+    first = m.ranks[0]
+    heads = []
+    for a in range(d.num_heads):
+        b = a * d.num_kv_heads // d.num_heads
+        weights = 0
+        for own, mask in ((slice(0, first), full_mask(n, d, m)), (slice(first, None), near)):
+            scores, rank = q[:, a, own] @ k[:, b, own].T, q[:, a, own].shape[1]
+            scale = 1 / math.sqrt(rank) if m.score_scale is None else m.score_scale / rank
+            weights = weights + softmax(scores * scale, mask)
+        heads.append(weights @ v[:, b])
+    return merge(heads, p)
+
+
+NETWORKS = {
+    "mlr": residual_network(mlr_mix),
+    "bilinear_mlr": residual_network(bilinear_mix(bilinear_mlr_features)),
+    "bilinear_btt": residual_network(bilinear_mix(bilinear_btt_features)),
+    "global_window": residual_network(global_window_mix),
+}
