@@ -431,8 +431,10 @@ def measure_mechanisms(options: CostOptions, target: str) -> Iterator[tuple[list
         )
         for both in zip(*programs):
             compiled = [_compile(function, arguments, target) for _, function, arguments in both]
-            counts = tuple(launches(c.as_text())[0] for c in compiled)
-            temporary = tuple(c.memory_analysis().temp_size_in_bytes for c in compiled)
+            short, long = compiled
+            counts = launches(short.as_text())[0], launches(long.as_text())[0]
+            memory = [each.memory_analysis().temp_size_in_bytes for each in compiled]
+            temporary = memory[0], memory[1]
             passes = both[0][0]
             cells = [str(n) for n in counts] + [f"{n / 2**20:.0f}" for n in temporary]
             print(f"{target}: {name}, {passes}", file=sys.stderr, flush=True)
@@ -465,8 +467,15 @@ def main(argv: Sequence[str]) -> None:
                 if cost.through_xla:
                     kernels = f"none, XLA runs it: {cost.through_xla}"
                 temporary = f"{cost.temporary / 2**20:.1f}"
-                name = (target, cost.operation, cost.passes)
-                table.add(*name, cost.launches, f"{cost.traffic:.2f}", temporary, kernels)
+                table.add(
+                    target,
+                    cost.operation,
+                    cost.passes,
+                    cost.launches,
+                    f"{cost.traffic:.2f}",
+                    temporary,
+                    kernels,
+                )
                 costs.append(cost)
     table.show()
     problems = [problem for cost in costs for problem in cost.problems]

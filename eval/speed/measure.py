@@ -274,8 +274,9 @@ def measure(
     def on_its_own(case: Case) -> None:
         with _device():
             candidate = prepare(case)
-            for _ in range(repeats if candidate is not None else 0):
-                another_round(candidate)
+            if candidate is not None:
+                for _ in range(repeats):
+                    another_round(candidate)
             report(case.name)
 
     try:

@@ -4,7 +4,7 @@ The held-out loss of runs of train.lm against the floating-point operations of t
 and 14 of arXiv:2509.07963. The presets `chars-NAME` all take the same number of operations, and so do
 `owt-chars-NAME`. The operations are counted in one of two ways:
 
-    --count formulas  by `train.tasks.decoder_flops`, pair by pair: full, MLR, global-window and sliding-window attention
+    --count formulas  pair by pair (`train.tasks.decoder_flops`): full, MLR, global-window and sliding-window attention
     --count program   the matrix products that the network's XLA implementation traces to, masked parts of blocks
                       included: any mechanism
 

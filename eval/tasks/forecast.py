@@ -53,7 +53,7 @@ _SHOWN = 3
 class ForecastEvalOptions(TableOptions):
     """What to measure."""
 
-    workdir: tuple[str, ...] = ()
+    workdir: tuple[str, ...] = ()  # type: ignore[assignment]
     """Folders of runs."""
     stride: int = 1
     """Rows between the windows that are measured; 1 is the standard."""

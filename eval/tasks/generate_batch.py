@@ -119,7 +119,7 @@ def check_length(model: Any, length: int, options: str) -> None:
         raise UserError(f"{options}: {error}") from error
 
 
-def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+def continuation(tokenizer: Tokenizer, prompt: Any, tokens: Any) -> str:
     """The text that tokens add to a prompt.
 
     Both are decoded together, because a tokenizer may join words by what stands before them, and a character may begin
