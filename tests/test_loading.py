@@ -14,8 +14,9 @@ import brl_jax
 import train.lm
 from brl_jax import commands
 from brl_jax.loading import _network, load_run
-from eval.tasks.lm import read_run
+from eval.harness.runs import open_run
 from train.tasks.every import TASKS
+from train.tasks.lm import LM
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +29,7 @@ def test_a_run_is_what_evaluation_reads(tmp_path):
         "--d_model 16 --num_heads 2 --d_ff 16 --mechanism.block_size 8 --tensorboard False --sample_tokens 0"
     )
     train.lm.main(line.split())
-    _, model, params, step = read_run(f"{tmp_path}/run", "best")
+    _, _, model, params, step = open_run([LM], f"{tmp_path}/run", "best")
     loaded = load_run(tmp_path / "run")
     assert loaded.step == step == 2
     assert loaded.config["loop"]["steps"] == 2

@@ -28,8 +28,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.chips.ptxas import find_assembler
 from train.errors import RunError, UserError
+
+from eval.chips.ptxas import find_assembler
 
 ROOT = Path(__file__).parents[2]
 #: Operations with kernels of their own; the others run through XLA where nothing else is said.

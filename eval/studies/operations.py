@@ -1,5 +1,5 @@
-"""The multiplications of a traced function, for arguments some of which are known: loops and branches that depend on
-them count as they would run, and what nothing reads does not count."""
+"""Counts the multiplications of a traced function, some of whose arguments are known. Loops and branches that depend on
+these count as they would run, and results that nothing reads do not count."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from brl_jax.layers import FullConfig
 from brl_jax.models import Classifier, EncoderConfig
-from eval.harness.main import EvalOptions, Evaluation
+from eval.harness.main import Evaluation
+from eval.harness.options import EvalOptions
 from train.cli.command import command
 from train.cli.main import train_main
 from train.data.repeated import RepeatedBatches

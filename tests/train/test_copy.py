@@ -8,7 +8,7 @@ import pytest
 
 import eval.tasks.copy
 import train.copy
-from eval.tasks.recall_table import grouped
+from eval.harness.groups import by_network
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
@@ -305,4 +305,4 @@ def test_an_encoder_of_another_mechanism():
 def test_a_row_of_the_table_names_each_mechanism_once(options, label):
     argv = f"--num_layers 2 --mechanism local {options}".split()
     config = parse(PRESETS, "copy-full", argv, prog="", about="")
-    assert list(grouped([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]
+    assert list(by_network([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]

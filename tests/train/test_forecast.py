@@ -11,7 +11,7 @@ import pytest
 
 import eval.tasks.forecast
 import train.forecast
-from eval.tasks.forecast_table import markdown
+from eval.tasks.forecast import markdown
 from tests.train.logs import metrics_lines
 from train.cli.options import parse
 from train.data.series import (

@@ -10,7 +10,8 @@ import pytest
 
 import eval.tasks.recall
 import train.recall
-from eval.tasks.recall_table import draw, frontier, grouped
+from eval.harness.groups import by_network
+from eval.tasks.recall import draw, frontier
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.cli.options import parse
@@ -241,7 +242,7 @@ def test_hybrids_in_the_table():
         result("brl", 20, 0.1),
         result("local", 40, 0.85),
     ]
-    groups = grouped(runs)
+    groups = by_network(runs)
     assert {label: len(each) for label, each in groups.items()} == {
         "gla": 1,
         "gla + full": 2,
