@@ -105,7 +105,7 @@ def regular_file(option: str, name: str) -> Path:
     try:
         check_regular(name)
     except ValueError as error:
-        raise UserError(f"{option}: expected a regular file: {error}") from error
+        raise UserError(f"{option}: expected a regular file, got {name}") from error
     return Path(name)
 
 
