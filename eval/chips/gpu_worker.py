@@ -360,7 +360,8 @@ def hello() -> dict:
     try:
         device = jax.devices("cpu" if interpret else "cuda")[0]
     except (RuntimeError, AssertionError) as error:  # no driver; no plugin
-        return {"event": "refused", "why": f"JAX finds no NVIDIA GPU here ({_line(error, 160).rstrip(": ")})"}
+        why = _line(error, 160).rstrip(": ")
+        return {"event": "refused", "why": f"JAX finds no NVIDIA GPU here ({why})"}
     refused = bridge.obstacle()
     if refused is not None:
         return {"event": "refused", "why": refused}
