@@ -1,4 +1,4 @@
-"""eval.gpu_check: its options, its tables, its float64 measures and its end; with Triton, the checks in its interpreter."""
+"""eval.gpu_check: options, tables, float64 measures, its end, and with Triton the checks in the interpreter."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_the_tasks_name_operations_and_kernels_that_exist():
         checked = {task["operation"] for task in todo if task["kind"] == "check" and task["dtype"] == dtype}
         assert checked == set(gpu_operations.OPERATIONS)
     for task in todo:
-        gpu_operations.Size(**{k: v for k, v in task["size"].items()})
+        gpu_operations.Size(**task["size"])
     only = gpu_check.tasks(gpu_check.parse(["--only", "fla", "local"]))
     assert {task["operation"].split()[0] for task in only} == {"fla", "local"}
     names = {family: names for family, (_, names) in gpu_check.TUNED.items()}
@@ -127,6 +127,8 @@ def test_the_checks_in_tritons_interpreter(tmp_path):
     found = json.loads(path.read_text())
     assert found["finished"]
     checked = [(row["operation"], row["dtype"]) for row in found["rows"]]
-    assert sorted(checked) == sorted([(n, d) for n in ("local", "propagate") for d in ("float16", "float32")] + [("bsbr", "float32")])
+    assert sorted(checked) == sorted(
+        [(n, d) for n in ("local", "propagate") for d in ("float16", "float32")] + [("bsbr", "float32")]
+    )
     for row in found["rows"]:
         assert 0 < row["worst"] <= gpu_worker.TOLERANCE[row["dtype"]]
