@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import brl_jax
-from tests.attention.local.test_local import random_qkv
+from tests.support.attention import random_qkv
 
 SAMPLES = jnp.asarray([0.1, 0.9, 0.3, 0.95], jnp.float32)
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2, 3)), jnp.float32)

@@ -77,7 +77,9 @@ def test_every_listed_mechanism_has_an_oracle(kind):
 
 
 def test_a_missing_oracle_says_where_it_belongs():
-    with pytest.raises(pytest.fail.Exception, match=r"'novel' to the dictionary NETWORKS of .* tests/oracles"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"'novel' to the dictionary NETWORKS of .* tests/oracles"
+    ):
         oracle_of("novel")
 
 

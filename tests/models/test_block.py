@@ -182,6 +182,10 @@ def test_cross_attention_reads_a_window_and_compressed_tokens():
     call = CrossCall(Encoded(outputs, jnp.array(lengths), compressed))
     variables = nn.unbox(layer.init(jax.random.key(0), x, call))
     got = layer.apply(variables, x, call)[0]
+    for start in range(7):  # from any place, as in generation
+        piece = slice(start, start + 2)
+        found = layer.apply(variables, x[:, piece], call._replace(start=jnp.int32(start)))[0]
+        assert relative_error(found, got[:, piece]) < 1e-5
     p = as_float64(variables["params"])
     x, outputs, compressed = (as_float64(a) for a in (x, outputs, compressed))
 

@@ -14,7 +14,7 @@ from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from brl_jax.attention.dense.on_mesh import dense_on_mesh
 from brl_jax.sharding import MeshConfig, make_mesh
-from tests.attention.local.test_local import random_qkv
+from tests.support.attention import random_qkv
 
 LENGTH = MANY_TOKENS
 

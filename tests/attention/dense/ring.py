@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from brl_jax.attention.dense import sharded
-from tests.attention.local.test_local import random_qkv
-from tests.collectives import collectives
+from tests.support.attention import random_qkv
+from tests.support.collectives import collectives
 
 ROWS = P("rows", "stretch")
 

@@ -12,8 +12,8 @@ from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense import full, full_xla
 from brl_jax.attention.dense import reference as dense_reference
 from brl_jax.attention.dense.full import full_attention
-from tests.attention.local.test_local import assert_close, expect, random_qkv
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, random_qkv
 
 EVERYTHING = oracles.sliding(10**6, 10**6)
 

@@ -13,9 +13,9 @@ import pytest
 from brl_jax.attention.core.biases import ALiBi, T5Bias, alibi_slopes
 from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
 from tests.attention.dense.test_full import EVERYTHING, run
-from tests.attention.local.test_local import assert_close, expect, random_qkv
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, expect, random_qkv
 
 on_kernel = functools.partial(run, implementation="pallas_interpret")
 

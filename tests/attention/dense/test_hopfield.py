@@ -8,8 +8,8 @@ import numpy as np
 
 from brl_jax.attention.dense import hopfield
 from brl_jax.attention.dense.hopfield import hopfield_attention
-from tests.attention.local.test_local import assert_close, expect, random_qkv
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, random_qkv
 
 EVERYTHING = oracles.sliding(10**6, 10**6)
 
@@ -30,38 +30,6 @@ def retrieved(query, key, value, visible, steps, scale):
     for _ in range(steps - 1):
         state, _ = oracles.softmax_attention(state, key, key, visible, scale=scale)
     return oracles.softmax_attention(state, key, value, visible, scale=scale)[0]
-
-
-def test_gradients_through_two_steps():
-    """By the chain rule over the oracle's gradients of one softmax attention."""
-    arrays = random_qkv(12)
-    query, key, value, d_out = arrays
-    visible = oracles.pairs(12, 12, EVERYTHING, is_causal=True)
-    state, _ = oracles.softmax_attention(query, key, key, visible, scale=2.0)
-    d_state, d_key, d_value, _ = oracles.softmax_attention_gradients(
-        state, key, value, visible, d_out, scale=2.0
-    )
-    d_query, d_as_key, d_as_value, _ = oracles.softmax_attention_gradients(
-        query, key, key, visible, d_state, scale=2.0
-    )
-    got = run(*arrays, steps=2, scale=2.0, is_causal=True)
-    assert_close(
-        got,
-        (
-            retrieved(query, key, value, visible, 2, 2.0),
-            d_query,
-            d_key + d_as_key + d_as_value,
-            d_value,
-        ),
-    )
-
-
-def test_one_step_is_softmax_attention_and_two_are_not():
-    arrays = random_qkv(33)
-    visible = oracles.pairs(33, 33, EVERYTHING, is_causal=True)
-    expected = expect(arrays, visible)
-    assert_close(run(*arrays, is_causal=True), expected)
-    assert oracles.relative_error(run(*arrays, is_causal=True, steps=2)[0], expected[0]) > 1e-2
 
 
 def test_a_stored_pattern_is_found_from_a_noisy_query():

@@ -1,4 +1,4 @@
-"""What `test_sharded.py` looks at, computed by the process of tests/devices.py.
+"""What `test_sharded.py` looks at, computed by the process of tests/support/devices.py.
 
 Each case is computed twice, on whole sequences by one device and on stretches of them by four: results and gradients of
 a random weighting of them.

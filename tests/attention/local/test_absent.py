@@ -8,16 +8,11 @@ import pytest
 
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import Dilated, Fixed, GlobalWindow, SlidingWindow, Strided
-from tests.attention.local.test_local import (  # noqa: F401 (a fixture)
-    BOTH,
-    expect,
-    random_qkv,
-    run,
-    schedule,
-)
+from tests.attention.local.cases import BOTH, run
 from tests.attention.local.test_tpu import run as run_kernels
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import expect, random_qkv
 
 ENDS = np.iinfo(np.int32)
 # The ids of each row of a batch, and how many of its keys exist.
@@ -59,7 +54,7 @@ def test_interpreted_kernels(name):
 
 @BOTH
 @pytest.mark.parametrize("name", slow_unless(PATTERNS, ("sliding", "global_window")))
-def test_xla(schedule, name):  # noqa: F811
+def test_xla(schedule, name):
     check(lambda arrays, **options: run(*arrays, **options), name)
 
 

@@ -14,7 +14,7 @@ from brl_jax.attention.local.patterns import (
     SlidingWindow,
     Strided,
 )
-from tests.attention.local.test_local import PATTERNS
+from tests.attention.local.cases import PATTERNS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
 

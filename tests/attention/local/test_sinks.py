@@ -11,13 +11,12 @@ from brl_jax.attention.core.biases import ALiBi, alibi_slopes
 from brl_jax.attention.local import reference
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.patterns import SlidingWindow
-from tests.attention.local.test_local import BOTH, PATTERNS, random_qkv, schedule
+from tests.attention.local.cases import BOTH, PATTERNS, SINKS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import random_qkv
 
-__all__ = ["schedule"]  # the fixture
 NAMES = ("out", "d_query", "d_key", "d_value", "d_sinks")
-SINKS = jnp.asarray([0.7, -1.3, 2.0, 0.1])
 
 
 def run(arrays, sinks, implementation="xla", **options):

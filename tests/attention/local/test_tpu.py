@@ -11,10 +11,10 @@ from brl_jax.attention.core.biases import ALiBi, RotaryBias, T5Bias
 from brl_jax.attention.local.api import local_attention
 from brl_jax.attention.local.layouts import Axial, GlobalLocal, Neighbourhood
 from brl_jax.attention.local.patterns import BigBird, BlockMask, GlobalWindow, SlidingWindow, Strided
-from tests.attention.local.test_local import PATTERNS, expect, random_qkv
-from tests.attention.local.test_sinks import SINKS
+from tests.attention.local.cases import PATTERNS, SINKS
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import expect, random_qkv
 
 
 def run(arrays, **kwargs):

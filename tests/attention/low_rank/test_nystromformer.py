@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from brl_jax import full_attention, nystrom_attention
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 attend = jax.jit(nystrom_attention, static_argnames=("num_landmarks", "iterations"))
 

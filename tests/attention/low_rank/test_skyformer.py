@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from brl_jax import SkyformerConfig, Stack, kernelized_attention, skyformer_attention, skyformer_samples
-from tests.attention.local.test_local import random_qkv
 from tests.laws.cases import dimensions
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
 from brl_jax.attention.recurrent.luna import luna_attention
 from brl_jax.attention.recurrent.performer import performer_projection
 from brl_jax.sharding import MeshConfig, make_mesh
-from tests.collectives import collectives
+from tests.support.collectives import collectives
 
 BATCH, HEADS, KV_HEADS, SIZE, CHUNK = 2, 4, 2, 8, 8
 

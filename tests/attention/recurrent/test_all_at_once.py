@@ -13,8 +13,8 @@ import pytest
 
 import brl_jax
 from brl_jax.attention.recurrent import reference, squared_relu
-from tests.attention.recurrent.test_state_functions import close
 from tests.marks import slow_unless
+from tests.support.attention import close
 
 HEADS, KV_HEADS, SIZE, CHUNK = 4, 2, 4, 16
 PAST, MIDDLE, REST = 21, 150, 5  # 150 tokens are 10 chunks: even and odd numbers of chunks are joined

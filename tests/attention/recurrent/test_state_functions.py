@@ -24,6 +24,7 @@ from brl_jax.attention.recurrent.luna import init_luna_state
 from brl_jax.attention.recurrent.mixed_chunk import init_mixed_chunk_state
 from brl_jax.attention.recurrent.performer import init_performer_state
 from tests.marks import slow_unless
+from tests.support.attention import close
 
 
 class Case(NamedTuple):
@@ -142,11 +143,6 @@ def inputs(
     rng = np.random.default_rng(seed)
     shapes = [(batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
-
-
-def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
 
 
 @functools.cache
@@ -332,6 +328,13 @@ def test_gradients_of_replicated_keys_under_shard_map(name):
 
     for got, expected in zip(gradients(shared), gradients(function)):
         close(got, expected)
+
+
+def test_positions_of_another_shape_are_refused():
+    query, key, value = inputs(6)
+    for keys, positions in ((6, jnp.arange(6)), (6, jnp.arange(7)[None]), (5, jnp.arange(6)[None])):
+        with pytest.raises(ValueError, match=r"positions must have shape \(1, 6\) or \(2, 6\)"):
+            brl_jax.linear_attention(query, key[:, :keys], value[:, :keys], positions=positions)
 
 
 @pytest.mark.parametrize(("num_features", "head_dim"), [(0, 8), (4, 0), (2.5, 8)])

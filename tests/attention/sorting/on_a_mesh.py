@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from brl_jax import lsh_attention, lsh_rotations, prob_sparse_attention, slice_sort
 from brl_jax.attention.core.whole_rows import by_heads
 from brl_jax.sharding import MeshConfig, make_mesh
-from tests.collectives import collectives
+from tests.support.collectives import collectives
 
 
 @functools.cache

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from brl_jax import full_attention, init_lsh_state, lsh_attention, lsh_rotations, lsh_step
-from tests.attention.local.test_local import random_qkv
 from tests.oracles.attention import relative_error
+from tests.support.attention import random_qkv
 
 
 def arrays_of(length, heads=4):

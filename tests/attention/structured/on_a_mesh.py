@@ -11,8 +11,8 @@ from brl_jax import bilinear_btt_attention, bilinear_mlr_attention, global_windo
 from brl_jax.attention.dense.full import MANY_TOKENS
 from brl_jax.attention.structured.feature_attention import feature_attention
 from brl_jax.sharding import MeshConfig, make_mesh
-from tests.attention.local.test_local import random_qkv
-from tests.collectives import collectives
+from tests.support.attention import random_qkv
+from tests.support.collectives import collectives
 
 LENGTH, WIDTH = MANY_TOKENS, 16
 

@@ -12,9 +12,9 @@ from brl_jax.attention.dense.full import full_attention
 from brl_jax.attention.structured import mlr_tiles
 from brl_jax.attention.structured.mlr import doubling_block_sizes, mlr_attention
 from brl_jax.attention.structured.mlr_rectangles import rectangles
-from tests.attention.local.test_local import assert_close, largest_array, random_qkv, schedule  # noqa: F401
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import assert_close, largest_array, random_qkv
 
 # name: (ranks, block sizes) with heads of 8
 LEVELS = {
@@ -96,7 +96,7 @@ CASES = slow_unless(
 
 
 @pytest.mark.parametrize(("name", "schedule", "is_causal"), CASES, indirect=["schedule"])
-def test_equals_oracle(schedule, name, is_causal):  # noqa: F811
+def test_equals_oracle(schedule, name, is_causal):
     """Forward and gradients at a length that no block divides."""
     length = 301
     arrays = random_qkv(length)
@@ -244,7 +244,7 @@ def test_composes_with_vmap_scan_checkpoint():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["loop", "at_once"], indirect=True)
-def test_memory_grows_linearly(schedule):  # noqa: F811
+def test_memory_grows_linearly(schedule):
     """Temporary memory, forward and backward, is proportional to n, and no array has n x n entries."""
 
     def compiled(length):
@@ -266,7 +266,7 @@ def test_memory_grows_linearly(schedule):  # noqa: F811
 
 
 @pytest.mark.parametrize("schedule", ["at_once"], indirect=True)
-def test_flops_of_the_scores(schedule, monkeypatch):  # noqa: F811
+def test_flops_of_the_scores(schedule, monkeypatch):
     """The compiler counts sum_l r_l / 2^(l-1) of full scores' FLOPs (arXiv:2509.07963, section 3.4): 39.4 / 64."""
     monkeypatch.setattr(mlr_tiles, "_ROWS", 2**20)  # no loops: the compiler counts their bodies once
     length, ranks = 2048, (32, 8, 8, 8, 4, 4)

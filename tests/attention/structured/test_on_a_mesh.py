@@ -5,11 +5,11 @@ import functools
 import numpy as np
 import pytest
 
-from tests.attention.local.test_local import random_qkv
 from tests.attention.structured import on_a_mesh as cases
 from tests.attention.structured.test_mlr import oracle
 from tests.marks import slow_unless
 from tests.oracles.attention import softmax_attention, softmax_attention_gradients
+from tests.support.attention import random_qkv
 
 pytestmark = pytest.mark.xdist_group("devices")
 

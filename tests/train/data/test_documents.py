@@ -210,7 +210,13 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
             break
     with pytest.raises(UserError, match=r"no test tokens, only train, valid"):
         load(DataConfig(data=f"tokens:{folder}"), tmp_path / "third", ("test",))
+    # Documents without tokens at the end start where it does, and are none.
     summary = json.loads((folder / "train-00000.json").read_text())
+    (folder / "train-00000.json").write_text(
+        json.dumps(summary | {"starts": [*summary["starts"], summary["tokens"]]})
+    )
+    _, again = load(DataConfig(data=f"tokens:{folder}"), tmp_path / "run")
+    np.testing.assert_array_equal(again["train"].starts, whole["train"].starts)
     del summary["starts"]
     (folder / "train-00000.json").write_text(json.dumps(summary))
     with pytest.raises(UserError, match="the shards have no starts of documents; expected those that"):
