@@ -1,6 +1,6 @@
 """The shapes and dtypes in the signatures of attention are true: a runtime checker accepts every call of these tests.
 
-It must be chosen before brl_jax is imported, and so has a process of its own.
+It must be chosen before brl_jax is imported, so this takes another process.
 """
 
 import os

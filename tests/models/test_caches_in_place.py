@@ -77,7 +77,7 @@ def compiled(model):
 
 
 def copies(hlo, limit):
-    """The operations of a program that move `limit` bytes or more, but for those of branches (`lax.cond`), which run
+    """The operations of a program that move `limit` bytes or more, except in branches (`lax.cond`), which run
     once a chunk or window."""
     bodies, entry, current = {}, None, None
     for line in hlo.splitlines():

@@ -1,7 +1,9 @@
 """Inputs of attention functions, and comparisons with the float64 references."""
 
+import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +18,19 @@ def random_qkv(
     rng = np.random.default_rng(seed)
     shapes = [(num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads), (num_queries, heads)]
     return [jnp.asarray(rng.standard_normal((batch, t, n, head_dim)), dtype) for t, n in shapes]
+
+
+def outputs_and_gradients(function, query, key, value, d_out, **options):
+    """The output and the gradients of query, key and value, in one compiled function; arrays among the options are
+    traced."""
+
+    @jax.jit
+    def both(query, key, value, d_out, traced):
+        out, pull = jax.vjp(functools.partial(function, **options, **traced), query, key, value)
+        return out, *pull(d_out)
+
+    traced = {k: options.pop(k) for k in list(options) if isinstance(options[k], (jax.Array, np.ndarray))}
+    return both(query, key, value, d_out, traced)
 
 
 def expect(arrays, visible, **kwargs):

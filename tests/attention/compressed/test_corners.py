@@ -7,13 +7,13 @@ import pytest
 
 from brl_jax import compress, propagate
 from brl_jax.attention.compressed import reference
-from tests.attention.compressed.test_compress import arrays
+from tests.attention.compressed.cases import arrays
 from tests.laws.networks import relative_error
 
 
 @pytest.mark.parametrize("length", [512, 513, 1100])
 def test_values_of_another_width_propagate_at_any_length(length):
-    """Loops over blocks of queries take the width of the values, not that of the queries."""
+    """Loops over blocks of queries take the width of the values, not of the queries."""
     operands = arrays(3, (1, length, 2, 8), (1, 3, 2, 8), (1, 3, 2, 5), (2,))
     query, key, value, strength = (jnp.asarray(x, jnp.float32) for x in operands)
     plain = reference.propagate(query, key, value, strength=strength)

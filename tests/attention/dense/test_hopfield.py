@@ -9,20 +9,9 @@ import numpy as np
 from brl_jax.attention.dense import hopfield
 from brl_jax.attention.dense.hopfield import hopfield_attention
 from tests.oracles import attention as oracles
-from tests.support.attention import assert_close, random_qkv
+from tests.support.attention import assert_close, outputs_and_gradients, random_qkv
 
-EVERYTHING = oracles.sliding(10**6, 10**6)
-
-
-def run(query, key, value, d_out, **kwargs):
-    """The output and the gradients of query, key and value."""
-
-    @jax.jit
-    def both(query, key, value, d_out):
-        out, pull = jax.vjp(functools.partial(hopfield_attention, **kwargs), query, key, value)
-        return out, *pull(d_out)
-
-    return both(query, key, value, d_out)
+run = functools.partial(outputs_and_gradients, hopfield_attention)
 
 
 def retrieved(query, key, value, visible, steps, scale):
@@ -67,7 +56,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
         key_value_seq_lengths=jnp.asarray(lengths[1]),
     )
     whole = call()
-    visible = oracles.pairs(20, 30, EVERYTHING, 10, 0, is_causal=True)[None]
+    visible = oracles.pairs(20, 30, oracles.everything, 10, 0, is_causal=True)[None]
     visible = visible & (np.asarray(segments[0])[:, :, None] == np.asarray(segments[1])[:, None, :])
     visible = visible & inside[0][:, :, None] & inside[1][:, None, :]
     assert_close(whole[:1], [retrieved(query, key, value, visible[:, None], 3, 0.7)])
@@ -76,7 +65,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
 
 
 def test_no_square_array():
-    """4096 queries on as many keys, forward and backward: nothing of 4096 x 4096 numbers."""
+    """4096 queries on 4096 keys, forward and backward: nothing of 4096 x 4096 numbers."""
     shape = jax.ShapeDtypeStruct((1, 4096, 2, 8), jnp.float32)
     call = functools.partial(hopfield_attention, steps=2, is_causal=True)
     grad = jax.jit(jax.grad(lambda *a: call(*a).sum(), argnums=(0, 1, 2)))

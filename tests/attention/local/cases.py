@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from brl_jax.attention.local.patterns import (
 )
 from tests.marks import slow_unless
 from tests.oracles import attention as oracles
+from tests.support.attention import outputs_and_gradients
 
 MASK = np.random.default_rng(5).random((12, 12)) < 0.3
 BIG_BIRD = BigBird(8, window_blocks=3, global_blocks=1, random_blocks=2, seed=1)
@@ -50,16 +50,6 @@ PATTERNS = {
 SINKS = jnp.asarray([0.7, -1.3, 2.0, 0.1])
 # What runs on a CPU anyway. Following the TPU kernels too would take twice as long; test_tpu.py does.
 xla_attention = functools.partial(local_attention, implementation="xla")
+run = functools.partial(outputs_and_gradients, local_attention, implementation="xla")
 # Both run the same code on blocks: arguments that test_pattern_equals_oracle leaves out are tried in the loop first.
 BOTH = pytest.mark.parametrize("schedule", slow_unless(("loop", "at_once"), ("loop",)), indirect=True)
-
-
-def run(query, key, value, d_out, **kwargs):
-    """The output and the gradients of query, key and value, in one compiled function."""
-
-    def both(query, key, value, d_out, traced):
-        out, pull = jax.vjp(lambda *a: xla_attention(*a, **kwargs, **traced), query, key, value)
-        return out, *pull(d_out)
-
-    traced = {k: kwargs.pop(k) for k in list(kwargs) if isinstance(kwargs[k], (jax.Array, np.ndarray))}
-    return jax.jit(both)(query, key, value, d_out, traced)

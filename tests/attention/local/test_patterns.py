@@ -98,7 +98,7 @@ def test_patterns_are_hashable_values():
 
 
 def test_random_blocks_of_big_bird():
-    """Distinct, outside of what is seen anyway, as many as asked while there are enough; drawn by the seed."""
+    """Distinct, outside of what is seen anyway, and of the number asked for if there are enough; drawn by the seed."""
     lists = BigBird(8, 3, 1, 3, seed=0).random_lists(20)
     for b, row in enumerate(lists):
         assert len(set(row)) == len(row) == (3 if b >= 1 else 0)

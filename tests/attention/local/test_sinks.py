@@ -57,7 +57,7 @@ def large(*sizes, **options):
 @pytest.mark.parametrize("name", ["sliding", "strided", "block_mask"])
 @BOTH
 def test_equals_oracle(schedule, name):
-    """Windows in tiles and in blocks, several parts, rows that see nothing; bias, padding and segments beside."""
+    """Windows in tiles and in blocks, several parts, and rows that see nothing."""
     pattern, sees = PATTERNS[name]
     arrays = large(130)
     visible = oracles.pairs(130, 130, sees, is_causal=True)
@@ -101,7 +101,7 @@ def test_bfloat16():
 
 
 def test_extreme_sinks_and_the_plain_form():
-    """A sink of -inf is none; one far above all scores takes everything; the reference agrees."""
+    """A sink of -inf changes nothing; one far above all scores takes everything; the reference agrees."""
     query, key, value, _ = random_qkv(40)
     attend = functools.partial(local_attention, query, key, value, local_window_size=(5, 0), is_causal=True)
     plain = attend(logits_soft_cap=2.0)

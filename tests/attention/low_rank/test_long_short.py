@@ -40,7 +40,7 @@ def test_projected_keys_that_nobody_notices():
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_memory_grows_linearly(is_causal):
-    """Bidirectional; causal with as many chunks at both lengths."""
+    """Bidirectional; causal with 64 chunks at both lengths."""
 
     def size(length):
         call = functools.partial(
