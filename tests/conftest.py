@@ -16,8 +16,8 @@ import jax
 import jaxtyping
 import pytest
 
-from tests.devices import Devices
-from tests.sampling import commit, group_of, left_out
+from tests.support.devices import Devices
+from tests.support.sampling import commit, group_of, left_out
 
 # Shapes and dtypes in signatures are checked at every call where tests/attention/test_shapes.py asks for it; errors of
 # bad calls would otherwise come from the checker.

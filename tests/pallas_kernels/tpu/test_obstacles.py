@@ -1,4 +1,4 @@
-"""What stands in the way of a kernel is known without tracing it, and is what the call itself refuses."""
+"""Why a kernel cannot run a call is known without tracing it, and the call itself refuses with the same words."""
 
 import functools
 

@@ -152,7 +152,7 @@ def test_the_seed_decides_the_order_of_a_streamed_data_set(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("files", [1, 3, 4])
 def test_a_streamed_data_set_never_trains_on_what_it_holds_out(tmp_path, monkeypatch, files):
-    """The held-out documents are the first ones of all files, and rows read files of their own where there are as many.
+    """The held-out documents are the first ones of all files, and each row reads another file if there are enough.
 
     Each document that is not held out is read once in every pass."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

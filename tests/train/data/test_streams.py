@@ -47,7 +47,7 @@ def test_rows_go_on_and_follow_each_other(size, batch, length):
         assert [bool(b.reset) for b in batches] == [True] + [False] * (steps - 1)
         tokens = np.concatenate([b["tokens"] for b in batches], 1)
         targets = np.concatenate([b["targets"] for b in batches], 1)
-        # Row after row, position after position: one stretch of the text, round its end.
+        # Row after row, position after position: one part of the text, round its end.
         np.testing.assert_array_equal(np.diff(tokens.ravel()) % size, 1)
         np.testing.assert_array_equal(targets, (tokens + 1) % size)
         assert tokens.shape == (batch, steps * length)

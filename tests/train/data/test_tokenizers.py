@@ -44,7 +44,7 @@ def make(spec, text=TEXT):
 
 
 def encoded(tokenizer, pieces):
-    """All tokens, and the bytes of text each stands for."""
+    """All tokens, and the bytes of text of each."""
     ids, sizes = [], []
     for piece_ids, extra, _ in tokenizer.encode_corpus(pieces):
         size = tokenizer.token_bytes[piece_ids].copy()

@@ -1,4 +1,4 @@
-"""ListOps: labels by an evaluator of its own, the distribution of the specification, files as the release's."""
+"""ListOps: labels by another evaluator, the distribution of the specification, files as the release's."""
 
 import gzip
 import json

@@ -3,7 +3,7 @@
     python -m pytest -m slow --cases 2
 
 runs every slow test function, with at most two of its slow parameters. The commit chooses them, so that a run can be
-repeated; `--cases-of NAME` chooses those of another commit. Tests that share a group (the laws of one mechanism share
+repeated; `--cases-of NAME` chooses as another commit would. Tests that share a group (the laws of one mechanism share
 its compiled networks) choose the same ones where they can.
 """
 

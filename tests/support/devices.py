@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Devices:
@@ -38,7 +38,7 @@ class Devices:
 
     def _compute(self, module: str, part: str) -> Any:
         if self._process is None:
-            line = [sys.executable, "-m", "tests.devices"]
+            line = [sys.executable, "-m", "tests.support.devices"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(line, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=self._log)
         assert self._process.stdin is not None

@@ -1,57 +1,19 @@
-"""The plain forms equal the float64 oracles, and the fast ones equal the plain ones."""
+"""Values of another width than the keys, and biases of minus infinity, at lengths that are read in pieces."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from brl_jax import compress, compress_blocks, propagate
+from brl_jax import compress, propagate
 from brl_jax.attention.compressed import reference
-from tests.attention.compressed.test_compress import SCORES, arrays, oracle_compress
+from tests.attention.compressed.cases import arrays
 from tests.laws.networks import relative_error
-from tests.oracles.parts import sigma
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_plain_compress(score):
-    query, key, contrast_key, value, gamma = operands = arrays(
-        0, (2, 3, 2, 8), (2, 21, 2, 8), (2, 21, 2, 8), (2, 21, 2, 8), (2,)
-    )
-    expected = oracle_compress(*operands, 1 / (3 * np.sqrt(8)), score)
-    query, key, contrast_key, value, gamma = (jnp.asarray(x, jnp.float32) for x in operands)
-    plain = reference.compress(query, key, contrast_key, value, gamma=gamma, score=score)
-    fast = compress(query, key, contrast_key, value, gamma=gamma, score=score, implementation="xla")
-    assert relative_error(plain, expected) < 1e-5
-    assert relative_error(fast, plain) < 1e-5
-
-
-def test_plain_compress_blocks():
-    sizes = (2, 4, 3, 2, 8), (2, 34, 2, 8), (2, 34, 2, 8), (2, 34, 2, 8), (2,)
-    query, key, contrast_key, value, gamma = (jnp.asarray(x, jnp.float32) for x in arrays(1, *sizes))
-    options = {"gamma": gamma, "block_size": 7, "history_size": 13}
-    plain = reference.compress_blocks(query, key, contrast_key, value, **options)
-    fast = compress_blocks(query, key, contrast_key, value, implementation="xla", **options)
-    assert relative_error(fast, plain) < 1e-5
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_plain_propagate(score):
-    operands = arrays(2, (2, 21, 2, 8), (2, 3, 2, 8), (2, 3, 2, 8), (2,))
-    query, key, value, strength = operands
-    expected = np.zeros(query.shape)
-    for b, n in np.ndindex(2, 2):
-        logits = query[b, :, n] @ key[b, :, n].T / np.sqrt(8)
-        expected[b, :, n] = strength[n] * sigma(logits, np.ones(logits.shape, bool), score) @ value[b, :, n]
-    query, key, value, strength = (jnp.asarray(x, jnp.float32) for x in operands)
-    plain = reference.propagate(query, key, value, strength=strength, score=score)
-    fast = propagate(query, key, value, strength=strength, score=score, implementation="xla")
-    assert relative_error(plain, expected) < 1e-5
-    assert relative_error(fast, plain) < 1e-5
 
 
 @pytest.mark.parametrize("length", [512, 513, 1100])
 def test_values_of_another_width_propagate_at_any_length(length):
-    """Loops over blocks of queries take the width of the values, not that of the queries."""
+    """Loops over blocks of queries take the width of the values, not of the queries."""
     operands = arrays(3, (1, length, 2, 8), (1, 3, 2, 8), (1, 3, 2, 5), (2,))
     query, key, value, strength = (jnp.asarray(x, jnp.float32) for x in operands)
     plain = reference.propagate(query, key, value, strength=strength)

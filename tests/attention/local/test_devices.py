@@ -1,7 +1,6 @@
-"""What `test_sharded.py` looks at, computed by the process of tests/devices.py.
+"""Local attention and compression on sequences that four devices share: the numbers of one, and what travels.
 
-Each case is computed twice, on whole sequences by one device and on stretches of them by four: results and gradients of
-a random weighting of them.
+Each case runs twice, whole on one device and in parts on four: results and gradients of a random weighting of them.
 """
 
 import functools
@@ -10,14 +9,19 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import brl_jax
-from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, alibi_slopes
+from brl_jax import ALiBi, BlockDiagonal, Dilated, SlidingWindow, Strided, alibi_slopes
 from brl_jax.attention.compressed import sharded as compressed_sharded
 from brl_jax.attention.local import sharded
+from tests.marks import slow_unless
+from tests.support.collectives import collectives
+from tests.support.meshes import check_equal
 
+pytestmark = pytest.mark.xdist_group("devices")
 BATCH, LENGTH, HEADS, KV_HEADS, SIZE = 2, 28, 4, 2, 8
 CUT, WHOLE = P(None, "sequence"), P()
 
@@ -32,7 +36,7 @@ def normal(seed, *shape):
 
 
 def both(whole, stretches, arrays, specs, others=(), other_specs=(), interpreted=False):
-    """Results and gradients of a function on whole sequences, and of the same on stretches of them.
+    """Results and gradients of a function on whole sequences, and of the same on parts of them.
 
     interpreted: a kernel, which JAX interprets under `vmap` but not under `shard_map`. None where it no longer takes
     the gradient of a result that lanes share.
@@ -113,7 +117,7 @@ ENDS = np.iinfo(np.int32)
 
 
 def packed(first=(3, 1, 7), second=(0, 5)):
-    """Ids of packed sequences whose borders lie on no stretch's border, one over several stretches."""
+    """Ids of packed sequences that end within a device's tokens; one spans several devices."""
     return np.stack([np.repeat(first, [4, 15, 9]), np.repeat(second, [26, 2])]).astype(np.int32)
 
 
@@ -219,16 +223,12 @@ def gradients(dtype=jnp.float32, **options):
 
 
 def travelled():
-    """Each (kind, elements a device sends or gets) in the program of a window's gradients."""
-    hlo = gradients(pattern=SlidingWindow(15, 0)).lower().compile().as_text()
-    found = re.findall(
-        r"= \(?\w+\[([\d,]+)\]\S* (all-gather|all-reduce|all-to-all|collective-permute)\b", hlo
-    )
-    return [(kind, int(np.prod([int(n) for n in dims.split(",")]))) for dims, kind in found]
+    """(kind, elements) of each collective in the program of a window's gradients."""
+    return collectives(gradients(pattern=SlidingWindow(15, 0)).lower().compile())
 
 
 def kernels():
-    """The kernels in the program of a window's gradients for a TPU, near and reaching over several stretches."""
+    """The kernels in the program of a window's gradients for a TPU, reaching into the next device and over several."""
     lowered = [
         gradients(jnp.bfloat16, pattern=SlidingWindow(left, 0), is_causal=True)
         .lower(lowering_platforms=("tpu",))
@@ -239,3 +239,48 @@ def kernels():
 
 
 PARTS = {**CASES, "travelled": travelled, "kernels": kernels}
+
+
+# Fast: neighbours that send what windows reach, blocks and histories over several devices, and sums over all devices.
+FAST = (
+    "window over several stretches, packed",
+    "both sides, padded",
+    "blocks that no stretch holds",
+    "compress, padded",
+    "history over several stretches",
+)
+
+
+@pytest.fixture
+def result(devices):
+    return functools.partial(devices.ask, __name__)
+
+
+@pytest.mark.parametrize("name", slow_unless(CASES, FAST))
+def test_results_and_gradients_are_those_of_one_device(result, name):
+    if result(name) is None:
+        pytest.skip("JAX 0.12 can look at a kernel neither under shard_map nor, sharing a result, under vmap")
+    check_equal(*result(name))
+
+
+def test_only_the_window_travels(result):
+    """Of the 1024 keys and values (16 numbers each) on a device, only the 15 that a window reaches are sent."""
+    kinds = {kind for kind, _ in result("travelled")}
+    assert kinds == {"collective-permute"}
+    assert max(size for _, size in result("travelled")) <= 2 * 15 * 16
+
+
+def test_on_a_tpu_a_short_halo_takes_the_kernel_for_windows(result):
+    near, far = result("kernels")
+    assert near == ["window_attention_backward", "window_attention_forward"]
+    assert "block_attention_forward" in far
+
+
+def test_unbounded_patterns_are_refused():
+    x = np.zeros((1, 4, 1, 8), np.float32)
+    with pytest.raises(ValueError, match=r"pattern must see a bounded stretch .* got Strided"):
+        sharded.local_attention(x, x, x, axis_name="sequence", pattern=Strided(2), is_causal=True)
+    with pytest.raises(ValueError, match="key must have query's 3 tokens, got 4"):
+        sharded.local_attention(
+            x[:, :3], x, x, axis_name="sequence", pattern=SlidingWindow(1, 0), is_causal=True
+        )

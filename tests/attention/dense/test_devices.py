@@ -1,6 +1,7 @@
-"""Full and Hopfield attention whose keys go around devices, for test_sharded.py, which asks for parts of it by name.
+"""Full and Hopfield attention on several devices: an oracle's numbers, equal work, and no device has a whole row.
 
-Through XLA: Pallas cannot interpret a kernel inside `jax.shard_map`.
+Keys go around devices that share a row; or queries are shared, where keys are few. Through XLA: Pallas cannot interpret
+a kernel that reads scalars inside `jax.shard_map`.
 """
 
 import functools
@@ -8,13 +9,22 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from brl_jax.attention.dense import sharded
-from tests.attention.local.test_local import random_qkv
-from tests.collectives import collectives
+from brl_jax.attention.dense.full import MANY_TOKENS, full_attention
+from brl_jax.attention.dense.hopfield import hopfield_attention
+from brl_jax.attention.dense.on_mesh import dense_on_mesh
+from tests.marks import slow_unless
+from tests.oracles.attention import softmax_attention, softmax_attention_gradients
+from tests.support import meshes
+from tests.support.attention import random_qkv
+from tests.support.collectives import collectives
+from tests.support.meshes import check_equal, check_prefix
 
+pytestmark = pytest.mark.xdist_group("devices")
 ROWS = P("rows", "stretch")
 
 
@@ -24,7 +34,7 @@ def mesh(devices):
 
 
 def packed(length):
-    """Segments that end inside stretches, at their borders, and that span several of them."""
+    """Segments that end within a device's tokens, where the next device's begin, and that several devices share."""
     ids = np.zeros((8, length), np.int32)
     ids[0, length // 4 :] = 1
     ids[0, length // 4 + 3 :] = 2
@@ -79,7 +89,7 @@ CASES = {
     "causal, large scores": {"devices": 4, "length": 32, "magnitude": 100.0},
     "causal, bfloat16": {"devices": 4, "length": 64, "dtype": "bfloat16"},
     "both ways": {"devices": 4, "length": 20, "is_causal": False},
-    "both ways, odd stretches, packed, padded": {
+    "both ways, odd parts, packed, padded": {
         "devices": 4, "length": 28, "is_causal": False, "segments": True, "lengths": [28, 0, 3, 7, 8, 21, 27, 28],
     },
     "across, padded, sinks": {
@@ -162,9 +172,132 @@ def work():
     return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh(8), in_specs=(), out_specs=P("stretch")))())
 
 
+def shared_queries(is_causal, function=full_attention, around=None, **options):
+    """Output and gradients on one device and on the mesh."""
+    *arrays, d_out = random_qkv(MANY_TOKENS, batch=2)
+    ids = jnp.asarray(np.sort(np.random.default_rng(3).integers(0, 3, (2, MANY_TOKENS))))
+    lengths = jnp.array([MANY_TOKENS - 10, MANY_TOKENS])
+
+    def both(attend):
+        options = {"is_causal": is_causal, "segment_ids": ids, "key_value_seq_lengths": lengths}
+
+        @jax.jit
+        def program(arrays, d_out):
+            out, pull = jax.vjp(lambda *x: attend(*x, **options), *arrays)
+            return out, *pull(d_out)
+
+        return [np.asarray(x) for x in program(arrays, d_out)]
+
+    expected = both(functools.partial(function, implementation="xla", **options))
+    if around is not None:
+        options |= {"function": function, "around": around}
+    on_mesh = functools.partial(dense_on_mesh, **options)
+    with jax.set_mesh(meshes.mesh()):
+        return expected, both(on_mesh)
+
+
+QUERIES = {
+    "causal": functools.partial(shared_queries, True),
+    "both ways, sinks": functools.partial(shared_queries, False, sinks=jnp.array([0.5, -1.0, 2.0, 0.0])),
+    "hopfield": functools.partial(
+        shared_queries,
+        True,
+        functools.partial(hopfield_attention, steps=2),
+        functools.partial(sharded.hopfield_attention, steps=2),
+    ),
+}
 PARTS = {name: functools.partial(compared, name) for name in CASES}
 PARTS |= {f"after {place}": functools.partial(after, place) for place in (1, 17, 30)}
 PARTS["after 17, hopfield"] = functools.partial(after, 17, steps=2)
 MOVED = {"causal": {}, "both ways": {"is_causal": False}, "hopfield": {"steps": 2}}
 PARTS |= {f"moved {name}": functools.partial(moved, **settings) for name, settings in MOVED.items()}
 PARTS["work"] = work
+PARTS |= {f"queries, {name}": part for name, part in QUERIES.items()}
+
+
+@pytest.fixture
+def result(devices):
+    return functools.partial(devices.ask, __name__)
+
+
+def expected(name):
+    """The output and the gradients of a case in float64."""
+    settings = CASES[name]
+    _, (query, key, value, *sinks), d_out = case(**settings)
+    arrays = [np.asarray(x.astype(jnp.float32), np.float64) for x in (query, key, value)]
+    d_out = np.asarray(d_out.astype(jnp.float32), np.float64)
+    length, keys = query.shape[1], key.shape[1]
+    visible = np.ones((8, 1, length, keys), bool)
+    if settings.get("is_causal", True):
+        visible &= np.arange(length)[:, None] >= np.arange(keys)
+    if settings.get("segments"):
+        ids = np.asarray(packed(length))
+        visible &= (ids[:, :, None] == ids[:, None])[:, None]
+    if "lengths" in settings:
+        visible &= (np.arange(keys) < np.array(settings["lengths"])[:, None])[:, None, None]
+    options = {"sinks": sinks[0] if sinks else None, "cap": settings.get("logits_soft_cap")}
+    options["scale"] = settings.get("scale")
+    if "steps" in settings:
+        return retrieved(*arrays, visible, d_out, settings["steps"], options["scale"])
+    out, _ = softmax_attention(*arrays, visible, **options)
+    d_query, d_key, d_value, _, *d_sinks = softmax_attention_gradients(*arrays, visible, d_out, **options)
+    return [out, d_query, d_key, d_value, *d_sinks]
+
+
+def retrieved(query, key, value, visible, d_out, steps, scale):
+    """Hopfield attention and its gradients, by the chain rule over its steps."""
+    states = [query]
+    for _ in range(steps - 1):
+        states.append(softmax_attention(states[-1], key, key, visible, scale=scale)[0])
+    out, _ = softmax_attention(states[-1], key, value, visible, scale=scale)
+    d_state, d_key, d_value, _ = softmax_attention_gradients(
+        states[-1], key, value, visible, d_out, scale=scale
+    )
+    for state in reversed(states[:-1]):
+        d_state, *d_keys, _ = softmax_attention_gradients(state, key, key, visible, d_state, scale=scale)
+        d_key = d_key + sum(d_keys)
+    return [out, d_state, d_key, d_value]
+
+
+FAST = ("hopfield", "causal", "causal, packed", "both ways, odd parts, packed, padded")
+
+
+@pytest.mark.parametrize("name", slow_unless(CASES, FAST))
+def test_numbers_and_gradients_are_the_oracles(result, name):
+    check_equal(expected(name), result(name), 2e-2 if "bfloat16" in name else 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUERIES)
+def test_shared_queries_give_the_numbers_of_one_device(result, name):
+    check_equal(*result(f"queries, {name}"), 2e-5)
+
+
+@pytest.mark.parametrize("case", slow_unless(("1", "17", "30", "17, hopfield"), ("17",)))
+def test_later_tokens_change_no_bit(result, case):
+    check_prefix(*result(f"after {case}"), int(case.split(",")[0]))
+
+
+def test_all_devices_do_the_same_visible_work_in_each_round(result):
+    done, seen = np.moveaxis(result("work"), 2, 0)[::-1]
+    assert (done == seen).all()
+    assert (done == done[:1]).all()
+    assert done.sum() == 96 * 97 // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOVED)
+def test_no_row_is_gathered(result, name):
+    """Eight rows on two devices: a device has 1,024 tokens with 4 x 1,024 x 16 numbers of the keys, and four times as
+    many make the rows."""
+    found = result(f"moved {name}")
+    assert {kind for kind, _ in found} == {"collective-permute"}
+    assert max(elements for _, elements in found) <= 4 * 1024 * 32
+
+
+def test_odd_stretches_of_causal_attention_are_refused():
+    odd = jnp.zeros((1, 3, 1, 8))
+    with pytest.raises(
+        ValueError, match=r"same even number of tokens per device where is_causal, got 3 and 3"
+    ):
+        jax.eval_shape(lambda x: sharded.full_attention(x, x, x, axis_name="x", is_causal=True), odd)

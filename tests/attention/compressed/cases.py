@@ -1,4 +1,4 @@
-"""Compression in float64 NumPy, written from equations 8-12, and the comparison of a function with it."""
+"""Inputs of compression, and the comparison of a function with its float64 reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.laws.networks import relative_error
-from tests.oracles.parts import sigma
 
 SCORES = ["softmax", "relu2", "laplace"]
 
@@ -17,24 +16,6 @@ SCORES = ["softmax", "relu2", "laplace"]
 def arrays(seed, *shapes):
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape) for shape in shapes]
-
-
-def oracle_compress(q, k1, k2, v, gamma, scale, score, bias=None, mask=None):
-    """One batch entry at a time, one head at a time; analytic, so that complex steps give derivatives."""
-    batch, m, heads, _ = q.shape
-    s = k1.shape[1]
-    bias = np.zeros((1, 1, 1, 1)) if bias is None else bias
-    bias = np.broadcast_to(bias, (batch, heads, m, s))
-    mask = np.broadcast_to(True if mask is None else mask, (batch, heads, m, s))
-    operands = [a for a in (q, k1, k2, v, gamma, bias) if a is not None]
-    out = np.zeros(q.shape, np.result_type(*operands))
-    for b in range(batch):
-        for n in range(heads):
-            w = sigma(q[b, :, n] @ k1[b, :, n].T * scale + bias[b, n], mask[b, n], score)
-            if k2 is not None:
-                w = w - gamma[n] * sigma(q[b, :, n] @ k2[b, :, n].T * scale + bias[b, n], mask[b, n], score)
-            out[b, :, n] = w @ v[b, :, n]
-    return out
 
 
 def check(function, oracle, operands, tolerance=1e-4):

@@ -1,11 +1,11 @@
-"""Mechanisms with a state on a mesh that cuts sequences over four of eight devices; asked for by test_on_a_mesh.py."""
+"""Mechanisms with a state on sequences that four devices share: the numbers of one device, and no row travels."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+import pytest
 
 from brl_jax import (
     RotaryBias,
@@ -24,19 +24,11 @@ from brl_jax import (
 from brl_jax.attention.recurrent.flow import flow_attention, init_flow_state
 from brl_jax.attention.recurrent.luna import luna_attention
 from brl_jax.attention.recurrent.performer import performer_projection
-from brl_jax.sharding import MeshConfig, make_mesh
-from tests.collectives import collectives
+from tests.marks import slow_unless
+from tests.support.meshes import after, check_equal, check_prefix, compared, draw, moved
 
+pytestmark = pytest.mark.xdist_group("devices")
 BATCH, HEADS, KV_HEADS, SIZE, CHUNK = 2, 4, 2, 8, 8
-
-
-@functools.cache
-def mesh():
-    return make_mesh(MeshConfig(data=2, fsdp=1, sequence=4))
-
-
-def draw(*shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def tokens(length):
@@ -56,7 +48,7 @@ def features(length):
 
 
 def packed(length):
-    """Segments that end inside stretches, at their borders, and that span several of them."""
+    """Segments that end within a device's tokens, where the next device's begin, and that several devices share."""
     ids = np.zeros((BATCH, length), np.int32)
     for row, ends in enumerate(([length // 4, length // 4 + 3], [5, length // 2 + 9, length - 2])):
         for end in ends:
@@ -109,7 +101,7 @@ def performer(query, key, value, projection, **options):
 
 
 def flow(query, key, value, **options):
-    """The output, and the state but for its count of tokens."""
+    """The output, and the state without its count of tokens."""
     out = flow_attention(query, key, value, **options)
     return (out[0], out[1]._replace(length=None)) if "state" in options else out
 
@@ -189,54 +181,60 @@ CASES = {
 }
 
 
-def both_of(function):
-    """The results of a function and its gradients, in one program."""
-
-    def both(operands):
-        out, pull = jax.vjp(lambda operands: function(*operands), operands)
-        return out, pull(
-            jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), out)
-        )
-
-    return jax.jit(both)
-
-
-def compared(name):
-    """The arrays of a case on one device and on the mesh."""
-    function, operands = CASES[name]()
-    runs = [both_of(function)(operands)]
-    with jax.set_mesh(mesh()):
-        runs.append(both_of(function)(operands))
-    return [[np.asarray(x) for x in jax.tree.leaves(run)] for run in runs]
-
-
-def moved(name, length=4096):
-    """(kind, elements) of what each collective in the program of a longer case brings to a device."""
-    function, operands = CASES[name]()
-
-    def shape(x):
-        dims = [length if n == operands[0].shape[1] else n for n in x.shape]
-        spec = PartitionSpec("data", "sequence") if length in dims else PartitionSpec()
-        return jax.ShapeDtypeStruct(dims, x.dtype, sharding=NamedSharding(mesh(), spec))
-
-    with jax.set_mesh(mesh()):
-        return collectives(both_of(function).lower(tuple(map(shape, operands))).compile())
-
-
-# Keys of these go around the devices, a stretch at a time.
+# Keys of these go around the devices.
 AROUND = ("gau", "gau, both directions, padded")
 MOVED = ("linear", "decay of a feature and token", "performer, padded", "delta", "flow", "luna", "flash")
 
 
-def after(place):
-    """The results of `gau` and of the same with other tokens from `place` on."""
+def _compared(name):
+    function, operands = CASES[name]()
+    return compared(function, *operands)
+
+
+def _moved(name):
+    function, operands = CASES[name]()
+    return moved(function, *operands, length=96)
+
+
+def _after(place):
     function, operands = CASES["gau"]()
-    other = [x.at[:, place:].set(50.0) for x in operands[:3]]
-    with jax.set_mesh(mesh()):
-        function = jax.jit(function)
-        return [np.asarray(function(*x, *operands[3:])) for x in (operands[:3], other)]
+    return after(function, place, operands[:3], *operands[3:])
 
 
-PARTS = {name: functools.partial(compared, name) for name in CASES}
-PARTS |= {f"moved {name}": functools.partial(moved, name) for name in (*MOVED, *AROUND)}
-PARTS |= {f"after {place}": functools.partial(after, place) for place in (13, 72)}
+PARTS = {name: functools.partial(_compared, name) for name in CASES}
+PARTS |= {f"moved {name}": functools.partial(_moved, name) for name in (*MOVED, *AROUND)}
+PARTS |= {f"after {place}": functools.partial(_after, place) for place in (13, 72)}
+
+
+@pytest.fixture
+def result(devices):
+    return functools.partial(devices.ask, __name__)
+
+
+@pytest.mark.parametrize("name", slow_unless(CASES, ("linear, packed", "gau, packed")))
+def test_results_and_gradients_are_those_of_one_device(result, name):
+    check_equal(*result(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOVED)
+def test_states_travel_and_no_rows(result, name):
+    """Four devices have 1,024 tokens each, 16 numbers of a key; a state has 128 to 256 numbers, and 8 are gathered."""
+    collectives = result(f"moved {name}")
+    assert any(kind == "all-gather" for kind, _ in collectives)
+    assert max(elements for _, elements in collectives) <= 2048
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AROUND)
+def test_keys_go_around_and_no_row_is_gathered(result, name):
+    """A device's 1,024 tokens have 4 heads of 16 features of keys, including a bias; a row has four times more."""
+    collectives = result(f"moved {name}")
+    assert "collective-permute" in {kind for kind, _ in collectives}
+    assert max(elements for _, elements in collectives) <= 1024 * 4 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [13, 72])
+def test_later_tokens_change_no_bit(result, place):
+    check_prefix(*result(f"after {place}"), place)
