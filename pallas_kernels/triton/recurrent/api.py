@@ -231,7 +231,7 @@ def _chunk_sums(arrays: Named, call: Call, x: str, y: str, weights: str, reads: 
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none = arrays["query"]
+    none = arrays["key_value"]
     weighs = call.has("key_sum")
     numbers = shape.features * (shape.values + weighs)
     heads = shape.heads if reads else shape.kv_heads
@@ -252,7 +252,7 @@ def _scan(arrays: Named, call: Call, sums: Array, first: tuple[str, str], before
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none = arrays["query"]
+    none = arrays["key_value"]
     weighs, gradient = call.has("key_sum"), before is not None and call.has("log_decay")
     numbers, chunks = sums.shape[3], sums.shape[2]
     parts = -(-numbers // sizes.scan)
@@ -281,7 +281,7 @@ def _sum_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none, weighs = arrays["query"], call.has("key_sum")
+    none, weighs = arrays["key_value"], call.has("key_sum")
     sums = _chunk_sums(arrays, call, "key", "value", "", False)
     states, key_value, key, _ = _scan(arrays, call, sums, ("key_value", "key_sum"), None)
     constants = shape.constants(
@@ -309,7 +309,7 @@ def _sum_backward(arrays: Named, call: Call) -> Named:
 
     shape = _Shape.of(arrays)
     sizes = plan.sum_sizes(shape.features, shape.dtype)
-    none, weighs, decay = arrays["query"], call.has("key_sum"), call.has("log_decay")
+    none, weighs, decay = arrays["key_value"], call.has("key_sum"), call.has("log_decay")
     states = arrays["states"]
     sums = _chunk_sums(arrays, call, "query", "d_total", "d_weight", True)
     d_states, d_key_value, d_key_sum, totals = _scan(arrays, call, sums, ("d_key_value", "d_key"), states)
@@ -387,7 +387,7 @@ class _Delta(NamedTuple):
 
     def take(self, *names: str) -> list[Array]:
         """Operands by name, with some other array in the place of one that the call lacks."""
-        return [self.arrays.get(name, self.arrays["query"]) for name in names]
+        return [self.arrays.get(name, self.arrays["key_value"]) for name in names]
 
     def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, heads: int, tiled: bool,
                  grouped: bool, **more: Any) -> Any:  # fmt: skip

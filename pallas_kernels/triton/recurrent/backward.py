@@ -86,9 +86,7 @@ def recurrent_query_gradient(
             flows += tl.sum(dp * tl.dot(query, tl.trans(key), input_precision=PRECISION), 1)
         acc = tl.dot(dp.to(key.dtype), key, acc, input_precision=PRECISION)
     before = states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
-    state = tl.load(
-        before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0
-    )
+    state = tl.load(before + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
     read = tl.dot(grad, state, input_precision=PRECISION)
     if WEIGHS:
         keys = tl.load(before + F * V + f, mask=f < F, other=0.0).to(tl.float32)
@@ -169,14 +167,10 @@ def recurrent_key_gradient(
     if SEGMENTS:
         factor = tl.where((own == segment_after(segments, b, c, T, CHUNK)) & (own >= 0), factor, 0.0)
     after = d_states + ((b.to(tl.int64) * K + kh) * CHUNKS + c) * E
-    state = tl.load(
-        after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
+    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     dv += tl.dot(key, state, input_precision=PRECISION) * factor[:, None]
     store_tokens(d_value, dv, b, first, n, kh, e, T, K, V)
-    state = tl.load(
-        after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0
-    )
+    state = tl.load(after + e[:, None] + f[None, :] * V, mask=(e < V)[:, None] & (f < F)[None, :], other=0.0)
     written = tl.dot(value, state, input_precision=PRECISION)
     if WEIGHS:
         keys = tl.load(after + F * V + f, mask=f < F, other=0.0).to(tl.float32)

@@ -116,9 +116,7 @@ def delta_value_gradient(
     first = c * CHUNK
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
     after = d_states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    state = tl.load(
-        after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
+    state = tl.load(after + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     key = tokens_by_features(k, b, first, r, kh, f, T, K, F)
     grad = tl.dot(key, state, input_precision=PRECISION)
     if DECAY or SEGMENTS:

@@ -129,9 +129,7 @@ def delta_states(
     row = b.to(tl.int64) * K + kh
     state = tl.load(first_state + row * (F * V) + at, mask=there, other=0.0)
     for c in range(CHUNKS):
-        tl.store(
-            states + (row * CHUNKS + c) * (F * V) + at, state.to(states.dtype.element_ty), mask=there
-        )
+        tl.store(states + (row * CHUNKS + c) * (F * V) + at, state.to(states.dtype.element_ty), mask=there)
         reading = tokens_by_features(w, b, c * CHUNK, r, kh, f, T, K, F)
         writing = features_by_tokens(k, b, c * CHUNK, r, kh, f, T, K, F)
         value = tokens_by_features(u, b, c * CHUNK, r, kh, e, T, K, V)
@@ -156,13 +154,11 @@ def delta_outputs(
     first, kh = c * CHUNK, h // G
     r, f, e = tl.arange(0, CHUNK), tl.arange(0, FP), vt * VB + tl.arange(0, VB)
     before = states + ((b.to(tl.int64) * K + kh) * tl.num_programs(0) + c) * (F * V)
-    state = tl.load(
-        before + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0
-    )
+    state = tl.load(before + f[:, None] * V + e[None, :], mask=(f < F)[:, None] & (e < V)[None, :], other=0.0)
     reading = tokens_by_features(w, b, first, r, kh, f, T, K, F)
     value = tokens_by_features(u, b, first, r, kh, e, T, K, V)
     value = (value - tl.dot(reading, state, input_precision=PRECISION)).to(reading.dtype)
-    if KEEP:
+    if KEEP:  # noqa: SIM102
         if h % G == 0:
             store_tokens(corrected, value, b, first, r, kh, e, T, K, V)
     query = tokens_by_features(q, b, first, r, h, f, T, N, F)
