@@ -166,7 +166,7 @@ def recurrent_outputs(
         p = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if DECAY:
             end = logs_after(log, b, begin, n, kh, T, K, BN) + gap
-            p *= tl.exp(start[:, None] + end[None, :])
+            p *= tl.exp(start)[:, None] * tl.exp(end)[None, :]
             gap += tl.sum(log_decays(log, b, begin, n, kh, T, K), 0)
         if SEGMENTS:
             others = segment_numbers(segments, b, begin, n, T)
