@@ -57,6 +57,7 @@ def by_platform(
     results: Any,
     kept: Any = (),
     plain: Callable[..., Any],
+    axis_name: str | None = None,
 ) -> Any:
     """Calls the form of the platform that the call is lowered for.
 
@@ -67,11 +68,16 @@ def by_platform(
       results, kept: pytrees of `jax.ShapeDtypeStruct` (or arrays, of which only shape and dtype count), as the forms
         return them.
       plain: `plain(*operands)` returns the results by JAX's operations, differentiable any number of times.
+      axis_name: inside `jax.shard_map`, an axis over which the forms exchange values, so that the results are the same
+        on all its devices.
     """
     operands = vary_like(operands, operands)
     leaves, structure = jax.tree.flatten(operands)
-    avals = jax.tree.map(functools.partial(_like, jax.typeof(leaves[0])), (results, kept))
-    function = _Function(choose, plain, structure, *avals, _Context.current())
+    first = jax.typeof(leaves[0])
+    if axis_name is not None:
+        (first,) = jax.make_jaxpr(lambda x: lax.psum(x, axis_name))(leaves[0]).out_avals
+    results, kept = jax.tree.map(functools.partial(_like, first), (results, kept))
+    function = _Function(choose, plain, structure, results, kept, _Context.current())
     outs = _call.bind(*leaves, function=function, keep=False)
     return jax.tree.unflatten(function.out_structure, outs)
 
@@ -89,10 +95,10 @@ def branches(*operands: Any, default: Callable[..., Any], **others: Callable[...
 
 def platform_jaxpr(equation: Any, platform: str) -> Any:
     """The operations of an equation as a closed jaxpr, if it is a call of `by_platform` or its gradient; else None."""
-    rule = {_call: _run_call, _linear: _run_linear}.get(equation.primitive)
-    if rule is None:
+    rules: dict[Primitive, Callable[..., list]] = {_call: _run_call, _linear: _run_linear}
+    if equation.primitive not in rules:
         return None
-    run = functools.partial(rule, platform, **equation.params)
+    run = functools.partial(rules[equation.primitive], platform, **equation.params)
     with traced_for(platform):
         return jax.make_jaxpr(run)(*(x.aval for x in equation.invars))
 
@@ -234,8 +240,9 @@ def _primitive(name: str, run: Callable[..., list], result_types: Callable[..., 
         return mlir.lower_fun(run_there, multiple_results=True)
 
     for platform in PLATFORMS:
-        only = {} if platform == "default" else {"platform": platform}
-        mlir.register_lowering(primitive, rule_of(platform), **only)
+        mlir.register_lowering(
+            primitive, rule_of(platform), platform=None if platform == "default" else platform
+        )
     return primitive
 
 
