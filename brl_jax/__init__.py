@@ -1,24 +1,24 @@
 """Linear-cost attention for JAX, from one laptop core to a TPU pod.
 
 Functions (arrays in, arrays out; use them under your own jit, grad, vmap, shard_map):
-  full_attention, local_attention, compress, compress_blocks, propagate, with the patterns and biases they take;
+  full_attention, local_attention, compress, compress_blocks and propagate, with their patterns and biases;
   diag_attention (and its step for generation), linformer_attention, hopfield_attention;
   linear_attention, norm_attention, performer_attention, cosformer_attention, flow_attention, delta_rule,
-  gated_delta_rule, kimi_delta_rule, whose past is a state;
+  gated_delta_rule and kimi_delta_rule, whose past is a state;
   luna_attention, gau_attention, mixed_chunk_attention, bsbr_attention;
   mlr_attention and long_short_attention (and their steps), bilinear_mlr_attention, bilinear_btt_attention,
   global_window_attention;
   nystrom_attention, skyformer_attention, kernelized_attention, synthesizer_attention; native_sparse_attention,
   lsh_attention, sinkhorn_attention, prob_sparse_attention, slice_sort.
-  state_functions gives init, extend and step of those that its docstring lists, under the same three names.
+  state_functions returns init, extend and step of a mechanism under the same three names.
 Networks (Flax Linen):
-  DecoderLM and its DecoderConfig over any mechanism listed in MECHANISMS, or a schedule of two; generate continues
-  prompts, stream yields the tokens as they come, and generate_requests decodes requests of any lengths together.
-  Encoder (with an EncoderConfig) gives an output for each token or feature vector; Classifier, PairClassifier and
+  DecoderLM and its DecoderConfig, over any mechanism in MECHANISMS or a schedule of two. generate continues prompts,
+  stream yields the tokens as they come, and generate_requests decodes requests of any length together.
+  Encoder (with an EncoderConfig) returns an output for each token or feature vector; Classifier, PairClassifier and
   TokenClassifier classify sequences, pairs and tokens; NodeClassifier classifies the nodes of a graph; Regressor maps
   vectors to vectors.
-  EncoderDecoder (with an EncoderDecoderConfig) writes a target to a source. transnormer builds the configuration of a
-  TransNormer; Stack is the layers alone, and a configuration's `layer(Dimensions(...))` a single one.
+  EncoderDecoder (with an EncoderDecoderConfig) writes a target from a source. transnormer returns the configuration of
+  a TransNormer. Stack is the layers alone, and a configuration's `layer(Dimensions(...))` is a single layer.
 """
 
 from brl_jax.attention.compressed.compress import compress

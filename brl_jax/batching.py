@@ -1,4 +1,4 @@
-"""Continuous batching: requests of any lengths share a batch of slots, and a slot is refilled when its request ends."""
+"""Continuous batching: requests of any length share a batch of slots, and a new request takes over a finished slot."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Request(NamedTuple):
 
     Attributes:
       prompt: its tokens, at least one.
-      max_tokens: how many tokens to add at most, at least 1.
-      id: anything by which the caller knows the request.
+      max_tokens: the maximum number of tokens to add, at least 1.
+      id: anything by which the caller identifies the request.
     """
 
     prompt: Sequence[int] | Int[np.ndarray, " P"]
@@ -42,11 +42,11 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What a request has become.
+    """The result of a request.
 
     Attributes:
       request: the request.
-      tokens: (L,) int32, the new tokens, the last of which may be a stop token.
+      tokens: (L,) int32, the new tokens; the last one may be a stop token.
       finish_reason: "stop" if a stop token ended it, "length" if it reached its `max_tokens`.
     """
 
@@ -70,7 +70,7 @@ def generate_requests(
     numbers: Iterable[int] | None = None,
     every: int = 32,
 ) -> Iterator[Completion]:
-    """Continues requests of any lengths in a batch of fixed shape (continuous batching). They come as they end::
+    """Continues requests of any length in a batch of fixed shape (continuous batching), and yields each as it ends::
 
         requests = [Request([1, 2, 3], max_tokens=20), Request([4], max_tokens=5)]
         for request, tokens, _ in generate_requests(
@@ -79,34 +79,38 @@ def generate_requests(
             print(request.prompt, tokens)
 
     Each slot of the batch decodes a request at its own position. When one ends, the next prompt is read into its slot,
-    while the other slots keep what they have. A request gets the tokens that it would get alone, up to the rounding of
-    a batch: with sampling, its random key depends on its number among the requests and not on its slot. Where a setting
-    of the mechanism follows the cache's length (MLR's `context` and cosFormer's `max_length`, if None), alone means in
-    a cache of the same length; training a language model fixes both.
-
-    Every row takes both branches of what a mechanism computes only now and then (`lax.cond`): TLinFormer's misses,
-    BSBR's retrieval and the compressed tokens of BRL cost their time at every token here, and once a window, chunk or
-    block in `generate`, whose rows are at one position.
+    and the other slots keep their state.
 
     Args:
       model, variables, temperature, top_k, top_p, stop_tokens: as for `generate`; a decoder without an encoder.
-      requests: read as slots become free, where `length` is given.
-      slots: requests that decode at the same time.
-      length: room of a slot: the largest number of tokens of a prompt and what follows it. None reads all requests
-        first and takes the largest they need.
-      rng: random key; needed unless temperature is 0.
-      numbers: by which a request's random key is made, one for each request; by default their order, from 0.
-      every: steps in a call of the compiled program at most; it returns early when a request ends.
+      requests: with `length`, they are read as slots become free.
+      slots: number of requests that decode at the same time.
+      length: capacity of a slot in tokens, for a prompt and its continuation. None reads all requests first and uses
+        the longest.
+      rng: random key; required unless temperature is 0.
+      numbers: one for each request, from which its random key is derived; by default 0, 1, ... in their order.
+      every: maximum number of steps in one call of the compiled program, which returns early when a request ends.
 
     Yields:
       A `Completion` for each request.
 
     Raises:
-      ValueError: as `generate`, for `slots`, `length` or `every` below 1, and for a request that does not fit. Those of
-        a request come when it is read, the others at the call.
+      ValueError: as `generate`, or if `slots`, `length` or `every` is below 1, or a request does not fit. Errors in a
+        request are raised when it is read, all others at the call.
+
+    A request gets the same tokens as alone, up to the rounding of a batch: its random key depends on its number, not on
+    its slot. If a setting of the mechanism follows the cache's length (MLR's `context` and cosFormer's `max_length`, if
+    None), this means alone in a cache of the same length; training a language model fixes both.
+
+    Every row computes both branches of a `lax.cond`. TLinFormer's misses, BSBR's retrieval and BRL's compressed tokens
+    therefore cost time at every token here, but only once per window, chunk or block in `generate`, whose rows are all
+    at the same position.
     """
     check_model(model, variables)
-    require(not hasattr(model, "encode"), f"model must be a decoder alone, got {type(model).__name__}")
+    require(
+        not hasattr(model, "encode"),
+        f"model must be a decoder without an encoder, got {type(model).__name__}",
+    )
     for name, value in (("slots", slots), ("every", every), ("length", 1 if length is None else length)):
         require(is_int(value) and value >= 1, f"{name} must be an integer of at least 1, got {value!r}")
     check_sampling(1, rng, temperature, top_k, top_p)
@@ -128,15 +132,15 @@ def generate_requests(
 
 
 class _Slots(NamedTuple):
-    """What a step changes; every array has the slots as its first axis.
+    """The state that a step changes; the first axis of every array is the slots.
 
     Attributes:
       cache: one decoding cache of a single row for each slot.
-      logits: (B, V), of the next token.
-      keys: (B,) random keys, of the requests.
+      logits: (B, V), for the next token.
+      keys: (B,), the requests' random keys.
       tokens: (B, L), the new tokens.
-      count: (B,), how many there are. most: (B,), how many there may be.
-      active: (B,), whether the slot has a request that goes on.
+      count, most: (B,), how many new tokens there are, and how many are allowed.
+      active: (B,), whether the slot has an unfinished request.
       stopped: (B,), whether its last token is a stop token.
     """
 
@@ -151,14 +155,14 @@ class _Slots(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """What stays the same over the steps, as arrays."""
+    """Settings that stay the same over the steps, as arrays."""
 
     temperature: Any
     stop_tokens: Any
 
 
 class _Batch(NamedTuple):
-    """The arguments of all requests."""
+    """Arguments that all requests share."""
 
     model: Any
     variables: Any
@@ -169,7 +173,7 @@ class _Batch(NamedTuple):
     choice: dict[str, Any]
 
     def run(self, numbered: Iterator[tuple[int, Request]], slots: int, every: int) -> Iterator[Completion]:
-        """The completions, in the order in which they end."""
+        """Yields the completions in the order in which they end."""
         state = None
         owners: list[Request | None] = [None] * slots
         while True:
@@ -197,10 +201,10 @@ class _Batch(NamedTuple):
                     yield Completion(owner, tokens, "stop" if stopped[slot] else "length")
 
     def _read(self, prompt: Int[np.ndarray, "1 P"]) -> tuple[Array, Any]:
-        """The next token's logits (1, V) after a prompt, and the cache with it.
+        """Returns the logits (1, V) of the token after a prompt, and the cache that has read it.
 
-        A prompt is read in pieces whose lengths are powers of two, so that prompts of all lengths run a few programs,
-        and no mechanism needs to know of padding.
+        The prompt is read in pieces whose lengths are powers of two. Prompts of all lengths then share a few programs,
+        and mechanisms need not handle padding.
         """
         length = prompt.shape[1]
         cache = self.model.init_cache(1, self.length)
@@ -218,7 +222,7 @@ class _Batch(NamedTuple):
         return logits, cache
 
     def _empty(self, slots: int, logits: Array, cache: Any) -> _Slots:
-        """Slots without requests, for caches and logits like these of one row."""
+        """Returns empty slots for caches and logits like these of one row."""
         keys = jnp.broadcast_to(self.rng, (slots, *self.rng.shape))
         return _Slots(
             cache=jax.tree.map(lambda a: jnp.zeros((slots, *a.shape), a.dtype), cache),
@@ -233,7 +237,7 @@ class _Batch(NamedTuple):
 
 
 def _checked(number: int, request: Any, vocabulary: int | None, length: int | None = None) -> Request:
-    """A request whose prompt and length are right; errors name its number."""
+    """Returns the request if its prompt and length are valid; errors name its number."""
     require(
         isinstance(request, Request), f"requests[{number}] must be a Request, got {type(request).__name__}"
     )
@@ -254,7 +258,7 @@ def _checked(number: int, request: Any, vocabulary: int | None, length: int | No
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _insert(state: _Slots, slot, cache, logits, key, most) -> _Slots:
-    """The slots with a new request in one of them."""
+    """Puts a new request into one of the slots."""
 
     def put(array, own):
         return jax.lax.dynamic_update_index_in_dim(array, own.astype(array.dtype), slot, 0)
@@ -274,7 +278,7 @@ def _insert(state: _Slots, slot, cache, logits, key, most) -> _Slots:
     jax.jit, static_argnums=0, static_argnames=("greedy", "top_k", "top_p"), donate_argnames="state"
 )
 def _advance(model, variables, state: _Slots, settings: _Settings, most, *, greedy, top_k, top_p) -> _Slots:
-    """The slots after `most` steps, or as soon as a request has ended."""
+    """Runs `most` steps, or fewer if a request ends."""
     before = state.active
 
     def goes_on(loop):

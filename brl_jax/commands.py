@@ -1,7 +1,7 @@
-"""The commands `brl-train` and `brl-eval`: those of the folders train and eval, from wherever they are called.
+"""The commands `brl-train` and `brl-eval`, which run the scripts in train and eval from any folder.
 
-The packages `train` and `eval` belong to the repository and are not installed: their names are too common. The commands
-find them beside the library, where it is installed from a checkout (`pip install -e .`).
+The packages `train` and `eval` are not installed, because their names are too common. The commands find them next to
+the library if it is installed from a checkout (`pip install -e .`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _ROOT = Path(__file__).parents[1]
 
 
 def train() -> int:
-    """`brl-train NAME [OPTIONS]` is `python -m train.NAME [OPTIONS]`."""
+    """Runs `brl-train NAME [OPTIONS]`, which is `python -m train.NAME [OPTIONS]`."""
     return _run("brl-train", "train")
 
 
 def evaluate() -> int:
-    """`brl-eval NAME [OPTIONS]` is `python -m eval.NAME [OPTIONS]`."""
+    """Runs `brl-eval NAME [OPTIONS]`, which is `python -m eval.NAME [OPTIONS]`."""
     return _run("brl-eval", "eval")
 
 
@@ -51,12 +51,12 @@ def _run(program: str, package: str) -> int:
     module = f"{package}.{name}"
     try:
         if is_completion:
-            print(importlib.import_module("train.completion").completion(program, names, rest[0]), end="")
+            print(importlib.import_module("train.cli.completion").completion(program, names, rest[0]), end="")
             return 0
         spec = importlib.util.find_spec(module)
         is_folder = spec is not None and spec.submodule_search_locations is not None
         main = importlib.import_module(f"{module}.__main__" if is_folder else module).main
-        command = importlib.import_module("train.errors").command
+        command = importlib.import_module("train.cli.command").command
     except ModuleNotFoundError as error:
         return _refuse(program, f"the module {error.name} is missing: pip install -e '.[train]' in {_ROOT}")
     del sys.argv[1]

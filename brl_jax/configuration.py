@@ -1,4 +1,4 @@
-"""Configurations from the nested dictionaries that config.json holds."""
+"""Builds configurations from the nested dictionaries of a config.json."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from brl_jax.fields import complaint_about
 from brl_jax.layers import MECHANISMS, Mechanism
 
 T = TypeVar("T")
 
 
 def configuration(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """The configuration with these values; missing fields have their defaults.
+    """Returns the configuration with these values; missing fields keep their defaults.
 
     Args:
-      kind: the configuration's dataclass. values: its fields, the fields of its parts in dictionaries; those of a
-        mechanism are beside its "name" in MECHANISMS. path: the dotted name of the values in what they were read from.
+      kind: the configuration's dataclass.
+      values: its fields, with nested configurations as dictionaries; a mechanism's dictionary also has its "name" in
+        MECHANISMS.
+      path: the dotted name of the values in the file, for error messages.
 
     Raises:
-      ValueError: a field or mechanism that this version doesn't know, or a value out of range.
+      ValueError: a field or mechanism is unknown to this version, or a value is out of range.
     """
     return _configuration(kind, values, path)
 
@@ -35,7 +38,7 @@ def _configuration(kind: Any, values: Any, path: str) -> Any:
             raise ValueError(f"{path}.name: expected one of {', '.join(MECHANISMS)}, got {name!r}")
         kind = MECHANISMS[name]
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     unknown = [name for name in values if name not in fields]
     if unknown:
         where = _join(path, unknown[0])
@@ -46,22 +49,14 @@ def _configuration(kind: Any, values: Any, path: str) -> Any:
             values[name] = _configuration(part, value, _join(path, name))
         elif isinstance(value, list) and hints[name] not in (int, float, bool, str):
             values[name] = tuple(value)
-        elif not _fits(value, hints[name]):
-            where = _join(path, name)
-            raise ValueError(f"{where} must be {hints[name].__name__}, got {value!r}")
+        else:
+            complaint = complaint_about(value, hints[name])
+            if complaint is not None:
+                raise ValueError(f"{_join(path, name)} must be {complaint}, got {value!r}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path or kind.__name__}: {error}") from error
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of a field's plain type; types that are not plain are left to the dataclass's checks."""
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return hint not in (bool, str) or isinstance(value, hint)
 
 
 def _join(*path: str) -> str:
@@ -69,6 +64,6 @@ def _join(*path: str) -> str:
 
 
 def part_of(hint: Any) -> type | None:
-    """The dataclass in a field's type, or None."""
+    """Returns the dataclass in a field's type, or None."""
     options = (hint, *typing.get_args(hint))
     return next((kind for kind in options if dataclasses.is_dataclass(kind) and isinstance(kind, type)), None)

@@ -1,4 +1,4 @@
-"""Text generation with any decoder or encoder-decoder: prefill, then one token at a time from the model's cache."""
+"""Text generation with any decoder or encoder-decoder: reads the prompts, then generates token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import require
 
-# Prompts are read in pieces of this many tokens, so that a long one needs no more memory than a piece.
+# Prompts are read in pieces of this many tokens, so a long prompt needs no more memory than one piece.
 PREFILL = 2048
 
 
@@ -33,33 +33,35 @@ def generate(
     source: Int[Array, "B S"] | np.ndarray | None = None,
     source_lengths: Int[Array, "B"] | np.ndarray | None = None,
 ) -> Int[Array, "B P+L"]:
-    """Continues prompts by sampling from a decoder; `stream` gives the same tokens as they come.
+    """Continues prompts by sampling from a decoder::
 
-    The prompts are read in large pieces up to the end of the shortest; where they differ in length, the longer ones are
-    then read token by token while the shorter ones already generate. All rows are at one position, so that any
-    mechanism's cache serves.
+        tokens = generate(model, variables, [[1, 2, 3]], max_new_tokens=20, temperature=0)
 
     Args:
       model: a decoder, such as `DecoderLM`, with `init_cache(batch, length)`, `logits, cache = model(tokens,
         cache=cache)` and `absorbable(length)`.
       variables: its variables, {"params": ...}.
-      prompts: (B, P) ints, filled up on the right where shorter than P.
-      max_new_tokens: tokens to add to each prompt, at least 1.
+      prompts: (B, P) ints; shorter ones are padded on the right.
+      max_new_tokens: how many tokens to add to each prompt, at least 1.
       lengths: (B,) ints from 1 to P, the prompts' lengths; by default P.
-      rng: random key; needed unless temperature is 0.
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: sample among the k likeliest tokens only.
-      top_p: sample among the fewest tokens that together have at least this probability (0 to 1).
+      rng: random key; required unless temperature is 0.
+      temperature: divides the logits; 0 always takes the most likely token.
+      top_k: samples only among the k most likely tokens.
+      top_p: samples only among the most likely tokens whose probabilities together reach this value (0 to 1).
       stop_tokens: a row ends with the first of these that it generates; the call ends when all rows have ended.
-      source: (B, S) ints, what an encoder-decoder (`EncoderDecoder`) reads; its encoder runs once.
+      source: (B, S) ints, the input of an encoder-decoder (`EncoderDecoder`), whose encoder runs once.
       source_lengths: (B,) ints from 1 to S, the sources' lengths; by default S.
 
     Returns:
-      (B, P + max_new_tokens) int32: each row's prompt and what follows it, with its stop token, then zeros.
+      (B, P + max_new_tokens) int32: each row's prompt, its continuation including a stop token, then zeros.
 
     Raises:
-      ValueError: an empty prompt, a token outside the vocabulary, settings out of range, variables without parameters,
-        a model that is no decoder, or an encoder-decoder without a source.
+      ValueError: a prompt is empty, a token is outside the vocabulary, a setting is out of range, the variables have no
+        parameters, the model is not a decoder, or an encoder-decoder has no source.
+
+    Prompts are read in large pieces up to the end of the shortest one. The rest of longer prompts is then read token by
+    token, while shorter rows already generate, so that all rows are at the same position, as every mechanism's cache
+    requires. `stream` yields the same tokens as they come.
     """
     run = _Run.start(
         model,
@@ -94,18 +96,21 @@ def stream(
     source: Int[Array, "B S"] | np.ndarray | None = None,
     source_lengths: Int[Array, "B"] | np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
-    """Continues prompts as `generate` does, and yields its columns as they come.
+    """Continues prompts as `generate` does, and yields the new columns as they come::
+
+        for columns in stream(model, variables, prompts, max_new_tokens=20, temperature=0):
+            print(columns[:, 0])
 
     Args:
       every: columns in each piece; the last piece may have fewer. Larger pieces wait for the device less often.
-      The others are those of `generate`.
+      The others are as for `generate`.
 
     Yields:
-      (B, every) int32: the columns of `generate`'s result from the end of the shortest prompt on, until every row has
-      ended. Longer prompts' own tokens are among them.
+      (B, every) int32: the columns of `generate`'s result after the shortest prompt, until every row has ended. They
+      include the rest of longer prompts.
 
     Raises:
-      ValueError: as `generate` does, at the call, and for `every` below 1.
+      ValueError: as `generate`, or if `every` is below 1; raised at the call.
     """
     require(is_int(every) and every >= 1, f"every must be an integer of at least 1, got {every!r}")
     run = _Run.start(
@@ -126,7 +131,7 @@ def stream(
 
 
 class _State(NamedTuple):
-    """What a step changes: columns so far, cache, next logits (B, V), tokens (B, steps), which rows have ended (B,)."""
+    """What a step changes: columns so far, cache, next logits (B, V), tokens (B, steps), and which rows have ended."""
 
     index: Any
     cache: Any
@@ -136,10 +141,11 @@ class _State(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """What stays the same over the steps, as arrays.
+    """Settings that stay the same over the steps, as arrays.
 
     Attributes:
-      forced: (B, steps), of which a row's first `num_forced` (B,) are its prompt's rest. keys: a random key a step.
+      forced: (B, steps); the first `num_forced` (B,) of each row are the rest of its prompt.
+      keys: one random key for each step.
     """
 
     forced: Any
@@ -151,7 +157,7 @@ class _Settings(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Prompts that have been read up to the end of the shortest, and how they go on."""
+    """Prompts that have been read up to the end of the shortest, and how to continue them."""
 
     model: Any
     variables: Any
@@ -201,7 +207,7 @@ class _Run(NamedTuple):
             logits, cache = prefill(
                 model, variables, prompts[:, start : min(start + PREFILL, common)], cache, encoded
             )
-            encoded = None  # the cache keeps what the decoder reads of it
+            encoded = None  # the cache keeps what the decoder needs
         state = _State(
             index=jnp.zeros((), jnp.int32),
             cache=cache,
@@ -221,7 +227,7 @@ class _Run(NamedTuple):
         return cls(model, variables, prompts[:, :common], steps, state, settings, choice)
 
     def advance(self, state: _State, until: int) -> _State:
-        """The state after `until` columns, or where all rows have ended; the state given is used up."""
+        """Runs until `until` columns are done or all rows have ended; donates the given state."""
         return _advance(self.model, self.variables, state, self.settings, jnp.int32(until), **self.choice)
 
     def pieces(self, every: int) -> Iterator[np.ndarray]:
@@ -236,12 +242,12 @@ class _Run(NamedTuple):
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is a Python or NumPy integer and no bool."""
+    """Whether a value is a Python or NumPy integer other than a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_model(model: Any, variables: Any) -> None:
-    """Raises ValueError unless the model is a decoder and the variables have its parameters."""
+    """Raises ValueError unless the model is a decoder and the variables hold parameters."""
     require(
         hasattr(model, "init_cache") and hasattr(model, "absorbable"),
         f"model must be a decoder with init_cache and absorbable, such as DecoderLM, got {type(model).__name__}",
@@ -255,10 +261,10 @@ def check_model(model: Any, variables: Any) -> None:
 
 
 def _read_source(model: Any, variables: Any, source: Any, lengths: Any, batch: int) -> Any:
-    """What an encoder-decoder reads of its source; None for a decoder.
+    """Returns the encoded source of an encoder-decoder, or None for a decoder.
 
     Raises:
-      ValueError: a source where there is no encoder, none where there is one, or of another number of rows.
+      ValueError: the source is given to a decoder, missing for an encoder-decoder, or has the wrong number of rows.
     """
     if not hasattr(model, "encode"):
         require(
@@ -275,13 +281,13 @@ def _read_source(model: Any, variables: Any, source: Any, lengths: Any, batch: i
 def check_rows(
     name: str, rows: Any, lengths: Any, vocabulary: int | None
 ) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, "B"]]:
-    """Rows of tokens ("prompts" or "source") and their lengths as arrays."""
+    """Returns rows of tokens ("prompts" or "source") and their lengths as arrays, after checking them."""
     of = "lengths" if name == "prompts" else f"{name}_lengths"
     try:
         rows = np.asarray(rows)
-    except ValueError as error:  # NumPy's for rows of several lengths
+    except ValueError as error:  # rows of different lengths
         raise ValueError(
-            f"{name} must have rows of one length; fill shorter ones up on the right and give {of}"
+            f"{name} must have rows of equal length; pad shorter ones on the right and give {of}"
         ) from error
     require(
         rows.ndim == 2 and rows.size > 0 and np.issubdtype(rows.dtype, np.integer),
@@ -305,12 +311,12 @@ def check_rows(
 
 
 def is_greedy(temperature: float) -> bool:
-    """Whether a temperature takes the likeliest token: 0, or so little that logits divided by it overflow float32."""
+    """Whether to take the most likely token: 0, or so close to 0 that the divided logits would overflow float32."""
     return temperature < 1e-6
 
 
 def check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Raises ValueError for settings of the sampling that are out of range."""
+    """Raises ValueError if a sampling setting is out of range."""
     require(
         is_int(max_new_tokens) and max_new_tokens >= 1,
         f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}",
@@ -334,7 +340,7 @@ def check_sampling(max_new_tokens: Any, rng: Any, temperature: Any, top_k: Any, 
 
 
 def check_stop_tokens(stop_tokens: Any, vocabulary: int | None) -> list[int]:
-    """The stop tokens as a list; raises ValueError for one outside the vocabulary."""
+    """Returns the stop tokens as a list; raises ValueError if one is outside the vocabulary."""
     stops = list(stop_tokens) if isinstance(stop_tokens, (Sequence, np.ndarray)) else [stop_tokens]
     require(
         all(is_int(t) and t >= 0 and (vocabulary is None or t < vocabulary) for t in stops),
@@ -345,7 +351,7 @@ def check_stop_tokens(stop_tokens: Any, vocabulary: int | None) -> list[int]:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def absorb(model, variables, tokens, cache):
-    """The cache, which is used up, after tokens (B, T) whose outputs nobody wants; see the model's `absorb`."""
+    """Returns the cache after tokens (B, T) whose outputs are not needed; donates the given one. See `absorb` there."""
     return model.apply(variables, tokens, cache, method="absorb")
 
 
@@ -356,7 +362,7 @@ def _encode(model, variables, source, lengths):
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def prefill(model, variables, tokens, cache, encoded=None):
-    """The logits (B, V) of the token after tokens (B, T), and the cache with them; the cache given is used up."""
+    """Returns the logits (B, V) after tokens (B, T), and the cache that has read them; donates the given one."""
     reads = {} if encoded is None else {"encoded": encoded}
     hidden, cache = model.apply(variables, tokens, cache=cache, method="hidden", **reads)
     return model.apply(variables, hidden[:, -1:], method="logits")[:, 0], cache
@@ -366,7 +372,7 @@ def prefill(model, variables, tokens, cache, encoded=None):
     jax.jit, static_argnums=0, static_argnames=("greedy", "top_k", "top_p"), donate_argnames="state"
 )
 def _advance(model, variables, state, settings, until, *, greedy, top_k, top_p):
-    """The state after `until` columns (traced, so that one program serves pieces of any size)."""
+    """Runs until `until` columns are done (traced, so that one program works for pieces of any size)."""
 
     def goes_on(state):
         return (state.index < until) & ~state.ended.all()
@@ -393,14 +399,15 @@ def _advance(model, variables, state, settings, until, *, greedy, top_k, top_p):
 def sample(
     key: Array, logits: Float[Array, "B V"], *, top_k: int | None = None, top_p: float | None = None
 ) -> Int[Array, "B"]:
-    """Draws a token for each row from softmax(logits), cut to the top_k likeliest, then to the top_p share of those.
+    """Draws a token for each row from softmax(logits), cut to the top_k most likely tokens and then to their top_p
+    share.
 
     Args:
       key: random key.
       logits: (B, V) floats.
-      top_k: how many of the likeliest tokens remain; None for all. Ties with the last of them remain too.
-      top_p: the fewest of the likeliest tokens whose probabilities reach this sum remain, and ties with the last of
-        them; None for all.
+      top_k: how many of the most likely tokens to keep, including ties with the last; None for all.
+      top_p: keeps the most likely tokens until their probabilities reach this sum, including ties with the last; None
+        for all.
 
     Returns:
       (B,) int32.
@@ -411,7 +418,7 @@ def sample(
     if top_p is not None and top_p < 1:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(ordered, axis=-1)
-        # The last kept token is the one with which the sum reaches top_p.
+        # The last token to keep is the one at which the sum reaches top_p.
         least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

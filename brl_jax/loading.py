@@ -1,14 +1,12 @@
-"""Trained networks, read without the training code: `load_run` reads the folder of a run (extra `train`), `load_export`
-one that `python -m eval.export` or transformers wrote (extra `hf`)."""
+"""Reads trained networks without the training code: `load_run` reads a run's folder (extra `train`), `load_export` a
+folder that `python -m eval.export` or transformers wrote (extra `hf`)."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import flax.linen as nn
 import jax
@@ -16,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from brl_jax.checkpoints import candidates, read_arrays, read_meta
 from brl_jax.configuration import configuration
+from brl_jax.json_files import check_json, read_json
 from brl_jax.models import (
     Classifier,
-    DecoderConfig,
     DecoderLM,
-    EncoderConfig,
     EncoderDecoder,
-    EncoderDecoderConfig,
     PairClassifier,
     Regressor,
-    RegressorConfig,
     huggingface,
 )
 from brl_jax.models.config import ComputationType
@@ -39,8 +35,10 @@ class LoadedRun(NamedTuple):
     """A trained network.
 
     Attributes:
-      model: the Flax module. variables: what `model.apply` takes: {"params": ...}, float32.
-      step: the step of the checkpoint; None where the folder does not say it. config: what config.json holds.
+      model: the Flax module.
+      variables: {"params": ...} in float32, for `model.apply`.
+      step: the checkpoint's step; None if the folder does not record it.
+      config: the contents of config.json.
     """
 
     model: Any
@@ -50,74 +48,50 @@ class LoadedRun(NamedTuple):
 
 
 def load_run(workdir: str | os.PathLike[str], checkpoint: str | int = "best") -> LoadedRun:
-    """Reads a network that train.lm, train.lra, train.recall, train.copy, train.regression or train.forecast trained.
+    """Reads a network that a command of `train` trained.
+
+        run = load_run("runs/small")
+        logits, _ = run.model.apply(run.variables, tokens)
 
     Args:
       workdir: the run's folder, with config.json and checkpoints.
-      checkpoint: "best" (that of the best evaluation while training, else the last), "last", or a step. Damaged
-        checkpoints have no evaluation, and where the last one is asked for, those before it stand for it.
+      checkpoint: "best" (the checkpoint with the best evaluation, or the last one if nothing was evaluated), "last", or
+        a step. Damaged checkpoints are skipped; "last" falls back to the newest readable one.
 
     Raises:
       ImportError: the extra `train` is not installed.
       FileNotFoundError: there is no such run or checkpoint.
-      ValueError: config.json or the checkpoint is damaged, or of a task that this function does not know.
+      ValueError: config.json or the checkpoint is damaged, or its network is not one that can be loaded.
     """
     try:
-        import orbax.checkpoint as ocp
+        import orbax.checkpoint  # noqa: F401
         from etils import epath
     except ImportError as error:
         raise ImportError("brl_jax.loading needs Orbax: pip install 'brl-jax[train]'") from error
-
-    def read(step: int, **items: Any) -> Any:
-        try:
-            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-                return checkpointer.restore(folder / str(step), args=ocp.args.Composite(**items))
-        except Exception as error:  # whatever the storage raises
-            raise ValueError(f"checkpoint {folder / str(step)} cannot be read: {error}") from error
-
-    path = epath.Path(workdir) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no whole JSON file: {error}") from error
+    config = read_json(epath.Path(workdir) / "config.json", {"model": dict})
     model, inputs = _network(config)
     folder = epath.Path(workdir) / "checkpoints"
-    if "://" not in os.fspath(folder):  # epath would take gs://... for a name in the working directory
-        folder = folder.resolve()
-    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    scores: dict[int, float] = {}
-    if checkpoint == "best":
-        for step in steps:
-            with contextlib.suppress(ValueError, KeyError):
-                score = read(step, meta=ocp.args.JsonRestore())["meta"]["score"]
-                scores |= {} if score is None else {step: score}
-    chosen = (
-        steps[::-1]
-        if checkpoint in ("best", "last")
-        else [step for step in steps if str(step) == str(checkpoint)]
-    )
-    if not chosen:
-        raise FileNotFoundError(
-            f"checkpoint must be best, last or one of {steps}, got {checkpoint!r} in {folder}"
-        )
-    if scores:
-        chosen = [min(scores, key=lambda step: scores[step])]
+    try:
+        steps = candidates(folder, str(checkpoint))
+    except LookupError as error:
+        raise FileNotFoundError(f"checkpoint: {error}, in {folder}") from error
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-
-    def load(step: int) -> LoadedRun:
-        params = read(step, params=ocp.args.StandardRestore(like))["params"]
-        return LoadedRun(model, {"params": params}, step, config)
-
-    for step in chosen[:-1]:
-        with contextlib.suppress(ValueError):
-            return load(step)
-    return load(chosen[-1])
+    for step in steps:
+        try:
+            params = read_arrays(folder, step, read_meta(folder, step), {"params": like})["params"]
+            return LoadedRun(model, {"params": params}, step, config)
+        except Exception as error:  # whatever the storage raises
+            reason = " ".join(str(error).split())[:200]
+    raise ValueError(f"checkpoint {folder / str(steps[-1])} cannot be read: {reason}")
 
 
 def load_export(path: str | os.PathLike[str]) -> LoadedRun:
     """Reads a network that `python -m eval.export` wrote, or a decoder in the layout of transformers.
+
+        run = load_export("path/to/export")
+        logits, _ = run.model.apply(run.variables, tokens)
 
     Args:
       path: a folder with config.json and safetensors; see docs/huggingface.md.
@@ -125,8 +99,8 @@ def load_export(path: str | os.PathLike[str]) -> LoadedRun:
     Raises:
       ImportError: the extra `hf` is not installed.
       FileNotFoundError: a file is missing.
-      ValueError: config.json is damaged or of a network that this version does not know, or the weights are of another
-        network.
+      ValueError: config.json is damaged or describes a network that this version does not know, or the weights do not
+        fit it.
     """
     folder = Path(path)
     config = files.read_json(folder / files.CONFIG)
@@ -139,9 +113,7 @@ def load_export(path: str | os.PathLike[str]) -> LoadedRun:
     with files.open_tensors(folder) as (names, read):
         if set(names) != set(expected):
             differing = sorted(set(names) ^ set(expected))
-            raise ValueError(
-                f"the weights in {folder} are not those of config.json: {', '.join(differing[:5])}"
-            )
+            raise ValueError(f"the weights in {folder} do not match config.json: {', '.join(differing[:5])}")
         leaves = {name: jnp.asarray(read(name), shape.dtype) for name, shape in expected.items()}
         step = files.metadata(folder).get("step")
     for name, leaf in leaves.items():
@@ -162,17 +134,18 @@ def save_export(
     tokenizer: str | os.PathLike[str] | None = None,
     dtype: ComputationType = "float32",
 ) -> None:
-    """Writes a run's network as safetensors under the names of its parameters, for `load_export`.
+    """Writes a run's network as safetensors, named after its parameters, for `load_export`.
 
     Args:
-      path: a new folder, which appears complete or not at all.
-      params, config, step: the parameters, what config.json holds, and the step of the checkpoint.
-      tokenizer: a folder whose tokenizer files are copied. dtype: of the weights in the file.
+      path: a new folder. It appears once it is complete.
+      params, config, step: the parameters, the contents of config.json, and the checkpoint's step.
+      tokenizer: a folder whose tokenizer files are copied.
+      dtype: of the weights in the file.
 
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
-      ValueError: `load_export` does not read networks of the run's task.
+      ValueError: `load_export` does not support the run's network.
     """
     _network(config)
     flat = traverse_util.flatten_dict(nn.unbox(params), sep=".")
@@ -181,25 +154,24 @@ def save_export(
     files.write_folder(path, tensors, config, metadata=metadata, tokenizer=tokenizer)
 
 
+_INPUTS: dict[type, Callable[[Any], tuple[jax.ShapeDtypeStruct, ...]]] = {
+    DecoderLM: lambda config: (_TOKENS,),
+    Classifier: lambda config: (_TOKENS,),
+    PairClassifier: lambda config: (_PAIRS,),
+    EncoderDecoder: lambda config: (_TOKENS, _TOKENS),
+    Regressor: lambda config: (jax.ShapeDtypeStruct((1, 2, config.num_inputs), jnp.float32),),
+}
+"""The networks that can be loaded, and the shapes of their inputs."""
+
+
 def _network(config: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The module of a run's configuration, and the shapes of its inputs."""
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise ValueError("config.json must be an object with a part 'model'")
-    values = config["model"]
-    match config.get("task"):
-        case "lm" | "recall" | "forecast_tokens":
-            return DecoderLM(configuration(DecoderConfig, values, "model")), (_TOKENS,)
-        case "lra":
-            encoder = configuration(EncoderConfig, values, "model")
-            is_pair = config["data"]["task"] == "retrieval"
-            return (PairClassifier(encoder), (_PAIRS,)) if is_pair else (Classifier(encoder), (_TOKENS,))
-        case "regression" | "forecast":
-            regressor = configuration(RegressorConfig, values, "model")
-            return Regressor(regressor), (jax.ShapeDtypeStruct((1, 2, regressor.num_inputs), jnp.float32),)
-        case "copy":
-            pair = configuration(EncoderDecoderConfig, values, "model")
-            return EncoderDecoder(pair), (_TOKENS, _TOKENS)
-    raise ValueError(
-        f"config.json is of the task {config.get('task')!r}, which can be trained and evaluated, but not loaded or "
-        "exported"
-    )
+    """The module of a run's configuration, which names its class, and the shapes of its inputs."""
+    check_json(config, {"model": dict}, "config.json")
+    network = next((kind for kind in _INPUTS if kind.__name__ == config.get("network")), None)
+    if network is None:
+        known = ", ".join(kind.__name__ for kind in _INPUTS)
+        raise ValueError(
+            f"config.json: network must be one of {known} to be loaded or exported, got {config.get('network')!r}"
+        )
+    values = configuration(get_type_hints(network)["config"], config["model"], "model")
+    return network(values), _INPUTS[network](values)

@@ -1,18 +1,18 @@
-"""Meshes of devices, and the one table that maps the dimensions of arrays to mesh axes.
+"""Meshes of devices, and the table that maps the dimensions of arrays to mesh axes.
 
-Parameters carry a name for each dimension ("embed", "heads"); layers name those of their activations. `RULES` maps
-names to mesh axes:
+Parameters name each of their dimensions ("embed", "heads"), and layers name the dimensions of their activations.
+`RULES` maps names to mesh axes:
 
-    data      rows of a batch; every group of devices has all parameters
-    fsdp      rows of a batch too, and the parameters' model width: gathered where a layer needs them
-    sequence  tokens of a row, and the parameters' model width beside fsdp
-    tensor    heads, the feed-forward width, the vocabulary
+    data      shards the rows of a batch; every group of devices has all parameters
+    fsdp      also shards the rows, and the parameters' model width, which is gathered where a layer needs it
+    sequence  shards the tokens of a row, and the parameters' model width together with fsdp
+    tensor    shards heads, the feed-forward width and the vocabulary
 
-A mesh axis cuts one dimension of an array, the first whose name asks for it. The rows of an activation take fsdp, so
-its width stays whole; a parameter has no rows, so its width is cut.
+A mesh axis shards one dimension of an array, the first whose name maps to it. The rows of an activation use fsdp, so
+its width stays whole; a parameter has no rows, so its width is sharded.
 
-`with jax.set_mesh(make_mesh(config)):` around a jitted call is all that layers need; without it, or on one device, the
-functions here that layers call do nothing.
+Layers need only a jitted call inside `with jax.set_mesh(make_mesh(config)):`. Without a mesh, or on one device, the
+functions that layers call here do nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import flax.linen as nn
 import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from brl_jax.fields import Checked
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 
@@ -44,7 +46,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "compressed_embed": ("fsdp",),
     "features": ("fsdp",),
     "position": ("fsdp",),
-    # Never cut: too short, or another dimension of the same array is cut.
+    # Never sharded: too short, or another dimension of the same array is sharded.
     "head_dim": (),
     "layers": (),
     "compressed": (),
@@ -60,30 +62,30 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "block_in": (),
 }
 
-# Where parameters and their moments are kept, a dimension that is cut over the first axis is cut over the second too.
-# Layers use them without that cut (`gather_parameter`): the second axis cuts the tokens that a layer computes on.
+# Stored parameters and their moments shard a dimension over the second axis too if the first one shards it. Layers undo
+# the second (`gather_parameter`), because that axis shards the tokens that they compute on.
 _KEPT_OVER = ("fsdp", "sequence")
 
-# Dimensions that stay whole where the mesh axis does not divide them; for the others that is an error. The data, not
-# the user, decide the size of the vocabulary and the length of a text.
+# These dimensions stay whole if the mesh axis does not divide them; for all others that is an error. Their sizes, the
+# vocabulary and the length of a text, come from the data and not from the user.
 _MAY_STAY_WHOLE = frozenset(("vocab", "position"))
 
-# Neighbours that share one copy of the parameters by default: the chips of one or two hosts.
+# By default up to this many neighbours share one copy of the parameters: the chips of one or two hosts.
 _NEIGHBOURS = 8
 
 Names = Sequence[str | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """Number of devices along each axis of the mesh; one size may be -1, for the devices that the others leave."""
+class MeshConfig(Checked):
+    """Number of devices along each axis of the mesh; one size may be -1, for all remaining devices."""
 
     data: int | None = None
-    """Groups of devices, each with a whole copy of the parameters and the optimiser state and its share of the rows.
+    """Groups of devices; each has a whole copy of the parameters and the optimiser state, and its share of the rows.
     None: the devices that the other sizes leave."""
     fsdp: int | None = None
-    """Devices that share the rows of a group and one copy of parameters and optimiser. None: what --mesh.data leaves;
-    where that is None too, up to 8."""
+    """Devices that share a group's rows and one copy of parameters and optimiser state. None: what --mesh.data leaves;
+    if that is None too, up to 8."""
     sequence: int = 1
     """Devices that share the tokens of a row."""
     tensor: int = 1
@@ -101,10 +103,10 @@ class MeshConfig:
             )
 
     def sizes(self, devices: int) -> tuple[int, ...]:
-        """The sizes of `AXES` on this number of devices.
+        """Returns the sizes of `AXES` on this number of devices.
 
         Raises:
-          ValueError: sizes that do not multiply to it.
+          ValueError: the sizes do not multiply to the number of devices.
         """
         asked = {name: getattr(self, name) for name in AXES}
         given = math.prod(size for size in asked.values() if size is not None and size != -1)
@@ -126,13 +128,16 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a configuration over `devices` (default: all of all processes).
+    """Returns the mesh of a configuration over `devices` (default: all devices of all processes).
 
-    Devices are laid out so that the inner axes run between neighbours: along the torus of a TPU slice, inside one host
-    on GPUs. On several slices, "data" runs across them.
+        with jax.set_mesh(make_mesh(MeshConfig(fsdp=8))):
+            state = train_step(state, batch)
+
+    Inner axes connect neighbours: along the torus of a TPU slice, or inside one host on GPUs. With several slices,
+    "data" runs across them.
 
     Raises:
-      ValueError: sizes that don't multiply to the number of devices, or a data axis that slices don't divide.
+      ValueError: the sizes do not multiply to the number of devices, or the slices do not divide the data axis.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = config.sizes(len(devices))
@@ -149,15 +154,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def partition_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """The mesh axes over which the dimensions of an array are cut; dimensions that do not divide evenly stay whole.
+    """Returns the mesh axes that shard each dimension of an array; dimensions that do not divide evenly stay whole.
 
     Args:
-      names: a name in `RULES` or None for each dimension.
+      names: for each dimension, a name in `RULES` or None.
       shape: the array's shape.
-      sizes: sizes of the mesh axes that may be used.
+      sizes: sizes of the available mesh axes.
 
     Raises:
-      ValueError: a name that is not in `RULES`, or not one for each dimension.
+      ValueError: a name is not in `RULES`, or there is not exactly one name for each dimension.
     """
     if len(names) != len(shape):
         raise ValueError(f"names must be one for each dimension of shape {tuple(shape)}, got {tuple(names)}")
@@ -165,7 +170,7 @@ def partition_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int])
     spec: list[Any] = []
     for name, size in zip(names, shape):
         if name is not None and name not in RULES:
-            raise ValueError(f"names must be out of {', '.join(RULES)}, got {name!r}")
+            raise ValueError(f"names must be among {', '.join(RULES)}, got {name!r}")
         axes = tuple(axis for axis in RULES[name] if axis in free) if name is not None else ()
         if not axes or size % math.prod(free[axis] for axis in axes):
             spec.append(None)
@@ -177,7 +182,7 @@ def partition_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int])
 
 
 def _kept_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """The mesh axes over which a parameter is cut where it is kept; arguments and errors of `partition_spec`."""
+    """Returns the mesh axes that shard a stored parameter; arguments and errors as in `partition_spec`."""
     spec = list(partition_spec(names, shape, sizes))
     first, second = _KEPT_OVER
     for i, (name, size) in enumerate(zip(names, shape)):
@@ -190,21 +195,21 @@ def _kept_spec(names: Names, shape: Sequence[int], sizes: Mapping[str, int]) -> 
 
 
 def _is_vector(names: Names) -> bool:
-    """Whether a parameter has one dimension, besides that of layers of which it is stacked."""
+    """Whether a parameter has a single dimension, not counting the one that stacks layers."""
     return sum(name != "layers" for name in names) < 2
 
 
 def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
-    """A sharding for each parameter: a pytree like the unboxed parameters.
+    """Returns a sharding for each parameter, as a pytree like the unboxed parameters.
 
-    What "fsdp" cuts is cut over "sequence" too, where both together divide it; see `gather_parameter`. Vectors (norms,
-    biases, one number for each head) stay whole: gathering them costs more than storing them.
+    Dimensions sharded over "fsdp" are sharded over "sequence" too if both together divide them; see `gather_parameter`.
+    Vectors (norms, biases, one number for each head) stay whole, as gathering them costs more than storing them.
 
     Args:
       boxed: parameters with their names, as `model.init` returns them, or their shapes.
 
     Raises:
-      ValueError: a dimension that its mesh axes do not divide; the error names the parameter and both sizes.
+      ValueError: a mesh axis does not divide its dimension; the message names the parameter and both sizes.
     """
     sizes = dict(mesh.shape)
 
@@ -233,32 +238,33 @@ def parameter_shardings(mesh: Mesh, boxed: Any) -> Any:
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Number of shards of the rows of a batch."""
+    """Returns the number of shards of a batch's rows."""
     return math.prod(dict(mesh.shape)[axis] for axis in RULES["batch"])
 
 
-# --- What layers call ---
+# --- Functions for layers ---
 
 
 def _automatic_axes() -> dict[str, int]:
-    """Axis sizes of the mesh around this trace; empty where the compiler has nothing to partition."""
+    """Returns the axis sizes of the mesh around this trace; empty if the compiler has nothing to partition."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) != set(AXES) or set(mesh.axis_types) != {AxisType.Auto}:
-        return {}  # no mesh, a mesh of the caller's own, or inside shard_map
+        return {}  # no mesh, a mesh with other axes, or inside shard_map
     return {name: size for name, size in mesh.shape.items() if size > 1}
 
 
 def current_shards(name: str) -> int:
-    """Number of shards of dimensions with this name in `RULES`, where they divide evenly; 1 without a mesh."""
+    """Returns the number of shards of dimensions with this name, assuming that it divides them; 1 without a mesh."""
     sizes = _automatic_axes()
     return math.prod(sizes.get(axis, 1) for axis in RULES[name])
 
 
 def sequence_axis(length: int, block: int = 1) -> str | None:
-    """The mesh axis over which sequences of `length` tokens are cut; None where they stay whole.
+    """Returns the mesh axis that shards sequences of `length` tokens; None if they stay whole.
 
-    Over such an axis `shard_call` may cut dimensions named "length" (and "blocks", with an entry for each `block`
-    tokens), and functions of stretches (`brl_jax.attention.local.sharded`) fetch from other devices by its name.
+    With such an axis, `shard_call` may shard dimensions named "length" (and "blocks", which have an entry for every
+    `block` tokens), and functions on shards (`brl_jax.attention.local.sharded`) use its name to fetch from other
+    devices.
 
     Args:
       length: number of tokens.
@@ -270,10 +276,10 @@ def sequence_axis(length: int, block: int = 1) -> str | None:
 
 
 def constrain(x: jax.Array, names: Names) -> jax.Array:
-    """x, sharded over the mesh by the names of its dimensions; x itself without a mesh.
+    """Returns x sharded over the mesh by the names of its dimensions; x itself without a mesh.
 
     Args:
-      names: a name in `RULES`, or None (whole), for each dimension.
+      names: for each dimension, a name in `RULES` or None (whole).
     """
     sizes = _automatic_axes()
     if not sizes:
@@ -282,16 +288,16 @@ def constrain(x: jax.Array, names: Names) -> jax.Array:
 
 
 def gather_parameter(x: jax.Array, names: Names) -> jax.Array:
-    """A parameter as a layer uses it: gathered over the devices that share a row's tokens; x itself without any.
+    """Returns a parameter ready for use in a layer: gathered over the devices that share a row's tokens, if any.
 
-    Left to itself, the compiler may move activations to the parts of a parameter, which is far more than the parameter
-    where rows are long. The gradient is summed and cut as the parameter is kept.
+    Otherwise the compiler might move activations to the parts of a parameter, which is far more data if rows are long.
+    The gradient is summed and sharded as the parameter is stored.
 
     Args:
-      names: those of the parameter's dimensions, without the one of stacked layers.
+      names: of the parameter's dimensions, without the one that stacks layers.
 
     Raises:
-      ValueError: as `partition_spec` does.
+      ValueError: as `partition_spec`.
     """
     sizes = _automatic_axes()
     if sizes.get(_KEPT_OVER[1], 1) == 1 or _is_vector(names):
@@ -311,8 +317,8 @@ def _gather_forward(x: jax.Array, used: PartitionSpec, kept: PartitionSpec) -> t
 
 
 def _gather_backward(used: PartitionSpec, kept: PartitionSpec, _: None, gradient: Any) -> tuple[jax.Array]:
-    # In two steps: a product asked for a gradient that is cut over the tokens' axis might gather its operands, the
-    # tokens, where it can sum over them. The compiler makes one exchange of the sum and the cut.
+    # Two steps: to get a gradient sharded over the tokens' axis, a product might gather its operands, the tokens, which
+    # it could instead sum over. The compiler merges the sum and the sharding into one exchange.
     gradient = jax.lax.with_sharding_constraint(gradient, used)
     return (jax.lax.with_sharding_constraint(gradient, kept),)
 
@@ -326,19 +332,18 @@ def shard_call(
     names: Sequence[Names],
     out_names: Names | tuple[Names, ...],
 ) -> Any:
-    """function(*operands), which every device runs on its own shards.
+    """Computes function(*operands) on each device's shards; a plain call without a mesh.
 
-    It serves functions that treat each row and head separately and that the compiler cannot partition (kernels), and
-    functions of stretches of sequences, which fetch what they need from other devices. Without a mesh it is a plain
-    call. A mesh axis that does not divide every dimension it would cut is left out; where none is left, every device
-    computes the whole.
+    It is for functions that treat each row and head separately and that the compiler cannot partition (kernels), and
+    for functions on shards of sequences, which fetch what they need from other devices. It ignores a mesh axis that
+    does not divide every dimension it would shard; without any axis left, every device computes everything.
 
     Args:
       function: takes the shards; it must not close over arrays.
       operands: arrays or None.
-      names: the names of each operand's dimensions; those of tokens only where `sequence_axis` gives the axis for
-        whose stretches `function` is made.
-      out_names: the names of the result's dimensions; a tuple of them for several results.
+      names: the names of each operand's dimensions. Name tokens only if `sequence_axis` returns the axis that
+        `function` expects.
+      out_names: the names of the result's dimensions; a tuple of these for several results.
     """
     sizes = _automatic_axes()
     if not sizes:
@@ -354,7 +359,7 @@ def shard_call(
         for x, dims in zip(operands, names)
     ]
 
-    # The result's sizes need no check: its dimensions are those of the operands.
+    # The result's sizes need no check, as its dimensions are the operands'.
     def cut(names: Names) -> PartitionSpec:
         axes = (tuple(axis for axis in (RULES[name] if name else ()) if axis in sizes) for name in names)
         return PartitionSpec(*(found or None for found in axes))

@@ -64,19 +64,19 @@ Name = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class StateFunctions(Generic[State]):
-    """The functions of one mechanism, pure and without parameters; see `state_functions`. State is its NamedTuple."""
+    """The functions of one mechanism, pure and without parameters; see `state_functions`. State is a NamedTuple."""
 
     _init: Callable[[int, int, int, Any], State]
-    _extend: Callable[..., Any]  # -> (Array, State); functions that also go without a state have a union
+    _extend: Callable[..., Any]  # -> (Array, State); functions whose state is optional return a union
 
     def init(self, batch: int, num_kv_heads: int, head_dim: int, dtype: Any = jnp.float32) -> State:
-        """The state before the first token, a NamedTuple of arrays.
+        """Returns the state before the first token, a NamedTuple of arrays.
 
         Args:
-          dtype: that of the keys and values, for mechanisms that keep tokens; sums are float32.
+          dtype: of keys and values, for mechanisms that keep tokens; sums are float32.
 
         Raises:
-          ValueError: a size below 1.
+          ValueError: a size is below 1.
         """
         return self._init(batch, num_kv_heads, head_dim, dtype)
 
@@ -88,15 +88,16 @@ class StateFunctions(Generic[State]):
         state: State,
         **arrays: Array,
     ) -> tuple[Float[Array, "B T N H"], State]:
-        """The outputs of the next T tokens, which see those of the state too, and the state after them.
+        """Returns the outputs of the next T tokens, which also see the state's tokens, and the state after them.
 
         Args:
-          arrays: what else the function needs of each token: beta (B, T, K) of "deltanet", "gated_deltanet" and "kda",
-            and log_decay of the last two, and of "linear" with normalize=False, whose state then decays; linear_query
-            and linear_key of "flash"; retrieval_query and retrieval_key of "bsbr"; projection of "long_short".
+          arrays: the function's additional inputs for each token: beta (B, T, K) for "deltanet", "gated_deltanet" and
+            "kda"; log_decay for the last two, and for "linear" with normalize=False, whose state then decays;
+            linear_query and linear_key for "flash"; retrieval_query and retrieval_key for "bsbr"; projection for
+            "long_short".
 
         Raises:
-          ValueError: as the mechanism's own function.
+          ValueError: as the mechanism's function.
         """
         return self._extend(query, key, value, state=state, **arrays)
 
@@ -108,7 +109,7 @@ class StateFunctions(Generic[State]):
         state: State,
         **arrays: Array,
     ) -> tuple[Float[Array, "B 1 N H"], State]:
-        """`extend` by one token, as in generation. Raises ValueError for another number."""
+        """`extend` by one token, as in generation. Raises ValueError for any other number of tokens."""
         require(query.shape[1] == 1, f"a step takes one token, got {query.shape[1]}; extend takes any number")
         return self.extend(query, key, value, state, **arrays)
 
@@ -142,7 +143,7 @@ def state_functions(name: Literal["mlr"], **settings: Any) -> StateFunctions[Mlr
 @overload
 def state_functions(name: Literal["long_short"], **settings: Any) -> StateFunctions[LongShortState]: ...
 def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
-    """`init`, `extend` and `step` of causal attention by a mechanism, for decoding in any code base.
+    """Returns `init`, `extend` and `step` of a mechanism's causal attention, for decoding in any code base.
 
     (B, T, N, H), (B, T, K, H) x 2, a state -> (B, T, N, H), the state after these tokens::
 
@@ -155,15 +156,15 @@ def state_functions(name: Name, **settings: Any) -> StateFunctions[Any]:
       name: "local" (settings: window), "diag" (block_size), "linear", "norm", "cosformer" (max_length), "performer"
         (projection, from `performer_projection`), "deltanet" (`delta_rule`, whose extend and step take beta),
         "gated_deltanet" and "kda" (`gated_delta_rule` and `kimi_delta_rule`, with beta and log_decay), "flowformer"
-        (whose state has as many heads as the query: init gets their number), "luna" (packed), "gau" (length, and
-        value_dim where it is not head_dim), "flash" (`mixed_chunk_attention`: chunk_size, value_dim), "bsbr" (length,
-        num_heads, chunk_size, compression), "mlr" (length, ranks, block_sizes) or "long_short" (length, rank, window,
-        chunk_size). `length` is the largest number of tokens that the state can take.
+        (init takes the number of query heads), "luna" (packed), "gau" (length, and value_dim if it differs from
+        head_dim), "flash" (`mixed_chunk_attention`: chunk_size, value_dim), "bsbr" (length, num_heads, chunk_size,
+        compression), "mlr" (length, ranks, block_sizes) or "long_short" (length, rank, window, chunk_size). `length` is
+        the state's capacity in tokens.
       settings: the options of the mechanism's function that do not change from token to token.
 
     Raises:
-      ValueError: an unknown name.
-      TypeError: a setting that the mechanism needs is missing; for "cosformer" it is `extend` that raises.
+      ValueError: the name is unknown.
+      TypeError: a required setting is missing; for "cosformer", `extend` raises it.
     """
     require(name in _MAKERS, f"name must be one of {', '.join(_MAKERS)}, got {name!r}")
     return _MAKERS[name](**settings)
@@ -282,7 +283,7 @@ def _long_short(
 def _sums(
     function: Callable[..., Any], init: Callable[..., State], **always: Any
 ) -> Callable[..., StateFunctions[State]]:
-    """The functions of a mechanism whose state has no options."""
+    """Returns a maker for a mechanism whose state has no options."""
 
     def make(**settings: Any) -> StateFunctions[State]:
         return StateFunctions(

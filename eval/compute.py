@@ -1,5 +1,4 @@
-"""Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png].
-"""
+"""Language models at equal compute: python -m eval.compute --table DIR [--picture FILE.png]."""
 
 from eval.harness.entry import start
 from eval.studies.compute import main

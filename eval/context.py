@@ -1,5 +1,4 @@
-"""Where a language model's context pays: python -m eval.context --workdir DIR [DIR ...] [--picture FILE.png].
-"""
+"""Where a language model's context pays: python -m eval.context --workdir DIR [DIR ...] [--picture FILE.png]."""
 
 from eval.harness.entry import start
 from eval.tasks.context import main

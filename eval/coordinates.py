@@ -1,5 +1,4 @@
-"""How activations grow with the width in the first steps of training: python -m eval.coordinates [OPTIONS].
-"""
+"""How activations grow with the width in the first steps of training: python -m eval.coordinates [OPTIONS]."""
 
 from eval.harness.entry import start
 from eval.studies.coordinates import main

@@ -1,5 +1,4 @@
-"""Measures what an encoder-decoder writes by itself: python -m eval.copy --workdir DIR [--length N ...].
-"""
+"""Measures what an encoder-decoder writes by itself: python -m eval.copy --workdir DIR [--length N ...]."""
 
 from eval.harness.entry import start
 from eval.tasks.copy import main

@@ -1,5 +1,4 @@
-"""Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR.
-"""
+"""Writes a run's network as safetensors: python -m eval.export --workdir DIR --out DIR."""
 
 from eval.harness.entry import start
 from eval.tasks.export import main

@@ -1,5 +1,4 @@
-"""Measures a fine-tuned network on a task of GLUE: python -m eval.glue --workdir DIR.
-"""
+"""Measures a fine-tuned network on a task of GLUE: python -m eval.glue --workdir DIR."""
 
 from eval.harness.entry import start
 from eval.tasks.glue import main

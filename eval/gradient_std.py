@@ -1,5 +1,4 @@
-"""How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...].
-"""
+"""How much the gradients of runs varied: python -m eval.gradient_std --workdir DIR [DIR ...]."""
 
 from eval.harness.entry import start
 from eval.studies.gradient_std import main

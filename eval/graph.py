@@ -1,5 +1,4 @@
-"""Measures networks that classify the nodes of a graph (train.graph): python -m eval.graph --workdir DIR [OPTIONS].
-"""
+"""Measures networks that classify the nodes of a graph (train.graph): python -m eval.graph --workdir DIR [OPTIONS]."""
 
 from eval.harness.entry import start
 from eval.tasks.graph import main

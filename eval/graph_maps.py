@@ -1,5 +1,4 @@
-"""What transformers on graphs attend to: python -m eval.graph_maps --workdir DIR [DIR ...] [--picture FILE.png].
-"""
+"""What transformers on graphs attend to: python -m eval.graph_maps --workdir DIR [DIR ...] [--picture FILE.png]."""
 
 from eval.harness.entry import start
 from eval.studies.graph_maps import main

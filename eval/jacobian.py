@@ -1,5 +1,4 @@
-"""How strongly outputs depend on far inputs: python -m eval.jacobian --workdir DIR [DIR ...] [--picture FILE.png].
-"""
+"""How strongly outputs depend on far inputs: python -m eval.jacobian --workdir DIR [DIR ...] [--picture FILE.png]."""
 
 from eval.harness.entry import start
 from eval.studies.jacobian import main

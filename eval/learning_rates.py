@@ -1,5 +1,4 @@
-"""Which learning rate is best at which width: python -m eval.learning_rates [OPTIONS].
-"""
+"""Which learning rate is best at which width: python -m eval.learning_rates [OPTIONS]."""
 
 from eval.harness.entry import start
 from eval.studies.learning_rates import main

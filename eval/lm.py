@@ -1,5 +1,4 @@
-"""Measures a trained language model on held-out text: python -m eval.lm --workdir DIR.
-"""
+"""Measures a trained language model on held-out text: python -m eval.lm --workdir DIR."""
 
 from eval.harness.entry import start
 from eval.tasks.lm import main

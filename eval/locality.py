@@ -1,5 +1,4 @@
-"""How local a trained model's attention is: python -m eval.locality --workdir DIR [DIR ...].
-"""
+"""How local a trained model's attention is: python -m eval.locality --workdir DIR [DIR ...]."""
 
 from eval.harness.entry import start
 from eval.studies.locality import main

@@ -1,5 +1,4 @@
-"""Measures classifiers of the Long Range Arena on their test split: python -m eval.lra --workdir DIR.
-"""
+"""Measures classifiers of the Long Range Arena on their test split: python -m eval.lra --workdir DIR."""
 
 from eval.harness.entry import start
 from eval.tasks.lra import main

@@ -1,5 +1,4 @@
-"""What a linear map reads from a trained encoder on the Long Range Arena: python -m eval.lra_probe --workdir RUN.
-"""
+"""What a linear map reads from a trained encoder on the Long Range Arena: python -m eval.lra_probe --workdir RUN."""
 
 from eval.harness.entry import start
 from eval.tasks.lra_probe import main

@@ -1,5 +1,4 @@
-"""What each mechanism of a family sees, as one picture: python -m eval.maps --family FAMILY --picture FILE.
-"""
+"""What each mechanism of a family sees, as one picture: python -m eval.maps --family FAMILY --picture FILE."""
 
 from eval.harness.entry import start
 from eval.studies.maps import main

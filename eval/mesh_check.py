@@ -1,8 +1,7 @@
-"""The same training on many meshes, for each listed mechanism: python -m eval.mesh_check [--task NAME].
-"""
+"""The same training on many meshes, for each listed mechanism: python -m eval.mesh_check [--task NAME]."""
 
-from eval.harness.entry import start
 from eval.chips.mesh_check import main
+from eval.harness.entry import start
 
 if __name__ == "__main__":
     start(main, "eval.mesh_check")

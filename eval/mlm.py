@@ -1,5 +1,4 @@
-"""Measures a masked language model on held-out text: python -m eval.mlm --workdir DIR.
-"""
+"""Measures a masked language model on held-out text: python -m eval.mlm --workdir DIR."""
 
 from eval.harness.entry import start
 from eval.tasks.mlm import main

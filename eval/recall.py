@@ -1,5 +1,4 @@
-"""Measures recall: python -m eval.recall --workdir DIR [--length N ... --pairs P ...].
-"""
+"""Measures recall: python -m eval.recall --workdir DIR [--length N ... --pairs P ...]."""
 
 from eval.harness.entry import start
 from eval.tasks.recall import main

@@ -1,5 +1,4 @@
-"""How well BRL's compressed tokens tell records from noise: python -m eval.signal_to_noise --workdir DIR [DIR ...].
-"""
+"""How well BRL's compressed tokens tell records from noise: python -m eval.signal_to_noise --workdir DIR [DIR ...]."""
 
 from eval.harness.entry import start
 from eval.studies.signal_to_noise import main

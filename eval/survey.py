@@ -1,5 +1,4 @@
-"""Every mechanism on small tasks of the Long Range Arena: python -m eval.survey --folder DIR [OPTIONS].
-"""
+"""Every mechanism on small tasks of the Long Range Arena: python -m eval.survey --folder DIR [OPTIONS]."""
 
 from eval.harness.entry import start
 from eval.studies.survey.main import main

@@ -1,8 +1,7 @@
-"""Every TPU kernel compiled for every chip, without a TPU: python -m eval.tpu_compile.
-"""
+"""Compiles every TPU kernel for every chip, without a TPU: python -m eval.tpu_compile."""
 
-from eval.harness.entry import start
 from eval.chips.tpu_compile import main
+from eval.harness.entry import start
 
 if __name__ == "__main__":
     start(main, "eval.tpu_compile")

@@ -1,8 +1,7 @@
-"""Instruction schedules of the TPU kernels, without a TPU: python -m eval.tpu_schedule.
-"""
+"""Instruction schedules of the TPU kernels, without a TPU: python -m eval.tpu_schedule."""
 
-from eval.harness.entry import start
 from eval.chips.tpu_schedule import main
+from eval.harness.entry import start
 
 if __name__ == "__main__":
     start(main, "eval.tpu_schedule")

@@ -1,8 +1,8 @@
-"""Tokens that do not exist, expressed as segment ids: the one encoding that kernels and halos use.
+"""Padding as segment ids, the single encoding that kernels and halos use.
 
-A query sees the keys whose segment id equals its own. A token that does not exist (padding behind a sequence's length,
-slots that fill up a block, what lies beyond the ends of a sequence) gets an id that no token of its row has, so that it
-sees nothing and nothing sees it, whatever ids the caller uses.
+A query sees the keys whose segment id equals its own. An absent token (beyond its sequence's length, in the padding of
+a block, or outside the sequence) gets an id that no other token of its row has. It then sees nothing and nothing sees
+it, whatever ids the caller uses.
 """
 
 from __future__ import annotations
@@ -18,28 +18,25 @@ def mark_absent(
     key_exists: Bool[Array, "#B S"] | None,
     batch: int | None = None,
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-    """Segment ids in which absent tokens match no other token.
+    """Returns int32 segment ids of queries and keys in which absent tokens match no other token.
 
-    The ids of absent queries and of absent keys differ from each other and from every id in the same row. Any int32 is
-    allowed as a caller's id: a row of n ids leaves at least two of the numbers 0 .. n + 1 unused, and those two are
-    taken.
+    The ids of absent queries and absent keys differ from each other and from every id in the same row. The caller may
+    use any int32 as an id: a row of n ids leaves at least two of the numbers 0 .. n + 1 unused, and these mark absent
+    tokens.
 
     Args:
-      query_ids, key_ids: the caller's segment ids, both or neither; None stands for one segment.
+      query_ids, key_ids: the caller's segment ids, both or neither; None means a single segment.
       query_exists, key_exists: which tokens exist; None for all.
-      batch: B, needed where all ids are None and both masks have a batch axis of 1 or are None.
-
-    Returns:
-      int32 ids of queries and keys.
+      batch: B, required if all ids are None and both masks have a batch axis of 1 or are None.
 
     Raises:
-      ValueError: one kind of ids without the other, or sizes that cannot be known from the arguments.
+      ValueError: only one kind of ids is given, or the arguments do not determine the sizes.
     """
     if (query_ids is None) != (key_ids is None):
         raise ValueError("query_ids and key_ids belong together: give both or neither")
     if query_ids is None or key_ids is None:
         if query_exists is None or key_exists is None:
-            raise ValueError("query_exists and key_exists must be given where there are no ids")
+            raise ValueError("query_exists and key_exists must be given if there are no ids")
         rows = max(query_exists.shape[0], key_exists.shape[0]) if batch is None else batch
         ids = [
             jnp.broadcast_to(jnp.where(exists, jnp.int32(0), jnp.int32(absent)), (rows, exists.shape[1]))
@@ -52,7 +49,7 @@ def mark_absent(
     used = jnp.concatenate([query_ids, key_ids], axis=1)
     rows, count = used.shape
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    # Index count + 2 lies outside and is dropped; a negative index would count from the end.
+    # Index count + 2 is out of bounds, so it is dropped; a negative index would count from the end.
     place = jnp.where(used < 0, jnp.int32(count + 2), used)
     taken = jnp.zeros((rows, count + 2), bool).at[row, place].set(True, mode="drop")
     first = jnp.argmin(taken, axis=1, keepdims=True).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Arithmetic on positions that lowers everywhere, kernels compiled on another host included."""
+"""Arithmetic on positions that lowers everywhere, even in kernels compiled on another host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jax import lax
 
 
 def floor_divide(positions: Any, size: int) -> Any:
-    """positions // size for ints, NumPy and JAX arrays, and size > 0.
+    """Returns positions // size for ints, NumPy and JAX arrays, and size > 0.
 
-    Inside a TPU kernel `//` and `%` ask JAX for the chip that it runs on, which a host that only compiles lacks.
+    In a TPU kernel, `//` and `%` ask JAX which chip they run on, and a host that only compiles has none.
     """
     if not isinstance(positions, jax.Array):
         return positions // size
@@ -21,5 +21,5 @@ def floor_divide(positions: Any, size: int) -> Any:
 
 
 def remainder(positions: Any, size: int) -> Any:
-    """positions % size, from 0 to size - 1, as `floor_divide`."""
+    """Returns positions % size, from 0 to size - 1; see `floor_divide`."""
     return positions - floor_divide(positions, size) * size

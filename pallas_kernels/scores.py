@@ -1,7 +1,8 @@
-"""The scores of BRL-Attention, and the weights of those that are not normalised (OpenReview Vpyg3fqXbl, section 2.3).
+"""The score functions of BRL-Attention, and the weights of those that do not normalise (OpenReview Vpyg3fqXbl, section
+2.3).
 
-`softmax` normalises over the keys. `relu2` (squared ReLU, arXiv:2109.08668) and `laplace` (arXiv:2209.10655) do not:
-the weight of a key depends on its own logit alone. The TPU kernels and `brl_jax` use the same definitions.
+`softmax` normalises over the keys. `relu2` (squared ReLU, arXiv:2109.08668) and `laplace` (arXiv:2209.10655) do not: a
+key's weight depends on its own logit alone. The TPU kernels and `brl_jax` share these definitions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def check_score(score: str) -> None:
 
 
 def elementwise_weights(score: str, logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The weights that "relu2" or "laplace" gives to logits.
+    """Returns the weights that "relu2" or "laplace" assigns to logits.
 
     relu2 is max(u, 0)^2; laplace is the normal distribution function with mean sqrt(1/2) and variance 1 / (4 pi).
     """
@@ -34,14 +35,14 @@ def elementwise_weights(score: str, logits: Float[Array, "*shape"]) -> Float[Arr
 
 
 def elementwise_slopes(score: str, logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The derivative of `elementwise_weights` with respect to the logits."""
+    """Returns the derivative of `elementwise_weights` with respect to the logits."""
     return 2.0 * jnp.maximum(logits, 0.0) if score == "relu2" else _laplace_slope(logits)
 
 
 @jax.custom_jvp
 def _laplace(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Laplace weights, with a derivative of their own: JAX 0.12 differentiates `erf` with constants that the check of
-    mesh axes in `shard_map` refuses."""
+    """Laplace weights, with a custom derivative: JAX 0.12 differentiates `erf` with constants that `shard_map`'s check
+    of mesh axes rejects."""
     return 0.5 + 0.5 * jax.lax.erf((logits - _LAPLACE_MEAN) * (math.sqrt(0.5) / _LAPLACE_DEVIATION))
 
 

@@ -1,4 +1,4 @@
-"""Mesh axes over which arrays vary, for kernels inside `shard_map`."""
+"""The mesh axes over which arrays vary, for kernels inside `shard_map`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 
 def vary_alike(*arrays):
-    """The arrays, made to vary over the same mesh axes, as `shard_map` requires of the operands of a kernel."""
+    """Returns the arrays varying over the same mesh axes, as `shard_map` requires of a kernel's operands."""
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
     def widen(x):
@@ -18,5 +18,5 @@ def vary_alike(*arrays):
 
 
 def result_like(operand: Array, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """The declaration of a kernel's result, which varies over the mesh axes that its operands vary over."""
+    """Declares a kernel's result, which varies over the same mesh axes as its operands."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(operand).manual_axis_type)

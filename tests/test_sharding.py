@@ -82,7 +82,7 @@ def test_each_mesh_axis_cuts_one_dimension_that_it_divides(names, shape, spec):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match=r"names must be out of batch, length, .*got 'haeds'"):
+    with pytest.raises(ValueError, match=r"names must be among batch, length, .*got 'haeds'"):
         partition_spec(("haeds",), (4,), {"tensor": 2})
     with pytest.raises(ValueError, match="one for each dimension"):
         partition_spec(("heads",), (4, 4), {"tensor": 2})

@@ -11,5 +11,5 @@ def _is_command() -> bool:
 
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ctrl-C during the seconds of the imports ends the process at once. An exception there would print a traceback, or
-    # be ignored inside a garbage collection. `train.errors.command` sets Python's handler again.
+    # be ignored inside a garbage collection. `train.cli.command.command` sets Python's handler again.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

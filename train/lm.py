@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from train.errors import command
-from train.main import train_main
+from train.cli.command import command
+from train.cli.main import train_main
 from train.tasks.lm import LM
 
 

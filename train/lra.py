@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from train.errors import command
-from train.main import train_main
+from train.cli.command import command
+from train.cli.main import train_main
 from train.tasks.lra import LRA
 from train.tasks.lra_denoise import LRA_DENOISE
 from train.tasks.lra_trace import LRA_TRACE

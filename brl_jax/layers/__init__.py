@@ -1,4 +1,4 @@
-"""Flax Linen modules: projections, norms, positions and caches around the attention functions."""
+"""Attention mechanisms as Flax Linen modules: projections, norms, positions and caches around the functions."""
 
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.compressed.tlinformer import TLinFormerConfig

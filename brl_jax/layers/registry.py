@@ -1,4 +1,4 @@
-"""The list of mechanisms: one line here makes a mechanism known to models, scripts and the suite of laws."""
+"""The list of mechanisms. One line here makes a mechanism available to models, scripts and the suite of laws."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MECHANISMS: Mapping[str, type[Mechanism]] = MappingProxyType(
 
 
 def mechanism_name(mechanism: Mechanism) -> str:
-    """The name under which a configuration's class is listed.
+    """Returns the name under which a configuration's class is listed.
 
     Raises:
       ValueError: the class is not listed.

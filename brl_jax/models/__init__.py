@@ -1,4 +1,4 @@
-"""Whole networks."""
+"""Complete networks: decoder, encoder, encoder-decoder, regressor and node classifier."""
 
 from brl_jax.models.config import StackConfig
 from brl_jax.models.decoder import DecoderConfig, DecoderLM

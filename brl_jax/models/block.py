@@ -1,4 +1,4 @@
-"""A transformer block: a mechanism, optionally attention to an encoder's outputs, and a feed-forward network."""
+"""A transformer block: a mechanism, optional cross-attention to an encoder, and a feed-forward network."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from brl_jax.sharding import constrain
 
 
 class BlockCache(NamedTuple):
-    """The decoding cache of a block that keeps the keys and values of its cross-attention, beside its mixer's cache."""
+    """The decoding cache of a block with cross-attention: its mixer's cache and the keys and values it reads."""
 
     mixer: Any
     cross: CrossCache
 
 
 class Block(nn.Module):
-    """A mechanism and (mostly) a feed-forward network, each added to the residual stream (see `Mechanism.residual`).
+    """A mechanism and, for most mechanisms, a feed-forward network; each adds to the residual stream
+    (see `Mechanism.residual`).
 
-    With `output_norms` of the dimensions, what each of them gives is normalised before it is added, besides its input
-    (Gemma 2, arXiv:2408.00118): h = x + norm(mix(norm(x))).
+    If `dimensions.output_norms` is set, outputs are normalised as well as inputs: h = x + norm(mix(norm(x)))
+    (Gemma 2, arXiv:2408.00118).
 
-    With `cross_attention` there is a second mixer between them, `CrossAttention` to what `cross` names, normalised as
-    the feed-forward network is.
+    With `cross_attention`, a `CrossAttention` sits between the two. It reads `cross` and has norms like the
+    feed-forward network's.
     """
 
     mechanism: Mechanism
@@ -62,7 +63,7 @@ class Block(nn.Module):
         deterministic: bool,
         cross: CrossCall | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
-        """The output, the new carry and the new cache; `call` holds the layer's other arguments."""
+        """Returns the output, the new carry and the new cache; `call` holds the layer's other arguments."""
         mixed, carry, cache = self.mix(x, carry, cache, call, deterministic)
         x = constrain_stream(x + mixed)
         if cross is not None:
@@ -75,7 +76,7 @@ class Block(nn.Module):
     def mix(
         self, x: Float[Array, "B T D"], carry: Any, cache: Any, call: dict[str, Any], deterministic: bool
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
-        """What the mechanism adds to the residual stream, the new carry and the new cache."""
+        """Returns the mechanism's contribution to the residual stream, the new carry and the new cache."""
         residual = self.mechanism.residual
         kept = isinstance(cache, BlockCache)
         mixed, carry, mixer_cache = self.mixer(
@@ -95,7 +96,7 @@ class Block(nn.Module):
     def attend(
         self, x: Float[Array, "B T D"], cross: CrossCall, cache: Any, deterministic: bool
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """What attention to the encoder's outputs adds to the residual stream, and the block's new cache."""
+        """Returns the cross-attention's contribution to the residual stream and the block's new cache."""
         kept = isinstance(cache, BlockCache)
         read = x if self.mechanism.residual == "post" else self.cross_norm(x)
         mixed, cross_cache = self.cross_mixer(read, cross, cache.cross if kept else None)
@@ -107,7 +108,7 @@ class Block(nn.Module):
         return self.dropout(mixed, deterministic=deterministic), cache
 
     def transform(self, x: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
-        """What the feed-forward network adds to the residual stream."""
+        """Returns the feed-forward network's contribution to the residual stream."""
         if self.mechanism.residual == "post":
             mixed = self.feed_forward_norm(self.feed_forward(x))
         else:
@@ -118,5 +119,5 @@ class Block(nn.Module):
 
 
 def constrain_stream(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The residual stream. Each device of a mesh has its rows at full width, so that norms need no exchange."""
+    """Shards the residual stream by batch and length only: full-width rows let norms run without communication."""
     return constrain(x, ("batch", "length", "embed"))

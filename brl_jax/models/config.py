@@ -1,15 +1,14 @@
-"""Sizes and parts that all networks share, and the schedule of mechanisms over the layers."""
+"""The configuration that all networks share, including which mechanism each layer uses."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 import jax.numpy as jnp
 
-from brl_jax.attention.core.checks import check_choice
 from brl_jax.attention.core.dispatch import Implementation
+from brl_jax.fields import Checked, NonNegative, Positive, Range, Width
 from brl_jax.layers.compressed.brl import BRLConfig
 from brl_jax.layers.core.protocol import Dimensions, FeedForwardKind, Mechanism, NormKind
 from brl_jax.layers.core.side_by_side import SideBySideConfig
@@ -20,98 +19,75 @@ ComputationType = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
-class StackConfig:
-    """Size and parts of a stack of layers, the inside of every network."""
+class StackConfig(Checked):
+    """Sizes and options of a stack of layers. Every network's configuration derives from it.
 
-    num_layers: int = 4
+        config = StackConfig(num_layers=12, d_model=512, num_heads=8, mechanism=LocalConfig())
+
+    Raises:
+      ValueError: an option is out of range, or two options contradict each other.
+    """
+
+    num_layers: Annotated[int, Range(1, 10_000)] = 4
     """Number of layers."""
-    d_model: int = 256
+    d_model: Width = 256
     """Width of the residual stream."""
-    num_heads: int = 4
+    num_heads: Width = 4
     """Query heads."""
-    num_kv_heads: int | None = None
-    """Key/value heads; None for as many as query heads."""
-    head_dim: int | None = None
-    """Size of a head; None for d_model / num_heads. Only full and local attention take another."""
-    d_ff: int | None = None
-    """Width inside the feed-forward network; None for 4 * d_model."""
+    num_kv_heads: Width | None = None
+    """Key/value heads; None for the same number as query heads."""
+    head_dim: Width | None = None
+    """Width of a head; None for d_model / num_heads. Only full and local attention accept another width."""
+    d_ff: Width | None = None
+    """Hidden width of the feed-forward network; None for 4 * d_model."""
     ffn: FeedForwardKind = "glu_relu"
-    """The feed-forward network: gated by a ReLU, a swish ("swiglu") or a GELU ("geglu"), or a plain one with a ReLU
-    ("relu")."""
+    """Feed-forward network: gated by a ReLU ("glu_relu"), a swish ("swiglu") or a GELU ("geglu"), or ungated with a
+    ReLU ("relu")."""
     mechanism: Mechanism = BRLConfig()
     """The mechanism that mixes tokens."""
     late_mechanism: Mechanism | None = None
     """A second mechanism for some of the layers."""
     schedule: Schedule = "split"
-    """Which layers have the second mechanism: the later ones ("split"), every second one ("alternate"), or all of them,
-    beside the first mechanism and with joined outputs ("parallel")."""
+    """Which layers use the second mechanism: the later ones ("split"), every second one ("alternate"), or all of them
+    alongside the first, with both outputs joined ("parallel")."""
     early_layers: int | None = None
-    """Layers of the first mechanism before those of the second begin ("split"; None: half of all layers, rounded up),
-    or before each layer of the second ("alternate"; None: one)."""
+    """How many layers use the first mechanism before the second starts ("split"; None: half of them, rounded up) or
+    between two layers of the second ("alternate"; None: one)."""
     swap_mechanisms: bool = False
-    """Whether the two mechanisms change places."""
-    rope_theta: float | None = 10000.0
-    """Base of the rotary frequencies, above 0; None for no rotary positions."""
+    """Whether to swap the two mechanisms."""
+    rope_theta: Positive | None = 10000.0
+    """Base of the rotary frequencies, above 0; None disables rotary positions."""
     norm: NormKind = "layer"
     """LayerNorm or RMSNorm."""
-    norm_epsilon: float = 1e-5
-    """What norms add to the variance or mean square."""
+    norm_epsilon: NonNegative = 1e-5
+    """Added to the variance or mean square before the square root."""
     output_norms: bool = False
-    """Whether blocks also normalise what their mixer and feed-forward network add to the residual stream."""
+    """Whether blocks also normalise the outputs of their mixer and feed-forward network."""
     use_bias: bool = False
     """Whether projections and norms have biases."""
     ffn_bias: bool | None = None
-    """Whether feed-forward networks have biases; None: as the projections."""
-    dropout: float = 0.0
+    """Whether feed-forward networks have biases; None follows use_bias."""
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout rate after the embedding and after each sublayer."""
     remat: Remat = "none"
-    """What a layer's backward pass computes again: nothing ("none"), everything but matrix products ("dots"), or
-    everything ("full")."""
+    """What the backward pass recomputes in each layer: nothing ("none"), everything except matrix products ("dots"),
+    or everything ("full")."""
     reversible: bool = False
-    """Whether layers have two residual streams, so that training keeps no layer's activations: the backward pass
-    computes each layer's inputs from its outputs (Reformer, arXiv:2001.04451, section 2.3)."""
+    """Whether layers have two residual streams. Training then stores no layer's activations, because the backward
+    pass computes each layer's inputs from its outputs (Reformer, arXiv:2001.04451, section 2.3)."""
     dtype: ComputationType = "float32"
-    """Data type of the computation; parameters are float32."""
+    """Data type of the computation; parameters stay in float32."""
     implementation: Implementation | None = None
-    """Implementation of the attention functions; None chooses by platform."""
-    mup_base_width: int | None = None
-    """The width at which the learning rate was tuned: initial weights, their learning rates and attention scores follow
-    muP, so that the same rate is right at this width too (docs/mup.md). None: the standard parametrisation."""
-    mup_base_heads: int | None = None
-    """Number of heads of the network of that width, which gives its head dimension; None: as many as here."""
+    """Backend of the attention functions; None chooses by platform."""
+    mup_base_width: Width | None = None
+    """The width at which the learning rate was tuned. Initialisation, learning rates and attention scores then follow
+    muP, so that the same rate works at this width (docs/mup.md). None: the standard parametrisation."""
+    mup_base_heads: Width | None = None
+    """Heads of the network that was tuned, which sets its head dimension; None: the same number as here."""
 
     def __post_init__(self):
-        sizes = (
-            "num_layers",
-            "d_model",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "d_ff",
-            "mup_base_width",
-            "mup_base_heads",
-        )
-        for name in sizes:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        choices = {
-            "ffn": FeedForwardKind,
-            "schedule": Schedule,
-            "norm": NormKind,
-            "remat": Remat,
-            "dtype": ComputationType,
-        }
-        for name, kind in choices.items():
-            check_choice(name, getattr(self, name), get_args(kind))
-        if self.implementation is not None:
-            check_choice("implementation", self.implementation, get_args(Implementation))
         for name in ("mechanism", "late_mechanism"):
             check_mechanism(name, getattr(self, name))
-        if self.rope_theta is not None and not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta must be a finite number above 0, or None, got {self.rope_theta}")
-        if not 0 <= self.norm_epsilon < math.inf:
-            raise ValueError(f"norm_epsilon must be a finite number, not negative, got {self.norm_epsilon}")
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads={self.num_heads}, got {self.d_model}")
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
@@ -119,8 +95,6 @@ class StackConfig:
         if self.rotary_base is not None and self._head_dim % 2:
             source = "d_model / num_heads = " if self.head_dim is None else ""
             raise ValueError(f"rotary positions need an even head_dim, got {source}{self._head_dim}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.mup_base_width is None and self.mup_base_heads is not None:
             raise ValueError(f"mup_base_heads must be None without mup_base_width, got {self.mup_base_heads}")
         if self.reversible and self.remat != "none":
@@ -137,7 +111,7 @@ class StackConfig:
         for mechanism in (self.mechanism, self.late_mechanism):
             if mechanism is not None and mechanism.group > 1 and self.late_mechanism is not None:
                 raise ValueError(
-                    f"late_mechanism must be None with {type(mechanism).__name__}, which has all layers to itself, "
+                    f"late_mechanism must be None with {type(mechanism).__name__}, which must be in all layers, "
                     f"got {type(self.late_mechanism).__name__}"
                 )
         if self.late_mechanism is None:
@@ -161,7 +135,7 @@ class StackConfig:
 
     @property
     def rotary_base(self) -> float | None:
-        """The base of the frequencies by which layers rotate; None where they do not."""
+        """Base of the rotary frequencies that the layers use; None if they do not rotate."""
         return self.rope_theta
 
     @property
@@ -170,7 +144,7 @@ class StackConfig:
 
     @property
     def embedding_width(self) -> int:
-        """The width that sets the size of the embedding's entries: inputs are the table times its square root."""
+        """The width that scales the embedding table: inputs are its rows times the square root of this width."""
         return self.d_model if self.mup_base_width is None else self.mup_base_width
 
     @property
@@ -191,8 +165,8 @@ class StackConfig:
         return (first,) * early + (second,) * (self.num_layers - early)
 
     def for_training(self, length: int) -> Self:
-        """This configuration with the mechanisms' settings that follow the training length fixed at rows of `length`
-        tokens (`Mechanism.for_training`)."""
+        """Returns this configuration with every length-dependent setting of its mechanisms fixed for training on
+        `length` tokens (`Mechanism.for_training`)."""
         late = self.late_mechanism
         return dataclasses.replace(
             self,
@@ -201,10 +175,10 @@ class StackConfig:
         )
 
     def make_dimensions(self, is_causal: bool) -> Dimensions:
-        """The dimensions that each layer of a decoder (is_causal) or an encoder is built with.
+        """Returns the dimensions that each layer of a decoder (`is_causal`) or an encoder is built with.
 
         Raises:
-          ValueError: a mechanism cannot serve there.
+          ValueError: a mechanism does not support this kind of network, or an option is incompatible with it.
         """
         base_width, base_heads = self.mup_base_width, self.mup_base_heads or self.num_heads
         if base_width is not None and base_width % base_heads:
@@ -241,7 +215,7 @@ class StackConfig:
 
 
 def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
-    """Raises ValueError for an option of the network that cannot be combined with a mechanism."""
+    """Raises ValueError if a mechanism does not support one of the network's options."""
     name, d = type(mechanism).__name__, dimensions
     if d.num_heads * d.head_dim != d.d_model and not mechanism.any_head_dim:
         raise ValueError(
@@ -252,15 +226,18 @@ def _check_options(mechanism: Mechanism, dimensions: Dimensions) -> None:
         raise ValueError(f"output_norms must be False with mechanism {name}, which places its own norms")
     if d.reversible:
         if mechanism.residual == "mixer" or mechanism.network is not None:
-            raise ValueError(f"reversible must be False with mechanism {name}, whose layers have other parts")
+            raise ValueError(
+                f"reversible must be False with mechanism {name}, whose layers are not a mixer and a feed-forward "
+                "network"
+            )
         if mechanism.carrier(d, parent=None) is not None:
             raise ValueError(
-                f"reversible must be False with mechanism {name}, whose layers pass more than the residual stream on"
+                f"reversible must be False with mechanism {name}, whose layers pass on more than the residual stream"
             )
 
 
 def check_mechanism(name: str, value: object) -> None:
-    """Raises ValueError unless a value is the configuration of a mechanism, or None for the late one."""
+    """Raises ValueError unless `value` is a mechanism's configuration; a late mechanism may also be None."""
     if isinstance(value, Mechanism) or (name == "late_mechanism" and value is None):
         return
     got = value.__name__ if isinstance(value, type) else repr(value)

@@ -1,4 +1,4 @@
-"""Cross-attention of a decoder to an encoder's outputs: to all, or to a window of them and to compressed tokens."""
+"""Cross-attention of a decoder to an encoder: to all outputs, or to a window and the encoder's compressed tokens."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from brl_jax.layers.core.modules import dense, merge_heads, parameter, scale_sco
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.sharding import shard_call
 
-# The initial strength of what is read from compressed tokens, as that of BRL's propagation.
+# Initial strength of the compressed tokens; BRL's propagation starts with the same value.
 _STRENGTH = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossConfig:
-    """What a decoder's tokens see of an encoder's outputs."""
+    """What a decoder's tokens see of the encoder's outputs."""
 
     window: int | None = None
     """Token t of the decoder sees the encoder's tokens t - window // 2 to t + window // 2; None: all of them."""
     rope: bool = False
-    """Rotate queries and keys by their positions, which count from the start of both sequences. Without it the
-    encoder's outputs must carry their positions themselves."""
+    """Whether to rotate queries and keys by their positions, counted from the start of each sequence. If not, the
+    encoder's outputs must carry positions themselves."""
 
     def __post_init__(self):
         if self.window is not None:
@@ -46,8 +46,8 @@ class Encoded(NamedTuple):
 
     Attributes:
       outputs: (B, S, D), the encoder's outputs.
-      lengths: (B,) ints, how many of each row exist, the first ones; None for all. The rest changes nothing.
-      compressed: (B, M, E), the encoder's compressed tokens (BRL) for a decoder that reads these too, or None.
+      lengths: (B,) ints; the first `lengths[b]` outputs of row b are valid and the rest are ignored. None: all.
+      compressed: (B, M, E), the encoder's compressed tokens (BRL), or None if the decoder does not read them.
     """
 
     outputs: Any
@@ -56,18 +56,19 @@ class Encoded(NamedTuple):
 
 
 class CrossSizes(NamedTuple):
-    """Sizes of what a decoder reads: the encoder's outputs in a row, and its compressed tokens (0 without)."""
+    """How many encoder outputs and compressed tokens (0: none are read) a decoder reads from each row."""
 
     length: int
     compressed: int = 0
 
 
 class CrossCache(NamedTuple):
-    """The keys and values of one layer's cross-attention, which generation computes once.
+    """The keys and values of one layer's cross-attention, computed once per generation.
 
     Attributes:
-      key, value: (B, S, K, H). lengths: (B,) int32, how many of them exist.
-      compressed_key, compressed_value: (B, M, N, H), those of the compressed tokens, or None.
+      key, value: (B, S, K, H).
+      lengths: (B,) int32, how many keys of each row are valid.
+      compressed_key, compressed_value: (B, M, N, H), from the compressed tokens, or None.
     """
 
     key: Any
@@ -78,7 +79,7 @@ class CrossCache(NamedTuple):
 
     @classmethod
     def empty(cls, batch: int, sizes: CrossSizes, dimensions: Dimensions) -> CrossCache:
-        """Zeros, which the first call replaces."""
+        """A cache of zeros; the first call fills it."""
         d = dimensions
         tokens = jnp.zeros((batch, sizes.length, d.num_kv_heads, d.head_dim), d.dtype)
         compressed = jnp.zeros((batch, sizes.compressed, d.num_heads, d.head_dim), d.dtype)
@@ -90,8 +91,8 @@ class CrossCall(NamedTuple):
     """What each block of a decoder gets for its cross-attention.
 
     Attributes:
-      encoded: what to read; None for what the cache of an earlier call keeps.
-      start: () int32, how many of the decoder's tokens came before those of this call; None: none.
+      encoded: what to read; None reads the keys and values in the cache.
+      start: () int32, how many of the decoder's tokens precede this call; None for 0.
     """
 
     encoded: Encoded | None
@@ -99,14 +100,13 @@ class CrossCall(NamedTuple):
 
 
 class CrossAttention(nn.Module):
-    """Softmax attention of x (B, T, D) to an encoder's outputs (B, S, D) (Vaswani et al. 2017, arXiv:1706.03762,
-    section 3.2.3), to all of them or to an aligned window. A token that sees none of them reads zeros.
+    """Softmax attention from x (B, T, D) to an encoder's outputs (B, S, D), all of them or an aligned window (Vaswani
+    et al. 2017, arXiv:1706.03762, section 3.2.3). A token that sees no output gets zeros.
 
-    Where the encoder also gives compressed tokens, they are read beside the outputs by the propagation of BRL-Attention
-    (Liu et al., OpenReview Vpyg3fqXbl, equations 8 and 9), with a learned strength for each head, and both are added
-    before the output projection: F_BRL = F_gen + F_prop, with the encoder's tokens in place of the decoder's own. With
-    a window, time and memory are then linear in T + S, and what lies outside the window is read through the compressed
-    tokens.
+    If the encoder also has compressed tokens, BRL-Attention's propagation reads them with a learned strength for each
+    head (Liu et al., OpenReview Vpyg3fqXbl, equations 8 and 9), and the two results are added before the output
+    projection: F_BRL = F_gen + F_prop, over the encoder's tokens instead of the decoder's. With a window, time and
+    memory are then linear in T + S, and the compressed tokens cover what lies outside the window.
     """
 
     config: CrossConfig
@@ -116,7 +116,7 @@ class CrossAttention(nn.Module):
     def __call__(
         self, x: Float[Array, "B T D"], call: CrossCall, cache: CrossCache | None = None
     ) -> tuple[Float[Array, "B T D"], CrossCache | None]:
-        """The output and the cache, in which a call with `call.encoded` puts its keys and values."""
+        """Returns the output and the cache; a call with `call.encoded` stores its keys and values there."""
         d = self.dimensions
         query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
         if self.config.rope and d.rope_theta is not None:
@@ -157,7 +157,7 @@ class CrossAttention(nn.Module):
         self, query: Float[Array, "B T N H"], read: CrossCache, start: Any
     ) -> Float[Array, "B T N H"]:
         d, window = self.dimensions, self.config.window
-        # There is no Pallas kernel of full attention; a network may ask for those of its mechanism.
+        # Full attention has no Pallas kernel, but a network may request "pallas" for its mechanism.
         dense_one = d.implementation if d.implementation in ("xla", "cudnn") else None
         if window is None:
             return dense_on_mesh(
@@ -175,7 +175,7 @@ class CrossAttention(nn.Module):
                 [("batch", None, "heads", None), keys, keys, ("batch",)],
                 ("batch", None, "heads", None),
             )
-        # From any place, in generation: the stretch of keys that these tokens can see.
+        # Generation, from any position: slice out the keys that these tokens can see.
         length, available = query.shape[1], read.key.shape[1]
         size = min(available, length + 2 * side)
         first = jnp.clip(start - side, 0, available - size)

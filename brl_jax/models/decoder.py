@@ -1,17 +1,16 @@
-"""The decoder language model: any listed mechanism, one network."""
+"""The decoder language model, for any listed mechanism."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.core.scores import soft_cap
+from brl_jax.fields import Count, Positive
 from brl_jax.layers.core.protocol import Dimensions, token_positions
 from brl_jax.models.config import StackConfig
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
@@ -25,30 +24,32 @@ from brl_jax.sharding import constrain, gather_parameter
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(StackConfig):
-    """Size and parts of a decoder language model."""
+    """Sizes and options of a decoder language model.
 
-    vocab_size: int = 256
+        config = DecoderConfig(num_layers=6, d_model=512, num_heads=8, vocab_size=50304)
+        model = DecoderLM(config)
+
+    Raises:
+      ValueError: an option is out of range or contradicts another, or the mechanism has no causal form.
+    """
+
+    vocab_size: Count = 256
     """Number of tokens."""
     tied_embeddings: bool = True
-    """Whether the logits are products with the table of the embedding; otherwise with a table of their own."""
-    embedding_scale: float | None = None
-    """What embedded tokens are multiplied by; None for the square root of the width."""
-    final_soft_cap: float | None = None
-    """Bounds the logits smoothly: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None for no bound."""
+    """Whether the logits reuse the embedding table; if not, they have a separate table."""
+    embedding_scale: Positive | None = None
+    """Factor on embedded tokens; None for the square root of the width."""
+    final_soft_cap: Positive | None = None
+    """Bounds the logits smoothly: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None leaves them unbounded."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "vocab_size")
-        for name in ("embedding_scale", "final_soft_cap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a finite number above 0, or None, got {value}")
         if self.mup_base_width is not None:
-            # muP's rules are for one table, whose entries keep their size.
+            # muP's rules assume a single table whose entries keep their size at every width.
             for name, alone in (("tied_embeddings", True), ("embedding_scale", None)):
                 if getattr(self, name) != alone:
                     raise ValueError(f"{name} must be {alone} with mup_base_width, got {getattr(self, name)}")
-        self.make_dimensions(is_causal=True)  # refuses mechanisms that cannot serve
+        self.make_dimensions(is_causal=True)  # raises for mechanisms without a causal form
 
     @property
     def dimensions(self) -> Dimensions:
@@ -57,7 +58,7 @@ class DecoderConfig(StackConfig):
 
     @property
     def added_positions(self) -> Positions:
-        """What the inputs are given for their positions; "rope" for nothing, which leaves them to the layers."""
+        """How positions enter the inputs; "rope" adds nothing here and leaves them to the layers."""
         return "rope"
 
     @property
@@ -67,15 +68,15 @@ class DecoderConfig(StackConfig):
 
 
 class DecoderLM(nn.Module):
-    """Token embedding, a stack of blocks, and logits, by default through the same embedding.
+    """A language model: token embedding, a stack of blocks and logits, which reuse the embedding by default.
 
     Three calls, all through `apply`:
       logits, memory = model(tokens, memory=memory)      a training or evaluation batch of a stream
       nll, weight, memory = model.loss(tokens, targets, weights, memory=memory)
       logits, cache = model(tokens, cache=cache)         generation, any number of tokens at a time
-    `memory` (from `init_memory`, or None to begin without a past) is what the mechanism carries from batch to batch
-    of a stream, without gradient; `cache` comes from `init_cache`. As the decoder of an `EncoderDecoder`, whose
-    configuration has `cross_attention`, it also takes `encoded`.
+    `memory` is what the mechanism carries from one batch of a stream to the next, without gradient; it comes from
+    `init_memory`, and None starts without a past. `cache` comes from `init_cache`. If the configuration has
+    `cross_attention`, as the decoder of an `EncoderDecoder` does, the calls also take `encoded`.
     """
 
     config: DecoderConfig
@@ -103,29 +104,29 @@ class DecoderLM(nn.Module):
         return make_stack(c.mechanisms, c.dimensions, c.remat, c.cross_attention, parent=None)
 
     def init_cache(self, batch: int, length: int, source: CrossSizes | None = None) -> Any:
-        """A decoding cache for `batch` sequences of up to `length` tokens.
+        """Returns an empty decoding cache for `batch` sequences of up to `length` tokens.
 
         Args:
-          source: the sizes of an encoder's outputs, whose keys and values the cache then keeps.
+          source: the sizes of an encoder's outputs; the cache then also keeps their keys and values.
 
         Raises:
-          ValueError: a batch or a length below 1.
+          ValueError: batch or length is below 1.
         """
         if batch < 1 or length < 1:
             raise ValueError(f"batch and length of a cache must be at least 1, got {batch} and {length}")
         return self._unbound_stack().init_cache(batch, length, recalls=True, source=source)
 
     def init_memory(self, batch: int) -> Any:
-        """The memory at the start of `batch` streams; None if the mechanisms carry nothing."""
+        """Returns the memory at the start of `batch` streams, or None if the mechanisms carry nothing."""
         return self._unbound_stack().init_memory(batch)
 
     def absorbable(self, length: int) -> int:
-        """How many of the first `length` tokens of a sequence `absorb` can take, if only the last one's output
-        counts; 0 for most mechanisms."""
+        """Returns how many of a sequence's first `length` tokens `absorb` may take when only the last output matters;
+        0 for most mechanisms."""
         return self._unbound_stack().absorbable(length)
 
     def absorb(self, tokens: Int[Array, "B T"], cache: Any) -> Any:
-        """The cache after tokens whose outputs nobody wants, at less cost than a call; see `absorbable`."""
+        """Returns the cache after tokens whose outputs are not needed, more cheaply than a call; see `absorbable`."""
         self.inputs.check(tokens)
         return self.stack.absorb(self.inputs.embed(tokens), cache, Recall(tokens, self.inputs.embed))
 
@@ -140,23 +141,22 @@ class DecoderLM(nn.Module):
         encoded: Encoded | None = None,
         deterministic: bool = True,
     ):
-        """The last hidden states (B, T, D), normalised, and the new memory or cache.
+        """Returns the last hidden states (B, T, D), normalised, and the new memory or cache.
 
         Args:
           tokens: (B, T) ints in 0..vocab_size-1.
           memory: of the stream so far; see the class.
-          cache: of the tokens so far; excludes memory. More tokens than it was made for are an error where their
-            number is known; traced, they are lost or overwrite others.
-          positions: (1, T) or (B, T) ints, the tokens' places; by default they count on from the cache's tokens, or
-            from 0.
-          segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row and different for
-            its neighbours; for mechanisms that pack, and without a cache.
-          encoded: an encoder's outputs, with cross-attention only; see `Stack`.
+          cache: of the tokens so far; excludes memory.
+          positions: (1, T) or (B, T) ints; by default they continue from the cache's tokens, or start at 0.
+          segment_ids: (B, T) ints for rows that pack several sequences: equal within a sequence, different between
+            neighbours. Only for mechanisms that pack, and not with a cache.
+          encoded: an encoder's outputs; only with cross-attention, see `Stack`.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
-          ValueError: arguments of another shape or type, and tokens outside the vocabulary where their values are
-            known; a traced one gives NaN.
+          ValueError: an argument has the wrong shape or type, a token is outside the vocabulary, or the cache is too
+            small. Traced values cannot be checked: a token outside the vocabulary then gives NaN, and tokens that do
+            not fit into the cache are lost or overwrite others.
         """
         self.inputs.check(tokens)
         check_ints("positions", positions, ((1, tokens.shape[1]), tokens.shape))
@@ -179,10 +179,10 @@ class DecoderLM(nn.Module):
         )
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in float32."""
+        """Returns the logits (B, T, V) in float32."""
         c = self.config
         base = c.mup_base_width
-        # muP: the table's entries do not shrink with the width, so a wider network's products are scaled down.
+        # muP: the table's entries do not shrink as the width grows, so the products are scaled down.
         hidden = hidden if base is None else hidden * jnp.asarray(base / c.d_model, hidden.dtype)
         table = (self.inputs.embedding if c.tied_embeddings else self.unembedding).astype(hidden.dtype)
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
@@ -190,7 +190,7 @@ class DecoderLM(nn.Module):
         return constrain(logits, ("batch", "length", "vocab"))
 
     def __call__(self, tokens: Int[Array, "B T"], **kwargs: Any):
-        """Logits (B, T, V) in float32 and the new memory or cache; arguments as for `hidden`."""
+        """Returns the logits (B, T, V) in float32 and the new memory or cache; arguments as for `hidden`."""
         hidden, new = self.hidden(tokens, **kwargs)
         return self.logits(hidden), new
 
@@ -201,9 +201,9 @@ class DecoderLM(nn.Module):
         weights: Float[Array, "B T"] | None = None,
         **kwargs: Any,
     ):
-        """Sum of the targets' negative log-likelihoods in nats, sum of weights, and the new memory.
+        """Returns the sum of the targets' negative log-likelihoods in nats, the sum of weights, and the new memory.
 
-        Targets and weights as for `cross_entropy`, the other arguments as for `hidden`.
+        Targets and weights are as for `cross_entropy`, the other arguments as for `hidden`.
         """
         hidden, new = self.hidden(tokens, **kwargs)
         total, weight = cross_entropy(

@@ -1,17 +1,17 @@
-"""Encoders and the classifiers on them: any listed mechanism that has a bidirectional form."""
+"""Encoders and classifiers, for any listed mechanism with a bidirectional form."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
 from brl_jax.attention.core.segments import places_in_sequences
+from brl_jax.fields import Count, Length, Range, Width
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
@@ -22,34 +22,35 @@ from brl_jax.models.pooling import Pooling, PoolingKind
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig(StackConfig):
-    """Size and parts of an encoder and of the classifier on it."""
+    """Sizes and options of an encoder and of the classifier on top of it.
+
+        config = EncoderConfig(num_layers=6, d_model=512, num_heads=8, num_classes=10, mechanism=LocalConfig())
+        model = Classifier(config)
+
+    Raises:
+      ValueError: an option is out of range or contradicts another, or the mechanism has no bidirectional form.
+    """
 
     inputs: InputKind = "embed"
-    """What a sequence consists of: tokens, each with a learned vector ("embed"); tokens that are grey levels, whose
-    number, scaled to -1..1, goes through a linear map ("scale"); or vectors of num_features numbers, which go through
-    a linear map ("features")."""
+    """What a sequence consists of: tokens that each have a learned vector ("embed"); tokens that are grey levels,
+    scaled to -1..1 and mapped linearly ("scale"); or vectors of num_features numbers, mapped linearly ("features")."""
     positions: Positions = "rope"
-    """Rotary positions (of base rope_theta), vectors added to the inputs (learned, or sines and cosines), or none: a
-    mechanism that is itself free of order then sees a set."""
+    """Rotary positions (of base rope_theta), vectors added to the inputs (learned, or sines and cosines), or none. With
+    none, a mechanism that ignores order sees a set."""
     pooling: PoolingKind = "mean"
-    """What of the outputs is classified: their mean, their maximum, or that of a learned token put in front."""
-    vocab_size: int = 256
+    """What is classified: the outputs' mean, their maximum, or the output of a learned token in front ("cls")."""
+    vocab_size: Count = 256
     """Number of tokens."""
-    num_features: int = 1
-    """Numbers in each input vector; for inputs "features" only."""
-    max_length: int = 1024
-    """Tokens of the longest sequence; "learned" positions have a vector for each."""
-    num_classes: int = 2
+    num_features: Width = 1
+    """Numbers in each input vector; only for inputs "features"."""
+    max_length: Length = 1024
+    """Tokens of the longest sequence; "learned" positions have one vector for each."""
+    num_classes: Annotated[int, Range(2, 2**20)] = 2
     """Number of classes."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "vocab_size", "num_features", "max_length")
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
-        for name, kind in (("inputs", InputKind), ("positions", Positions), ("pooling", PoolingKind)):
-            check_choice(name, getattr(self, name), get_args(kind))
-        self.make_dimensions(is_causal=False)  # refuses mechanisms that cannot serve
+        self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property
     def dimensions(self) -> Dimensions:
@@ -62,29 +63,34 @@ class EncoderConfig(StackConfig):
 
     @property
     def packs(self) -> bool:
-        """Whether every layer takes segment_ids: several sequences in one row, none of which sees another."""
+        """Whether every layer takes segment_ids, so that one row can hold several independent sequences."""
         return all(mechanism.packs_bidirectional for mechanism in self.mechanisms)
 
 
 class Encoder(nn.Module):
-    """Token outputs (B, T, D) of tokens (B, T) ints or, for inputs "features", of vectors (B, T, F) floats: an
-    embedding or a linear map, positions, and a stack of blocks. The outputs are normalised, in the computation's dtype.
+    """Outputs (B, T, D) for tokens (B, T) or, with inputs "features", for vectors (B, T, F).
+
+        model = Encoder(EncoderConfig(vocab_size=1000))
+        y = model.apply(model.init(key, tokens), tokens, lengths=lengths)
+
+    An embedding or a linear map, positions, and a stack of blocks. The outputs are normalised and have the
+    computation's dtype.
 
     Args of the call:
-      inputs: the tokens or vectors.
-      lengths: (B,) ints in 1..T, how many inputs of each row exist, the first ones; None: all. Whatever stands in the
-        rest changes nothing, and its outputs are meaningless.
-      segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row, none of which sees
-        another; for mechanisms that pack in an encoder (docs/packing.md). A sequence is a run of equal ids, and no two
-        sequences of a row have the same id. Positions start again with each sequence.
-      prefix: (B, P, D) rows that stand in front of the inputs, without positions of their own kind added; the result
-        is then (B, P + T, D), theirs first. It excludes segment_ids.
+      inputs: the tokens (ints) or vectors (floats).
+      lengths: (B,) ints in 1..T; the first `lengths[b]` inputs of row b are valid, None: all. The rest is ignored and
+        its outputs are meaningless.
+      segment_ids: (B, T) ints for rows that pack several sequences, each a run of equal ids that no other sequence of
+        the row uses. Sequences do not see each other, and positions restart with each. Only for mechanisms that pack in
+        an encoder (docs/packing.md).
+      prefix: (B, P, D) rows to put in front of the inputs, without adding positions to them. The result is then
+        (B, P + T, D) and starts with their outputs. Excludes segment_ids.
       deterministic: False applies dropout, with the random stream "dropout".
 
     Raises:
-      ValueError: inputs, lengths or segment_ids of another shape or type, more than max_length tokens, segment_ids
-        with a prefix or for a mechanism that does not pack, and, where the values are known (not traced), tokens
-        outside the vocabulary and lengths outside 1..T. A traced token outside the vocabulary becomes a row of NaN.
+      ValueError: an argument has the wrong shape or type, a row has more than max_length tokens, segment_ids come with
+        a prefix or with a mechanism that does not pack, a token is outside the vocabulary, or a length is outside 1..T.
+        Traced values cannot be checked: a token outside the vocabulary then becomes a row of NaN.
     """
 
     config: EncoderConfig
@@ -118,7 +124,7 @@ class Encoder(nn.Module):
         if segment_ids is not None:
             if prefix is not None:
                 raise ValueError("segment_ids must be None with a prefix, which belongs to one sequence")
-            # Rotary positions start again too: the features that Performer draws change when all are turned.
+            # Rotary positions must restart too: rotating all tokens alike changes Performer's random features.
             positions = places_in_sequences(jnp.asarray(segment_ids))
         x = self.inputs.place(self.inputs.clear(inputs, lengths), positions)
         return self.transform(x, lengths, prefix, deterministic, segment_ids, positions)
@@ -132,12 +138,12 @@ class Encoder(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B P+T D"]:
-        """The outputs for embedded inputs; arguments as for the call. Packed rows have positions of their own."""
+        """Returns the outputs for embedded inputs; arguments as for the call. `positions` belong to packed rows."""
         if prefix is not None:
             x = jnp.concatenate([prefix.astype(x.dtype), x], axis=1)
             lengths = None if lengths is None else jnp.asarray(lengths).astype(jnp.int32) + prefix.shape[1]
         if lengths is not None:
-            # A token outside the vocabulary is NaN, even where it is padding.
+            # A token outside the vocabulary is NaN even where it is padding.
             x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))
         x = self.dropout(x, deterministic=deterministic)
         y, _ = self.stack(
@@ -147,7 +153,7 @@ class Encoder(nn.Module):
 
 
 class _PooledEncoder(nn.Module):
-    """One vector (B, D) float32 for each sequence; arguments as for `Encoder`. Its parameters are the encoder's."""
+    """One float32 vector (B, D) for each sequence; arguments and parameters are `Encoder`'s."""
 
     config: EncoderConfig
 
@@ -164,7 +170,7 @@ class _PooledEncoder(nn.Module):
 
 
 class _Head(nn.Module):
-    """Features to logits in float32, through one hidden layer as wide as the feed-forward networks."""
+    """Float32 logits of features, through one hidden layer as wide as the feed-forward networks."""
 
     config: EncoderConfig
 
@@ -181,8 +187,11 @@ class _Head(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Logits (B, C) float32 of sequences, one a row, (B, T) ints or (B, T, F) floats; arguments and errors as for
-    `Encoder`."""
+    """Float32 logits (B, C) of sequences, (B, T) ints or (B, T, F) floats. Arguments and errors are `Encoder`'s.
+
+    model = Classifier(EncoderConfig(num_classes=10))
+    logits = model.apply(params, tokens, lengths=lengths)
+    """
 
     config: EncoderConfig
 
@@ -206,15 +215,14 @@ class Classifier(nn.Module):
         lengths: Int[Array, "B"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B D"]:
-        """What the head reads, float32: the pooled outputs of the encoder. Arguments as for the call."""
+        """Returns the head's inputs: the encoder's pooled outputs in float32. Arguments as for the call."""
         return self.encoder(inputs, lengths=lengths, deterministic=deterministic)
 
 
 class TokenClassifier(nn.Module):
-    """Logits (B, T, C) float32 of each token of sequences; arguments and errors as for `Encoder`.
+    """Float32 logits (B, T, C) of each token of sequences. Arguments and errors are `Encoder`'s.
 
-    The parameters under "encoder" are those of an `Encoder`, and of the encoder inside a `Classifier`, of the same
-    configuration.
+    Its params["encoder"] also fit an `Encoder`, or a `Classifier`'s params["encoder"], of the same configuration.
     """
 
     config: EncoderConfig
@@ -236,11 +244,15 @@ class TokenClassifier(nn.Module):
 
 
 class PairClassifier(nn.Module):
-    """Logits (B, C) float32 of pairs (B, 2, T) ints, or (B, 2, T, F) floats, with lengths (B, 2): one encoder reads
-    both, and the head gets [a, b, a * b, a - b] of their vectors, as in the Long Range Arena's retrieval (Tay et al.
-    2020, arXiv:2011.04006).
+    """Float32 logits (B, C) of pairs of sequences, (B, 2, T) ints or (B, 2, T, F) floats, with lengths (B, 2).
 
-    Raises ValueError as `Encoder` does, and for inputs that are no pairs.
+        model = PairClassifier(EncoderConfig(num_classes=2))
+        logits = model.apply(variables, pairs, lengths=lengths)
+
+    One encoder reads both sequences, and the head gets [a, b, a * b, a - b] of their vectors, as in the Long Range
+    Arena's retrieval task (Tay et al. 2020, arXiv:2011.04006).
+
+    Raises ValueError as `Encoder` does, and if the inputs do not come in pairs.
     """
 
     config: EncoderConfig
@@ -265,7 +277,7 @@ class PairClassifier(nn.Module):
         lengths: Int[Array, "B 2"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "B 4*D"]:
-        """What the head reads, [a, b, a * b, a - b], float32. Arguments and errors as for the call."""
+        """Returns the head's inputs [a, b, a * b, a - b] in float32. Arguments and errors as for the call."""
         name, last = ("inputs", ", features") if self.config.inputs == "features" else ("tokens", "")
         if inputs.ndim != (4 if last else 3) or inputs.shape[1] != 2:
             raise ValueError(f"{name} must have shape (batch, 2, length{last}), got {inputs.shape}")

@@ -1,15 +1,15 @@
-"""The encoder-decoder: an encoder reads a source, and a decoder writes a target, token by token."""
+"""The encoder-decoder: the encoder reads a source, and the decoder writes a target token by token."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Count, Range
 from brl_jax.layers.core.protocol import Dimensions, Mechanism
 from brl_jax.models.config import StackConfig, check_mechanism
 from brl_jax.models.cross_attention import CrossConfig, CrossSizes, Encoded
@@ -22,27 +22,29 @@ SequencePositions = Literal["rope", "sinusoidal", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderConfig(DecoderConfig):
-    """Size and parts of an encoder-decoder. The layers, mechanism and schedule are the decoder's; both have the same
-    width, heads, feed-forward networks and norms."""
+    """Sizes and options of an encoder-decoder.
 
-    encoder_layers: int = 4
+        config = EncoderDecoderConfig(vocab_size=8000, num_layers=4, encoder_layers=4)
+        model = EncoderDecoder(config)
+
+    The fields of `DecoderConfig` describe the decoder. The encoder shares its width, heads, feed-forward networks and
+    norms.
+    """
+
+    encoder_layers: Annotated[int, Range(1, 10_000)] = 4
     """Layers of the encoder."""
     encoder_mechanism: Mechanism | None = None
-    """The mechanism of the encoder's layers; None: the decoder's, in its bidirectional form."""
-    cross_window: int | None = None
+    """The mechanism of the encoder's layers; None: the bidirectional form of the decoder's."""
+    cross_window: Count | None = None
     """Token t of the decoder sees the encoder's tokens t - cross_window // 2 to t + cross_window // 2; None: all of
-    them. The window suits targets that follow their source place by place."""
+    them. A window suits targets that follow their source position by position."""
     cross_compressed: bool = True
-    """Where the encoder compresses the sequence into a few tokens (BRL), the decoder reads these too."""
+    """Whether the decoder also reads the tokens into which the encoder compresses its sequence (BRL)."""
     positions: SequencePositions = "rope"
-    """Rotary positions (of base rope_theta) in the layers and between decoder and encoder, sines and cosines added to
-    the inputs of both, or none."""
+    """Rotary positions (of base rope_theta) in the layers and in the cross-attention, sines and cosines added to both
+    inputs, or none."""
 
     def __post_init__(self):
-        check_at_least(self, "encoder_layers")
-        if self.cross_window is not None:
-            check_at_least(self, "cross_window")
-        check_choice("positions", self.positions, get_args(SequencePositions))
         if self.encoder_mechanism is not None:
             check_mechanism("encoder_mechanism", self.encoder_mechanism)
         super().__post_init__()
@@ -54,7 +56,7 @@ class EncoderDecoderConfig(DecoderConfig):
             raise ValueError(
                 f"mechanism {type(self.mechanism).__name__} arranges its layers itself and has no cross-attention"
             )
-        _ = self.encoder_dimensions  # refuses mechanisms that cannot serve
+        _ = self.encoder_dimensions  # raises for mechanisms without a bidirectional form
 
     def for_training(self, length: int) -> Self:
         config, encoder = super().for_training(length), self.encoder_mechanism
@@ -70,7 +72,7 @@ class EncoderDecoderConfig(DecoderConfig):
 
     @property
     def encoder(self) -> StackConfig:
-        """Size and parts of the encoder."""
+        """The encoder's configuration."""
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(StackConfig)}
         own = {
             "num_layers": self.encoder_layers,
@@ -103,17 +105,17 @@ class EncoderDecoderConfig(DecoderConfig):
 
 
 class EncoderDecoder(nn.Module):
-    """An encoder whose outputs every layer of a decoder reads (Vaswani et al. 2017, arXiv:1706.03762), with any listed
-    mechanism in both: its bidirectional form in the encoder, its causal form in the decoder. Source and target share
-    one embedding, through which the logits are computed too.
+    """An encoder, and a decoder whose every layer reads its outputs (Vaswani et al. 2017, arXiv:1706.03762). Any listed
+    mechanism works in both, with its bidirectional form in the encoder and its causal form in the decoder. Source,
+    target and logits share one embedding table.
 
     Four calls, all through `apply`:
       logits, _ = model(tokens, source, source_lengths=lengths)                          teacher forcing
       encoded = model.encode(source, lengths)                                            generation: once,
       logits, cache = model(tokens, cache=cache, encoded=encoded)                        with the first tokens,
       logits, cache = model(tokens, cache=cache)                                         with all others
-    The cache, from `init_cache`, keeps the keys and values of the encoder's outputs. `brl_jax.generate` makes these
-    calls. What stands in the source beyond its length changes nothing.
+    The cache comes from `init_cache` and keeps the keys and values of the encoder's outputs. `brl_jax.generate` makes
+    these calls. Source tokens beyond `lengths` are ignored.
     """
 
     config: EncoderDecoderConfig
@@ -131,33 +133,34 @@ class EncoderDecoder(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Encoded:
-        """What the decoder reads: the encoder's outputs (B, S, D), and its compressed tokens if it reads these too.
+        """Returns what the decoder reads: the encoder's outputs (B, S, D) and, if the decoder reads them, its
+        compressed tokens.
 
         Args:
           source: (B, S) ints in 0..vocab_size-1.
-          lengths: (B,) ints in 1..S, how many tokens of each row exist, the first ones; None: all.
+          lengths: (B,) ints in 1..S; the first `lengths[b]` tokens of row b are valid, None: all.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
-          ValueError: a source or lengths of another shape, type or range, as far as the values are known; a traced
-            token outside the vocabulary gives NaN.
+          ValueError: source or lengths have the wrong shape or type, or values out of range. Traced values cannot be
+            checked: a token outside the vocabulary then gives NaN.
         """
         inputs = self.decoder.inputs
         inputs.check(source, lengths)
         x = inputs.place(source)
         if lengths is not None:
-            # A token outside the vocabulary is NaN, even where it is padding.
+            # A token outside the vocabulary is NaN even where it is padding.
             x = jnp.where(existing(lengths, x.shape[1])[..., None], x, jnp.zeros((), x.dtype))
         x = self.dropout(x, deterministic=deterministic)
         encoded = self.encoder.encode(x, lengths=lengths, deterministic=deterministic)
         return encoded if self.config.num_summary else encoded._replace(compressed=None)
 
     def init_cache(self, batch: int, length: int, source_length: int) -> Any:
-        """A decoding cache for `batch` targets of up to `length` tokens, with room for the keys and values of sources
-        of `source_length` tokens.
+        """Returns an empty decoding cache for `batch` targets of up to `length` tokens and sources of `source_length`
+        tokens.
 
         Raises:
-          ValueError: a batch or a length below 1.
+          ValueError: batch, length or source_length is below 1.
         """
         if source_length < 1:
             raise ValueError(f"source_length of a cache must be at least 1, got {source_length}")
@@ -165,7 +168,7 @@ class EncoderDecoder(nn.Module):
         return DecoderLM(self.config, parent=None).init_cache(batch, length, sizes)
 
     def absorbable(self, length: int) -> int:
-        """0: no mechanism that serves here takes tokens in without their outputs."""
+        """Returns 0: no mechanism supported here absorbs tokens without computing their outputs."""
         return 0
 
     def hidden(
@@ -178,17 +181,17 @@ class EncoderDecoder(nn.Module):
         cache: Any = None,
         deterministic: bool = True,
     ):
-        """The decoder's last hidden states (B, T, D), normalised, and the new cache.
+        """Returns the decoder's last hidden states (B, T, D), normalised, and the new cache.
 
         Args:
-          tokens: (B, T) ints in 0..vocab_size-1, the target's tokens so far, without those in the cache.
+          tokens: (B, T) ints in 0..vocab_size-1, the target's tokens that are not in the cache yet.
           source, source_lengths: as for `encode`; or
-          encoded: what `encode` gave. With a cache that has seen it, neither.
+          encoded: the result of `encode`. With a cache that has read it, give neither.
           cache: of the tokens so far, or None.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
-          ValueError: source and encoded both; neither, without a cache; otherwise as `encode`.
+          ValueError: source and encoded are both given, or both missing without a cache; otherwise as `encode`.
         """
         if (source is None) == (encoded is None) and (cache is None or source is not None):
             raise ValueError(
@@ -200,10 +203,10 @@ class EncoderDecoder(nn.Module):
         return self.decoder.hidden(tokens, cache=cache, encoded=encoded, deterministic=deterministic)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in float32."""
+        """Returns the logits (B, T, V) in float32."""
         return self.decoder.logits(hidden)
 
     def __call__(self, tokens: Int[Array, "B T"], source: Int[Array, "B S"] | None = None, **kwargs: Any):
-        """Logits (B, T, V) in float32 and the new cache; arguments as for `hidden`."""
+        """Returns the logits (B, T, V) in float32 and the new cache; arguments as for `hidden`."""
         hidden, cache = self.hidden(tokens, source, **kwargs)
         return self.logits(hidden), cache

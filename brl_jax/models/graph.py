@@ -1,9 +1,9 @@
-"""Node classification: a transformer over a node's tokens or over all nodes, and the networks it is compared with."""
+"""Node classification: transformers over a node's tokens or over all nodes, and the graph networks to compare with."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.checks import check_choice
+from brl_jax.fields import Range, Width
 from brl_jax.layers.core.modules import dense, norm, parameter
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
@@ -21,43 +21,39 @@ from brl_jax.models.networks import make_stack
 Network = Literal["tokens", "nodes", "mlp", "gcn", "gat", "simple_hgn"]
 
 SIMPLE_HGN_BETA = 0.05
-"""The share of the earlier layer's attention in Simple-HGN (Lv et al. 2021, arXiv:2112.14936)."""
+"""How much of the previous layer's attention Simple-HGN keeps (Lv et al. 2021, arXiv:2112.14936)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphConfig(StackConfig):
-    """Size and parts of a network that classifies nodes."""
+    """Sizes and options of a network that classifies nodes.
+
+    config = GraphConfig(network="gcn", num_features=1433, num_classes=7)
+    model = NodeClassifier(config)
+    """
 
     network: Network = "tokens"
-    """What is classified, and how: a node by attention over its list of tokens ("tokens"); all nodes of a graph by
-    attention among them, which sees no edges ("nodes"); or all nodes by a network without attention among them ("mlp")
-    or by one that sends messages along the edges: "gcn", "gat" or "simple_hgn"."""
-    input_dropout: float = 0.0
+    """What is classified, and how: one node by attention over its list of tokens ("tokens"); all nodes of a graph by
+    attention among them, without edges ("nodes"); or all nodes by a network without attention ("mlp") or by one that
+    passes messages along the edges ("gcn", "gat" or "simple_hgn")."""
+    input_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout rate of the features."""
     kinds: tuple[int, ...] = (0,)
-    """The kind of each token of a list, or of each node in its place: those of one kind share a projection."""
-    num_features: int = 1
-    """Numbers that describe a token or a node."""
-    num_relations: int = 1
+    """The kind of each token of a list, or of each node of the graph; tokens of one kind share a projection."""
+    num_features: Width = 1
+    """Numbers in each token's or node's feature vector."""
+    num_relations: Width = 1
     """Kinds of edges."""
-    num_classes: int = 2
+    num_classes: Annotated[int, Range(2, 2**20)] = 2
     """Number of classes."""
     multi_label: bool = False
-    """Whether a node may be of several classes."""
+    """Whether a node may belong to several classes."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("network", self.network, get_args(Network))
-        for name in ("num_features", "num_relations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
-        if not 0.0 <= self.input_dropout < 1.0:
-            raise ValueError(f"input_dropout must be at least 0 and below 1, got {self.input_dropout}")
         if not self.kinds or min(self.kinds) < 0:
-            raise ValueError("kinds must be at least one kind, none below 0")
-        self.make_dimensions(is_causal=False)  # refuses mechanisms that cannot serve
+            raise ValueError("kinds must not be empty or negative")
+        self.make_dimensions(is_causal=False)  # raises for mechanisms without a bidirectional form
 
     @property
     def has_edges(self) -> bool:
@@ -71,12 +67,12 @@ class GraphConfig(StackConfig):
 
     @property
     def rotary_base(self) -> None:
-        return None  # tokens are a set, without positions
+        return None  # tokens form a set, without positions
 
 
 def first_present(present: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B"]]:
-    """An order of each row's tokens in which those that exist come first, otherwise as they stand; and their number,
-    at least 1."""
+    """Returns an order of each row's tokens that puts those present first and is otherwise stable, and their number, at
+    least 1."""
     order = jnp.argsort(~present, axis=1, stable=True)
     return order, jnp.maximum(present.sum(axis=1), 1)
 
@@ -84,7 +80,7 @@ def first_present(present: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[A
 def kind_means(
     x: Float[Array, "B T D"], present: Bool[Array, "B T"], kinds: tuple[int, ...]
 ) -> Float[Array, "B K D"]:
-    """The mean of the tokens of each kind that exist; zeros where a kind has none."""
+    """Returns the mean of each kind's present tokens; zeros for a kind without any."""
     member = np.asarray(kinds)[None] == np.arange(max(kinds) + 1)[:, None]
     there = (present[:, None] & member[None]).astype(x.dtype)
     total = jnp.einsum("bkt,btd->bkd", there, jnp.where(present[..., None], x, 0.0))
@@ -92,7 +88,7 @@ def kind_means(
 
 
 class Projection(nn.Module):
-    """Features (B, T, F) to rows (B, T, D): a linear map and a vector for each kind, a norm, and a ReLU."""
+    """Features (B, T, F) to rows (B, T, D): a linear map and a bias for each kind, a norm, and a ReLU."""
 
     config: GraphConfig
     dimensions: Dimensions
@@ -106,7 +102,7 @@ class Projection(nn.Module):
         kernel = parameter(self, "kernel", init, (number, c.num_features, width), (None, "inputs", "embed"))
         bias = parameter(self, "bias", nn.initializers.normal(0.1), (number, width), (None, "embed"))
         kernel, bias = kernel.astype(d.dtype), bias.astype(d.dtype)
-        # Runs of one kind are projected by one product: the nodes of a type stand together.
+        # One product for each run of equal kinds: a graph's nodes are sorted by kind.
         rows, start = [], 0
         for end in range(1, len(c.kinds) + 1):
             if end == len(c.kinds) or c.kinds[end] != c.kinds[start]:
@@ -118,8 +114,8 @@ class Projection(nn.Module):
 
 
 class SetEncoder(nn.Module):
-    """A stack of blocks over sets: (B, T, D) -> (B, T, D), where only the tokens of `present` (B, T) exist. Absent ones
-    may stand anywhere and change nothing; their outputs are meaningless."""
+    """A stack of blocks over sets, (B, T, D) -> (B, T, D). Tokens outside `present` (B, T) are ignored wherever they
+    are, and their outputs are meaningless."""
 
     config: GraphConfig
 
@@ -156,7 +152,9 @@ class MessagePassing(nn.Module):
         weights = None
         for layer in range(c.num_layers):
             name = f"layer_{layer}"
-            if layer:  # the projection drops the first layer's inputs, and the read-out what it reads
+            if (
+                layer
+            ):  # the projection drops out the first layer's inputs, and the classifier the last one's outputs
                 x = drop(x)
             if c.network == "mlp":
                 x = jax.nn.relu(dense(d, d.d_model, ("embed", "outputs"), name=name, use_bias=True)(x))
@@ -184,17 +182,17 @@ class MessagePassing(nn.Module):
 
 
 class NodeClassifier(nn.Module):
-    """Logits (B, P, C) float32 of nodes.
+    """Float32 logits (B, P, C) of nodes.
 
     Args of the call:
-      features: (B, T, F), the tokens of a node's list (network "tokens"), or the nodes of a graph.
-      present: (B, T) bools or ints, which of them exist. The first token of a list is the node itself, and exists.
-      places: (B, P) ints, the nodes of the graph to classify; None with the network "tokens", where P is 1.
+      features: (B, T, F), the tokens of a node's list (network "tokens") or the nodes of a graph.
+      present: (B, T) bools or ints, which of them exist. The first token of a list is the node itself and must exist.
+      places: (B, P) ints, the nodes to classify; None with network "tokens", which has P = 1.
       edges, relations: (B, E, 2) and (B, E) ints of the graph, see `graph_layers`; None for networks without edges.
       deterministic: False applies dropout, with the random stream "dropout".
 
     Raises:
-      ValueError: features of another shape than the configuration's kinds and num_features.
+      ValueError: the shape of features does not match the configuration's kinds and num_features.
     """
 
     config: GraphConfig
@@ -216,7 +214,7 @@ class NodeClassifier(nn.Module):
                 f"features must have shape (batch, {len(c.kinds)}, {c.num_features}), got {features.shape}"
             )
         present = present.astype(bool)
-        # What is absent may be NaN, which would get into the gradient of the projection.
+        # Absent features may be NaN, which would reach the gradient of the projection.
         features = jnp.where(present[..., None], features, jnp.zeros((), features.dtype))
         x = Projection(c, d, name="projection")(features, deterministic)
         if c.network in ("tokens", "nodes"):
@@ -240,6 +238,6 @@ class NodeClassifier(nn.Module):
         x = nn.Dropout(c.dropout)(x, deterministic=deterministic)
         logits: Any = dense(d, c.num_classes, ("embed", "classes"), name="out", use_bias=True)(x)
         logits = logits.astype(jnp.float32)
-        if c.network == "simple_hgn":  # on the unit sphere, as in its paper
+        if c.network == "simple_hgn":  # normalised to the unit sphere, as in its paper
             logits = logits * jax.lax.rsqrt(jnp.sum(logits**2, axis=-1, keepdims=True) + 1e-12)
         return logits

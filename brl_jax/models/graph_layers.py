@@ -1,12 +1,13 @@
-"""Layers over sparse neighbourhoods: sums and softmaxes over the edges that end in a node, as segment sums.
+"""Graph layers: sums and softmaxes over the edges that end in each node, computed as segment sums.
 
-A graph is `edges` (E, 2) ints, the sender and the receiver of each edge, and `relations` (E,) ints, its kind. An edge
-whose receiver is the number of nodes does not exist: padding gives a graph a fixed size. Edges that are sorted by their
-receiver are summed faster.
+A graph is `edges` (E, 2) ints, the sender and the receiver of each edge, and `relations` (E,) ints, the kind of each
+edge. Edges whose receiver equals the number of nodes are padding, which gives graphs a fixed size. Sums are faster if
+edges are sorted by receiver.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.derivatives import differentiable
+from brl_jax.attention.core.by_platform import Form, by_platform
 from brl_jax.attention.core.scores import accumulation_dtype
 from brl_jax.layers.core.modules import dense, parameter
 from brl_jax.layers.core.protocol import Dimensions
@@ -24,7 +25,7 @@ from brl_jax.layers.core.protocol import Dimensions
 def add_loops(
     edges: Int[Array, "E 2"], relations: Int[Array, "E"], nodes: int, relation: int
 ) -> tuple[Int[Array, "F 2"], Int[Array, "F"]]:
-    """The edges and one from each node to itself, whose kind is `relation`."""
+    """Returns the edges followed by a loop of kind `relation` at each node."""
     own = jnp.arange(nodes, dtype=edges.dtype)
     loops = jnp.stack([own, own], axis=-1)
     kinds = jnp.full(nodes, relation, relations.dtype)
@@ -32,26 +33,32 @@ def add_loops(
 
 
 def sum_at(values: Float[Array, "E *D"], receivers: Int[Array, "E"], nodes: int) -> Float[Array, "n *D"]:
-    """The sum of the edges' values at each receiver, kept in float32 for 16-bit types; edges that do not exist are left
-    out."""
+    """Returns the sum of the edges' values at each receiver, without padding edges. 16-bit values are accumulated in
+    float32."""
     exact = values.astype(accumulation_dtype(values.dtype))
     return jax.ops.segment_sum(exact, receivers, num_segments=nodes).astype(values.dtype)
 
 
 EDGES_OF_BLOCK = 8192
-"""Edges whose messages exist at a time on a CPU: with 64 numbers each, two megabytes, which stay in its caches."""
+"""Edges per block on a CPU: with 64 numbers each, their messages take two megabytes and stay in its caches."""
 
 
 def sum_of_messages(
     x: Float[Array, "n N O"], weights: Float[Array, "E N"], edges: Int[Array, "E 2"]
 ) -> Float[Array, "n N O"]:
-    """The sum at each receiver of what it receives, the sender's row times the edge's weights; edges that do not exist
-    are left out.
+    """Returns, for each receiver, the sum of its senders' rows times the edges' weights, without padding edges.
 
-    The messages (E, N, O) are the largest arrays of a network over a graph. On a CPU they exist in blocks, and
-    nowhere are they kept for the backward pass.
+    The messages (E, N, O) are the largest arrays of a graph network. A CPU computes them in blocks, and no backend
+    keeps them for the backward pass.
     """
-    return differentiable(_sum_of_messages, _sum_at_once)(x, weights, edges)
+    return by_platform(
+        lambda platform, *_: _IN_BLOCKS if platform == "cpu" else _AT_ONCE,
+        x,
+        weights,
+        edges,
+        results=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        plain=_sum_at_once,
+    )
 
 
 def _sum_at_once(x: Array, weights: Array, edges: Array) -> Array:
@@ -59,7 +66,7 @@ def _sum_at_once(x: Array, weights: Array, edges: Array) -> Array:
 
 
 def _in_blocks(edges: Array, weights: Array, nodes: int) -> tuple[Array, Array]:
-    """Edges (blocks, block, 2) and weights (blocks, block, N), the last filled with edges that do not exist."""
+    """Returns edges (blocks, block, 2) and weights (blocks, block, N); padding edges fill the last block."""
     size = min(EDGES_OF_BLOCK, max(edges.shape[0], 1))
     blocks = -(-edges.shape[0] // size)
     missing = blocks * size - edges.shape[0]
@@ -78,13 +85,8 @@ def _sum_in_blocks(x: Array, weights: Array, edges: Array) -> Array:
     return lax.scan(add, zeros, _in_blocks(edges, weights, x.shape[0]))[0].astype(x.dtype)
 
 
-@jax.custom_vjp
-def _sum_of_messages(x: Array, weights: Array, edges: Array) -> Array:
-    return lax.platform_dependent(x, weights, edges, cpu=_sum_in_blocks, default=_sum_at_once)
-
-
 def _gradients_at_once(x: Array, weights: Array, edges: Array, d_sum: Array) -> tuple[Array, Array]:
-    """The gradients of x and the weights."""
+    """Returns the gradients of x and the weights."""
     senders, receivers = edges[:, 0], edges[:, 1]
     d_messages = d_sum.at[receivers].get(mode="fill", fill_value=0)
     d_x = sum_at(weights[..., None] * d_messages, senders, x.shape[0])
@@ -93,7 +95,7 @@ def _gradients_at_once(x: Array, weights: Array, edges: Array, d_sum: Array) -> 
 
 def _gradients_in_blocks(x: Array, weights: Array, edges: Array, d_sum: Array) -> tuple[Array, Array]:
     heads, features = x.shape[1:]
-    # XLA's sums over a last axis this short take several times as long on a CPU as this product.
+    # On a CPU, XLA's sum over such a short last axis takes several times longer than this product.
     sums = jnp.repeat(jnp.eye(heads, dtype=x.dtype), features, axis=0)
 
     def add(d_x: Array, block: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -108,23 +110,20 @@ def _gradients_in_blocks(x: Array, weights: Array, edges: Array, d_sum: Array) -
     return d_x.astype(x.dtype), d_weights.reshape(-1, weights.shape[1])[: weights.shape[0]]
 
 
-def _forward(x: Array, weights: Array, edges: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _sum_of_messages(x, weights, edges), (x, weights, edges)
+def _form(run: Callable[..., Array], gradients: Callable[..., tuple[Array, Array]]) -> Form:
+    def gradient(operands: Any, result: Array, kept: Any, d_sum: Array) -> tuple[Array, Array, None]:
+        return *gradients(*operands, d_sum), None
+
+    return Form(lambda *operands: (run(*operands), ()), gradient)
 
 
-def _backward(kept: tuple[Array, Array, Array], d_sum: Array) -> tuple[Array, Array, None]:
-    d_x, d_weights = lax.platform_dependent(
-        *kept, d_sum, cpu=_gradients_in_blocks, default=_gradients_at_once
-    )
-    return d_x, d_weights, None
-
-
-_sum_of_messages.defvjp(_forward, _backward)
+_IN_BLOCKS = _form(_sum_in_blocks, _gradients_in_blocks)
+_AT_ONCE = _form(_sum_at_once, _gradients_at_once)
 
 
 def softmax_at(scores: Float[Array, "E N"], receivers: Int[Array, "E"], nodes: int) -> Float[Array, "E N"]:
-    """The softmax over the edges that end in one node, in float32 for 16-bit types; edges that do not exist get weights
-    without meaning."""
+    """Returns the softmax over the edges that end in the same node, in float32 for 16-bit types; the weights of padding
+    edges are meaningless."""
     dtype = scores.dtype
     scores = scores.astype(accumulation_dtype(dtype))
     highest = jax.lax.stop_gradient(jax.ops.segment_max(scores, receivers, num_segments=nodes))
@@ -136,10 +135,10 @@ def softmax_at(scores: Float[Array, "E N"], receivers: Int[Array, "E"], nodes: i
 
 
 class GCNLayer(nn.Module):
-    """D^-1/2 (A + I) D^-1/2 X W + b (Kipf & Welling 2016, arXiv:1609.02907, eq. 2), where A has one entry for each edge
-    and D is the degree of a node among those that it receives from, itself included.
+    """D^-1/2 (A + I) D^-1/2 X W + b (Kipf & Welling 2016, arXiv:1609.02907, eq. 2). A has one entry for each edge, and
+    D counts the edges that a node receives, including its loop.
 
-    The edges of an undirected graph go both ways; A is then symmetric, as in the paper.
+    An undirected graph lists each edge in both directions, which makes A symmetric as in the paper.
     """
 
     dimensions: Dimensions
@@ -151,7 +150,7 @@ class GCNLayer(nn.Module):
         receivers = edges[:, 1]
         degree = 1.0 + sum_at(jnp.ones(edges.shape[0], accumulation_dtype(x.dtype)), receivers, nodes)
         scale = jax.lax.rsqrt(degree)[:, None].astype(x.dtype)
-        # The narrower of the two widths crosses the edges.
+        # Send the narrower of the two widths along the edges.
         project = dense(self.dimensions, self.features, ("embed", "outputs"), name="kernel", use_bias=False)
         before = self.features < x.shape[1]
         if before:
@@ -166,16 +165,16 @@ class GCNLayer(nn.Module):
 
 
 class GATLayer(nn.Module):
-    """Attention of a node to those that it receives from and itself, (n, I) -> (n, N, O).
+    """Attention of each node to its senders and itself, (n, I) -> (n, N, O).
 
-    With W x_i the projected nodes, the score of an edge from j to i is LeakyReLU(a . W x_i + b . W x_j), of slope 0.2
-    (Velickovic et al. 2018, arXiv:1710.10903, eq. 3). With `relations`, the number of edges' kinds (the loops' among
-    them), the score has a third term c . V r, where r is a vector learned for each kind (Lv et al. 2021,
-    arXiv:2112.14936: Simple-HGN). `earlier` (E, N) are the weights of the layer before, of which this layer's
-    take the share `beta`.
+    With projected nodes W x_i, the edge from j to i scores LeakyReLU(a . W x_i + b . W x_j), of slope 0.2 (Velickovic
+    et al. 2018, arXiv:1710.10903, eq. 3). If `relations` gives the number of kinds of edges (loops included), the score
+    has a third term c . V r with a learned vector r for each kind (Simple-HGN, Lv et al. 2021, arXiv:2112.14936).
+    `earlier` (E, N) are the previous layer's weights, which enter this layer's with the share `beta`.
 
     Args of the call:
-      edges, relations: with the nodes' loops (`add_loops`). deterministic: False drops weights at the rate `dropout`.
+      edges, relations: including the nodes' loops (`add_loops`).
+      deterministic: False drops weights at the rate `dropout`.
 
     Returns:
       The outputs, and the weights (E, N).

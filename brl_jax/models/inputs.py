@@ -1,4 +1,4 @@
-"""The entrance of every network: tokens or feature vectors become rows of the model's width, with their positions."""
+"""The first layer of every network: maps tokens or feature vectors to the model's width and adds positions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ Positions = Literal["rope", "learned", "sinusoidal", "none"]
 
 
 def sinusoidal_positions(places: Int[Array, "*B T"], width: int) -> Float[Array, "*B T D"]:
-    """Sines in the even features, cosines in the odd ones, of t / 10000^(i / width) for feature i (float32), for the
-    places t.
-
-    Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
-    """
+    """Returns float32 sines (even features) and cosines (odd ones) of place / 10000^(i / width), where i is the even
+    feature of each pair (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
     feature = jnp.arange(width, dtype=jnp.int32)
     even = (feature - feature % 2).astype(jnp.float32)
     frequency = jnp.exp(even * (-math.log(1e4) / width))
@@ -36,7 +33,7 @@ def sinusoidal_positions(places: Int[Array, "*B T"], width: int) -> Float[Array,
 def check_lengths(lengths: Any, shape: tuple[int, ...], longest: int) -> None:
     """Raises ValueError unless `lengths` is None or integers of `shape` in 1..longest.
 
-    The range is checked where the values are known; of traced lengths, those beyond `longest` mean all tokens.
+    Traced values are not checked; those beyond `longest` mean all tokens.
     """
     if lengths is None:
         return
@@ -52,7 +49,7 @@ def check_lengths(lengths: Any, shape: tuple[int, ...], longest: int) -> None:
 
 
 def check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Raises ValueError unless an array is None or integers of one of the shapes."""
+    """Raises ValueError unless `array` is None or integers of one of the shapes."""
     if array is None:
         return
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
@@ -63,24 +60,25 @@ def check_ints(name: str, array: Any, shapes: tuple[tuple[int, ...], ...]) -> No
 
 
 def existing(lengths: Int[Array, "B"], length: int) -> Array:
-    """(B, length) bools: which tokens of each row exist."""
-    lengths = jnp.asarray(lengths).astype(jnp.int32)  # 8 bits may be too few for `length`
+    """Returns a (B, length) mask of each row's first `lengths` tokens."""
+    lengths = jnp.asarray(lengths).astype(jnp.int32)  # int8 may not hold `length`
     return jnp.arange(length, dtype=jnp.int32)[None] < lengths[:, None]
 
 
 class Inputs(nn.Module):
-    """Rows (B, T, D) in the computation's dtype for tokens (B, T) ints or features (B, T, `size`) real numbers.
+    """Rows (B, T, D) in the computation's dtype for tokens (B, T) ints or real features (B, T, `size`).
 
-    Kinds: "embed" looks up a learned vector for each of `size` tokens and multiplies it by sqrt(embedding_width), or
-    `embedding_scale`, so
-    that inputs of size 1 meet logits of size 1 from one table: otherwise what the layers add drowns the tokens at
-    first. "scale" takes the number of a token, scaled to -1..1, through a linear map. "features" takes vectors of
-    `size` numbers through a linear map. Positions "learned" and "sinusoidal" are added here; "rope" is left to the
-    layers, and "none" leaves the order out.
+    Kinds:
+      "embed": looks up a learned vector for each of `size` tokens and multiplies it by `embedding_scale`, by default
+        sqrt(embedding_width). With that factor one table gives both inputs and logits unit size; without it, the
+        layers' outputs would drown the tokens at the start of training.
+      "scale": scales a token's number to -1..1 and maps it linearly.
+      "features": maps vectors of `size` numbers linearly.
+    Positions "learned" and "sinusoidal" are added here, "rope" is left to the layers, and "none" leaves order out.
 
     Raises:
-      ValueError: inputs of another shape or type, or longer than `max_length`. Tokens outside 0..size-1 where their
-        values are known; traced ones become NaN rows.
+      ValueError: inputs have the wrong shape or type, are longer than `max_length`, or hold tokens outside 0..size-1.
+        Traced tokens cannot be checked; outside that range they become rows of NaN.
     """
 
     dimensions: Dimensions
@@ -105,12 +103,12 @@ class Inputs(nn.Module):
             self.embedding = dense(d, d.d_model, (axis, "embed"), name="embedding", use_bias=True)
         if self.added == "learned":
             assert self.max_length is not None
-            unit = nn.initializers.normal(1.0)  # the size of the tokens
+            unit = nn.initializers.normal(1.0)  # as large as the tokens
             shape = (self.max_length, d.d_model)
             self.position_table: Any = parameter(self, "positions", unit, shape, ("position", "embed"))
 
     def check(self, inputs: Any, lengths: Any = None) -> None:
-        """Raises ValueError for inputs that the network cannot take; see the class."""
+        """Raises ValueError for inputs that the network does not accept; see the class."""
         name = "inputs" if self.kind == "features" else "tokens"
         require(
             hasattr(inputs, "shape") and hasattr(inputs, "dtype"),
@@ -134,7 +132,7 @@ class Inputs(nn.Module):
         batch, length = inputs.shape[:2]
         require(
             self.max_length is None or length <= self.max_length,
-            f"{name} must be at most max_length={self.max_length} a row, got {length}",
+            f"{name} must be at most max_length={self.max_length} per row, got {length}",
         )
         check_lengths(lengths, (batch,), length)
         known = None if self.kind == "features" else concrete_values(inputs)

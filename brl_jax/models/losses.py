@@ -14,7 +14,7 @@ from brl_jax.attention.core.checks import concrete_values, require
 from brl_jax.models.inputs import check_ints
 from brl_jax.sharding import constrain, current_shards
 
-# Most logits that exist at a time on a device (in float32: 64 MB).
+# Upper bound on the logits that exist at a time on a device (64 MB in float32).
 _LOGITS = 2**24
 
 
@@ -26,22 +26,22 @@ def cross_entropy(
     *,
     vocab_size: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sum of -log p(target) over all tokens, in nats, and the sum of weights, both float32.
+    """Returns the weighted sum of -log p(target) in nats and the sum of weights, both float32.
 
-    The sequence is cut along T (not along the batch, which keeps its sharding) into pieces of at most 16M logits on a
-    device; each piece's logits are computed, used and, for the gradient, computed again. Where T itself is sharded over
-    a mesh, every piece has a part on each device.
+    The sequence is cut along T into pieces of at most 16M logits per device. Each piece's logits are computed, used,
+    and recomputed for the gradient. The batch is not cut, so it keeps its sharding; if T is sharded over a mesh, every
+    piece has a part on each device.
 
     Args:
       hidden: (B, T, D) hidden states.
-      to_logits: maps (B, C, D) of them to (B, C, V) logits.
+      to_logits: maps pieces (B, C, D) of them to logits (B, C, V).
       targets: (B, T) ints in 0..V-1.
-      weights: (B, T), 1 by default; 0 leaves a token out, whatever its target.
+      weights: (B, T), 1 by default; 0 ignores a token, whatever its target.
       vocab_size: V.
 
     Raises:
-      ValueError: targets or weights of another shape or type, and targets outside the vocabulary whose weight is not 0
-        where both are known; a traced one gives NaN.
+      ValueError: targets or weights have the wrong shape or type, or a target with a nonzero weight is outside the
+        vocabulary. Traced targets cannot be checked; outside the vocabulary they give NaN.
     """
     batch, length = hidden.shape[:2]
     _check_targets(targets, weights, (batch, length), vocab_size)
@@ -53,7 +53,7 @@ def cross_entropy(
 
     def piece(hidden, targets, weights):
         logits = to_logits(hidden).astype(jnp.float32)
-        # A negative target counts from the vocabulary's end for JAX: here it is outside.
+        # JAX counts negative indices from the end, so map negative targets outside the vocabulary.
         outside = jnp.where(targets < 0, vocab_size, targets)[..., None]
         chosen = jnp.take_along_axis(logits, outside, axis=-1)[..., 0]
         return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * weights)

@@ -1,4 +1,4 @@
-"""A masked language model: an encoder that predicts the tokens at chosen places of a sequence."""
+"""A masked language model: an encoder that predicts the tokens at chosen positions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from brl_jax.models.inputs import check_ints
 
 
 class MaskedLM(nn.Module):
-    """Logits (B, P, V) float32 of the tokens at P places of each sequence, through the table of embeddings.
+    """Float32 logits (B, P, V) of the tokens at P positions of each sequence, through the embedding table.
 
-    The head is RoBERTa's (arXiv:1907.11692): a square map, GELU, a norm, the embeddings and a bias. The parameters
-    under "encoder" are those of an `Encoder`, and of the encoder inside a `Classifier`, of the same configuration.
+        model = MaskedLM(EncoderConfig(vocab_size=50265))
+        logits = model.apply(variables, masked_tokens, places)
+
+    The head is RoBERTa's (arXiv:1907.11692): a square map, GELU, a norm, the embeddings and a bias. Its
+    params["encoder"] also fit an `Encoder`, or a `Classifier`'s params["encoder"], of the same configuration.
 
     Args of the call:
       inputs: (B, T) ints, the tokens, some of them masked.
       places: (B, P) ints in 0..T-1.
-      lengths: (B,) ints in 1..T, how many tokens of each row exist, the first ones; None: all.
-      segment_ids: (B, T) ints, equal for the tokens of one of several sequences packed in a row; see `Encoder`.
+      lengths: (B,) ints in 1..T; the first `lengths[b]` tokens of row b are valid, None: all.
+      segment_ids: (B, T) ints for rows that pack several sequences; see `Encoder`.
       deterministic: False applies dropout, with the random stream "dropout".
 
     Raises:
-      ValueError: inputs that are not tokens, and places out of range where they are known; otherwise as `Encoder`.
+      ValueError: inputs are not tokens, or a known place is out of range; otherwise as `Encoder`.
     """
 
     config: EncoderConfig
@@ -70,7 +73,7 @@ class _MaskedHead(nn.Module):
         c, d = self.config, self.dimensions
         hidden = dense(d, c.d_model, ("embed", "mlp"), name="dense", use_bias=True)(x)
         hidden = norm(d, name="norm")(jax.nn.gelu(hidden))
-        # muP: the table's entries do not shrink with the width.
+        # muP: the table's entries do not shrink as the width grows.
         if c.mup_base_width is not None:
             hidden = hidden * jnp.asarray(c.mup_base_width / c.d_model, hidden.dtype)
         logits = jnp.einsum(

@@ -1,4 +1,4 @@
-"""One vector for a sequence of token outputs."""
+"""Pools a sequence's token outputs into one vector."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PoolingKind = Literal["mean", "max", "cls"]
 
 
 class Pooling(nn.Module):
-    """The mean or the maximum of a row's existing tokens, or the output of a learned token in front of them ("cls").
+    """The mean or maximum of a row's valid tokens, or the output of a learned token in front of them ("cls").
 
-    `prefix(batch)` is what an encoder has to put in front of each row, (B, 1, D) or None; `pooling(outputs, lengths)`
-    maps its outputs, the prefix's among them, to (B, D) float32. `lengths` (B,) ints count the tokens of each row
-    without the prefix; None: all exist. The mean and the maximum of a row without tokens are zeros.
+    An encoder puts `prefix(batch)`, (B, 1, D) or None, in front of each row. `pooling(outputs, lengths)` then maps the
+    outputs, prefix included, to float32 (B, D). `lengths` (B,) ints count each row's valid tokens without the prefix;
+    None: all are valid. The mean and the maximum of a row without tokens are zeros.
     """
 
     dimensions: Dimensions
@@ -28,11 +28,11 @@ class Pooling(nn.Module):
 
     def setup(self):
         if self.kind == "cls":
-            unit = nn.initializers.normal(1.0)  # the size of the tokens
+            unit = nn.initializers.normal(1.0)  # as large as the tokens
             self.cls: Any = parameter(self, "cls", unit, (self.dimensions.d_model,), ("embed",))
 
     def prefix(self, batch: int) -> Float[Array, "B 1 D"] | None:
-        """The rows that stand in front of every sequence."""
+        """Returns the rows to put in front of every sequence, or None."""
         if self.kind != "cls":
             return None
         width = self.dimensions.d_model

@@ -1,15 +1,14 @@
-"""A network over sequences of vectors: numbers in, numbers out for each token; any listed mechanism, causal or not."""
+"""A network from sequences of vectors to sequences of vectors, for any listed mechanism, causal or not."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.checks import check_at_least, check_choice
+from brl_jax.fields import Length, Width
 from brl_jax.layers.core.modules import dense
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.models.config import StackConfig
@@ -19,24 +18,26 @@ from brl_jax.models.networks import make_stack
 
 @dataclasses.dataclass(frozen=True)
 class RegressorConfig(StackConfig):
-    """Size and parts of a network from sequences of vectors to sequences of vectors."""
+    """Sizes and options of a network from sequences of vectors to sequences of vectors.
+
+    config = RegressorConfig(num_inputs=3, num_outputs=1, is_causal=True)
+    model = Regressor(config)
+    """
 
     positions: Positions = "rope"
     """Rotary positions (of base rope_theta), vectors added to the inputs (learned, or sines and cosines), or none."""
     is_causal: bool = True
-    """Whether outputs may depend on earlier tokens only."""
-    num_inputs: int = 1
+    """Whether outputs depend on earlier tokens only."""
+    num_inputs: Width = 1
     """Numbers in each input vector."""
-    num_outputs: int = 1
+    num_outputs: Width = 1
     """Numbers in each output vector."""
-    max_length: int = 1024
-    """Tokens of the longest sequence; "learned" positions have a vector for each."""
+    max_length: Length = 1024
+    """Tokens of the longest sequence; "learned" positions have one vector for each."""
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, "num_inputs", "num_outputs", "max_length")
-        check_choice("positions", self.positions, get_args(Positions))
-        self.make_dimensions(self.is_causal)  # refuses mechanisms that cannot serve
+        self.make_dimensions(self.is_causal)  # raises for mechanisms without this form
 
     @property
     def dimensions(self) -> Dimensions:
@@ -49,18 +50,23 @@ class RegressorConfig(StackConfig):
 
 
 class Regressor(nn.Module):
-    """Sequences (B, T, I) floats to (B, T, O) float32: a linear map, positions, a stack of blocks, and a linear map
-    that starts at zero, as in the in-context regression of arXiv:2509.07963, section 4.
+    """Float32 outputs (B, T, O) for sequences of vectors (B, T, I).
+
+        model = Regressor(RegressorConfig(num_inputs=3, num_outputs=1))
+        y = model.apply(model.init(key, x), x)
+
+    A linear map, positions, a stack of blocks, and a linear map that starts at zero, as in the in-context regression of
+    arXiv:2509.07963, section 4.
 
     Args of the call:
       inputs: (B, T, I).
-      lengths: (B,) ints in 1..T, how many vectors of each row exist, the first ones; None: all. A causal network
-        ignores them, as later vectors change nothing there.
+      lengths: (B,) ints in 1..T; the first `lengths[b]` vectors of row b are valid, None: all. They make no difference
+        to the valid outputs of a causal network.
       deterministic: False applies dropout, with the random stream "dropout".
 
     Raises:
-      ValueError: inputs or lengths of another shape or type, more than max_length vectors, and lengths outside 1..T
-        where their values are known.
+      ValueError: inputs or lengths have the wrong shape or type, a sequence has more than max_length vectors, or a
+        known length is outside 1..T.
     """
 
     config: RegressorConfig

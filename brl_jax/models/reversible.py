@@ -1,4 +1,4 @@
-"""Layers with two residual streams, whose backward pass computes the inputs of a layer from its outputs.
+"""Layers with two residual streams, whose backward pass computes a layer's inputs from its outputs.
 
 RevNet (Gomez et al. 2017, arXiv:1707.04585) and Reformer (arXiv:2001.04451, section 2.3, equations 7 to 9).
 """
@@ -18,11 +18,12 @@ Streams = tuple[Float[Array, "B T D"], Float[Array, "B T D"]]
 
 
 class Branches(NamedTuple):
-    """The two functions of a layer. Both take the layer's operands and a residual stream (B, T, D), and return what is
-    added to the other one.
+    """The two functions of a layer. Each maps the layer's operands and one residual stream (B, T, D) to what is added
+    to the other stream.
 
     Attributes:
-      mix: the attention mechanism. transform: the feed-forward network.
+      mix: the attention mechanism.
+      transform: the feed-forward network.
     """
 
     mix: Callable[[Any, Array], Array]
@@ -30,10 +31,10 @@ class Branches(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a layer's functions read besides a residual stream.
+    """What a layer's functions read in addition to a residual stream.
 
     Attributes:
-      params: the parameters; in a stack of layers, each has an axis of layers in front.
+      params: the parameters; in a stack, each has a leading axis of layers.
       keys: the random keys of dropout and the like, with the same axis.
       call: integer arrays that all layers share, such as positions.
     """
@@ -45,15 +46,15 @@ class Operands(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def reversible_layers(periods: Sequence[Branches], operands: Operands, streams: Streams) -> Streams:
-    """The streams after all layers: y1 = x1 + mix(x2) and y2 = x2 + transform(y1) in each (Reformer, equation 9).
+    """Returns the streams after all layers, each y1 = x1 + mix(x2) and y2 = x2 + transform(y1) (Reformer, equation 9).
 
-    Memory of the gradient is that of one layer and of the two streams, whatever the number of layers: the backward
-    pass computes x2 = y2 - transform(y1) and x1 = y1 - mix(x2), which differ from the inputs by rounding, and from
-    them what the layer's gradients need. It takes one forward pass more than ordinary layers.
+    The backward pass computes x2 = y2 - transform(y1) and x1 = y1 - mix(x2), which equal the inputs up to rounding, and
+    from these the layer's gradients. Its memory therefore covers one layer and the two streams, however many layers
+    there are, at the cost of one more forward pass.
 
     Args:
-      periods: the layers that repeat; operands.params and operands.keys have one entry for each of them.
-      operands: see `Operands`. There are gradients with respect to params only.
+      periods: the layers that repeat; operands.params and operands.keys have one entry for each.
+      operands: see `Operands`. Only params get gradients.
       streams: two arrays (B, T, D).
     """
 
@@ -94,7 +95,7 @@ def _backward(periods, kept, d_streams):
 
 
 def _undo(branch, layer, *, inputs, outputs, d_inputs, d_outputs):
-    """What `outputs` was before branch(inputs) was added to it, and the gradients of `inputs` and of the parameters."""
+    """Returns `outputs` before branch(inputs) was added to it, and the gradients of `inputs` and of the parameters."""
     added, pull = jax.vjp(lambda params, x: branch(layer._replace(params=params), x), layer.params, inputs)
     d_params, d_through = pull(d_outputs)
     return constrain_stream(outputs - added), constrain_stream(d_inputs + d_through), d_params

@@ -1,4 +1,4 @@
-"""A stack of transformer blocks over a schedule of mechanisms; runs of equal layers are one scanned module."""
+"""A stack of transformer blocks, one mechanism per layer; runs of equal layers are one scanned module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Remat = Literal["none", "full", "dots"]
 
 
 def group_layers(mechanisms: Sequence[Mechanism]) -> list[tuple[tuple[Mechanism, ...], int]]:
-    """Cuts a sequence of layers into (period, repeats): one period if all layers repeat it, else runs of equal layers.
+    """Cuts the layers into (period, repeats): a single period if all layers repeat it, otherwise runs of equal layers.
 
     [A, A, A] -> [((A,), 3)];  [A, B, A, B] -> [((A, B), 2)];  [A, A, B] -> [((A,), 2), ((B,), 1)].
     """
@@ -49,7 +49,7 @@ def group_layers(mechanisms: Sequence[Mechanism]) -> list[tuple[tuple[Mechanism,
 
 
 class Period(nn.Module):
-    """The layers that repeat, over which `nn.scan` runs."""
+    """The layers of one repetition; `nn.scan` runs over the repetitions."""
 
     mechanisms: tuple[Mechanism, ...]
     carriers: tuple[str, ...]
@@ -75,19 +75,22 @@ class Period(nn.Module):
 
 
 class _Parts(NamedTuple):
-    """Unbound modules in the places of their caches, the layers with their repeats."""
+    """Unbound modules, arranged as their caches are; the layers come with their number of repeats."""
 
     carriers: dict[str, Any]
     layers: list[tuple[tuple[Any, ...], int]]
 
 
 class Stack(nn.Module):
-    """Blocks over `mechanisms`, one for each layer, and a last norm.
+    """Blocks over `mechanisms`, one for each layer, and a final norm.
 
-    `y, cache = stack(x, cache=cache)`: the cache is None, or made by `init_cache` (generation) or `init_memory`
-    (training on streams; None where no layer has a memory). x and y are (B, T, D). With `cross_attention` every block
-    also attends to an encoder's outputs, given as `encoded`; a decoding cache with room for them keeps their keys and
-    values, so that only the first call needs them. `encode` gives an encoder's outputs as a decoder takes them.
+        stack = Stack(config.mechanisms, config.make_dimensions(is_causal=True))
+        y, cache = stack.apply(variables, x, cache=cache)
+
+    x and y are (B, T, D). The cache is None, or comes from `init_cache` (generation) or `init_memory` (training on
+    streams; None if no layer has a memory). With `cross_attention` every block also attends to an encoder's outputs,
+    which come as `encoded`; if the decoding cache was made for them, it keeps their keys and values, and only the first
+    call needs them. `encode` returns an encoder's outputs in the form that a decoder reads.
     """
 
     mechanisms: tuple[Mechanism, ...]
@@ -132,17 +135,17 @@ class Stack(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=repeats,
             metadata_params={nn.PARTITION_NAME: "layers"},
-            check_constancy_invariants=False,  # the check traces the layers once more
+            check_constancy_invariants=False,  # the check would trace the layers once more
         )
 
     def init_cache(
         self, batch: int, length: int, *, recalls: bool = False, source: CrossSizes | None = None
     ) -> Any:
-        """A decoding cache for sequences of up to `length` tokens.
+        """Returns an empty decoding cache for sequences of up to `length` tokens.
 
         Args:
-          recalls: every call will come with a `Recall`, so that the cache may keep tokens instead of their embeddings.
-            The ordinary stack has no use for either.
+          recalls: whether every call will come with a `Recall`, so that the cache may keep tokens instead of their
+            embeddings. The ordinary stack ignores it.
           source: with cross-attention, the sizes of the encoder's outputs, whose keys and values the cache then keeps.
             Without it every call needs `encoded`.
         """
@@ -163,11 +166,11 @@ class Stack(nn.Module):
                 for modules, repeats in parts.layers
             ),
         )
-        # No array twice: those of a cache are donated.
+        # Caches are donated, which requires distinct arrays.
         return jax.tree.map(jnp.copy, cache)
 
     def init_memory(self, batch: int) -> Any:
-        """What training on streams carries from batch to batch; None if nothing."""
+        """Returns what training on streams carries from batch to batch, or None if it carries nothing."""
         parts = self._parts()
         memory = StackMemory(
             carriers={key: module.init_memory(batch) for key, module in parts.carriers.items()},
@@ -179,12 +182,12 @@ class Stack(nn.Module):
         return memory if jax.tree.leaves(memory) else None
 
     def absorbable(self, length: int) -> int:
-        """How many of the first `length` tokens of a sequence `absorb` can take, if only the last one's output
-        counts."""
+        """Returns how many of a sequence's first `length` tokens `absorb` may take when only the last output
+        matters."""
         return 0
 
     def absorb(self, x: Float[Array, "B T D"], cache: Any, recall: Recall | None = None) -> Any:
-        """The cache after tokens whose outputs nobody wants, at less cost than a call; see `absorbable`."""
+        """Returns the cache after tokens whose outputs are not needed, more cheaply than a call; see `absorbable`."""
         raise NotImplementedError
 
     def _parts(self) -> _Parts:
@@ -199,7 +202,7 @@ class Stack(nn.Module):
         )
 
     def _resume(self, memory: StackMemory | None, batch: int, length: int) -> ScannedCache:
-        """A decoding cache that continues after a training memory (None: from nothing)."""
+        """Returns a decoding cache that continues from a training memory, or from nothing if it is None."""
         cache = self.init_cache(batch, length).stacked()
         if memory is None:
             return cache
@@ -238,25 +241,24 @@ class Stack(nn.Module):
         recall: Recall | None = None,
         deterministic: bool = True,
     ):
-        """The normalised outputs (B, T, D) and the new cache or memory, of the type given.
+        """Returns the normalised outputs (B, T, D) and the new cache or memory, of the type given.
 
         Args:
           x: (B, T, D).
           cache: a decoding cache, a training memory, or None.
-          positions: (1, T) or (B, T) ints; by default they count on from the cache's tokens, or from 0.
-          lengths: (B,) ints, how many tokens of each row exist, the first ones; for encoders.
-          segment_ids: (B, T) ints, equal for the tokens of one sequence and different for its neighbours, none of which
-            sees another; not with a decoding cache, which has one sequence in each row.
-          encoded: an encoder's outputs; with `cross_attention` only, and then in every call, but for those with a
-            decoding cache that keeps their keys and values.
+          positions: (1, T) or (B, T) ints; by default they continue from the cache's tokens, or start at 0.
+          lengths: (B,) ints, how many tokens at the start of each row are valid; for encoders.
+          segment_ids: (B, T) ints for rows that pack several sequences: equal within a sequence, different between
+            neighbours. Sequences do not see each other. Not with a decoding cache, which holds one sequence per row.
+          encoded: an encoder's outputs, required in every call with `cross_attention` unless the decoding cache keeps
+            their keys and values.
           recall: the tokens of x and their embedding, for a cache made with `recalls=True`.
           deterministic: False applies dropout, with the random stream "dropout".
 
         Raises:
-          ValueError: positions or segment_ids for a sequence that is cut in segments, or segment_ids with a decoding
-            cache; `encoded` missing or out of
-            place; more tokens than the cache has room for, where their number is known (traced, they are lost or
-            overwrite others).
+          ValueError: positions or segment_ids come with a sequence that has to be cut into segments; segment_ids come
+            with a decoding cache; `encoded` is missing or unexpected; or the cache is too small for the tokens. A
+            traced number of tokens cannot be checked: those that do not fit are lost or overwrite others.
         """
         reads = self.cross_attention is not None
         if (encoded is not None) != reads and not (reads and _keeps_cross(cache)):
@@ -271,7 +273,7 @@ class Stack(nn.Module):
         if not isinstance(cache, StackCache):
             return self._in_segments(x, cache, call, deterministic)
         check_room(x.shape[1], cache.num_tokens, cache.room)
-        # Keys are drawn in the loop over the layers, which a single step goes without.
+        # The loop over the layers draws the random keys, and a single step runs without it.
         is_random = not deterministic or self.has_rng("projection")
         if x.shape[1] == 1 and not is_random and not self._is_observed():
             return self._run(x, cache, call, deterministic)
@@ -279,7 +281,7 @@ class Stack(nn.Module):
         return y, new.separate([repeats for _, repeats in group_layers(self.mechanisms)])
 
     def _in_segments(self, x, cache, call: StackCall, deterministic):
-        """The outputs and the new cache or memory, for tokens of any number of segments."""
+        """Returns the outputs and the new cache or memory, for tokens of any number of segments."""
         length, segment = x.shape[1], self.segment
         is_memory = cache is None or isinstance(cache, StackMemory)
         if segment is None or length == 1 or (length <= segment and is_memory):
@@ -295,14 +297,14 @@ class Stack(nn.Module):
     def encode(
         self, x: Float[Array, "B T D"], *, lengths: Int[Array, "B"] | None = None, deterministic: bool = True
     ) -> Encoded:
-        """The outputs of an encoder as a decoder's cross-attention takes them, with the tokens that its mechanism has
-        compressed the sequence into, where there are any; arguments as for the call."""
+        """Returns an encoder's outputs in the form that a decoder's cross-attention reads, including the tokens into
+        which its mechanism compressed the sequence, if any; arguments as for the call."""
         y, carries, _ = self._through_layers(x, None, StackCall(lengths=lengths), deterministic)
         summaries = [carrier.summary(carries[key]) for key, carrier in self.carriers.items()]
         return Encoded(y, lengths, next((each for each in summaries if each is not None), None))
 
     def _through_layers(self, x, cache, call: StackCall, deterministic):
-        """The outputs, the carries after the last layer and the layers' caches, for tokens of one segment."""
+        """Returns the outputs, the carries after the last layer and the layers' caches, for tokens of one segment."""
         caches = {} if cache is None else cache.carriers
         carries = {key: carrier(x, caches.get(key)) for key, carrier in self.carriers.items()}
         reversible = self.dimensions.reversible
@@ -323,7 +325,7 @@ class Stack(nn.Module):
         return self.final_norm(outputs), state[1], tuple(layers)
 
     def _run(self, x, cache, call: StackCall, deterministic):
-        """All layers over tokens of one segment."""
+        """Runs all layers over tokens of one segment."""
         caches = {} if cache is None else cache.carriers
         y, _, layers = self._through_layers(x, cache, call, deterministic)
         if cache is None:
@@ -338,10 +340,10 @@ class Stack(nn.Module):
         return y, new
 
     def _unrolled(self, group: Period, state, caches, call, deterministic, cross):
-        """The same as `group(...)`, without a loop over the repeats, for caches that are separate arrays.
+        """Runs `group(...)` without a loop over the repeats, for caches that are separate arrays.
 
-        A loop would cut each layer's cache out of one array and put it into another, which for one token takes far more
-        time than the layer.
+        A loop would slice each layer's cache out of one array and copy it into another, which for a single token takes
+        far longer than the layer.
         """
         params = nn.unbox(group.variables["params"])
         period = Period(group.mechanisms, group.carriers, self.dimensions, self.cross_attention, parent=None)
@@ -353,11 +355,11 @@ class Stack(nn.Module):
         return state, tuple(new)
 
     def _is_observed(self) -> bool:
-        """Whether the layers make parameters, or what they sow is collected."""
+        """Whether the layers are being initialised, or the values that they sow are collected."""
         return self.is_initializing() or any(map(self.is_mutable_collection, ("maps", "intermediates")))
 
     def _reversed(self, group: Period, streams: Any, call: StackCall, deterministic: bool) -> Any:
-        """The streams after a group of layers, none of whose activations stays for the gradient."""
+        """Returns the streams after a group of layers, without keeping their activations for the gradient."""
         params = nn.unbox(group.variables["params"])
         repeats = jax.tree.leaves(params)[0].shape[0]
         names = ("dropout", "projection", "sample")
@@ -386,12 +388,13 @@ class Stack(nn.Module):
             variable_broadcast="params",
             split_rngs={"params": False, "dropout": True, "sample": True},
             length=length,
-            # The check traces the network once more, and is needed where the parameters are made.
+            # The check traces the network once more and is only needed where parameters are made.
             check_constancy_invariants=self.is_initializing(),
         )
 
     def _aligned_segments(self, x, memory, call, deterministic):
-        """Segment after segment from the start of a segment, for training: gradients flow through the caches."""
+        """Runs segment after segment, starting at a segment's first token, for training: gradients flow through the
+        caches."""
         batch, length, width = x.shape
         segment = self.segment
         whole = length // segment
@@ -413,7 +416,7 @@ class Stack(nn.Module):
         return y, cache
 
     def _unaligned_segments(self, x, cache, call, deterministic):
-        """The same from any place within a segment: pieces of one size, whose first tokens exist."""
+        """The same from any position within a segment: pieces of one size, whose first tokens are valid."""
         length = x.shape[1]
         segment = self.segment
         size = min(length, segment)
@@ -427,7 +430,7 @@ class Stack(nn.Module):
             count = jnp.minimum(left_in_segment, length - done)
             piece = jax.lax.dynamic_slice_in_dim(x, done, size, axis=1)
             out, cache = stack._run(piece, cache, call._replace(count=count), deterministic)
-            # Outputs beyond count are overwritten by the next piece, or cut off at the end.
+            # The next piece overwrites the outputs beyond count; after the last one they are cut off.
             y = jax.lax.dynamic_update_slice_in_dim(y, out, done, axis=1)
             return (cache, y, done + count), None
 
@@ -443,7 +446,7 @@ def _keeps_cross(cache: Any) -> bool:
 
 
 def _branches(block: Block, deterministic: bool) -> Branches:
-    """The functions of a block with two residual streams; each has its own random keys."""
+    """Returns the functions of a block with two residual streams; each has its own random keys."""
 
     def apply(layer: Operands, branch: int, method: str, *args: Any) -> Any:
         keys = {name: key[branch] for name, key in layer.keys.items()}
@@ -456,7 +459,7 @@ def _branches(block: Block, deterministic: bool) -> Branches:
 
 
 def _carrier_keys(mechanisms: Sequence[Mechanism]) -> dict[Mechanism, str]:
-    """The name of each distinct mechanism's carrier in a network."""
+    """Returns the name of each distinct mechanism's carrier."""
     return {mechanism: f"carrier_{i}" for i, mechanism in enumerate(dict.fromkeys(mechanisms))}
 
 

@@ -1,4 +1,4 @@
-"""What a call of a stack takes besides its input, and what it keeps for the next one."""
+"""The arguments of a stack's call, and the caches that it passes on to the next call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from brl_jax.models.cross_attention import Encoded
 
 
 class Recall(NamedTuple):
-    """The new tokens and how to embed them, for a stack whose decoding cache goes back to earlier tokens.
+    """The new tokens and how to embed them, for a stack whose decoding cache returns to earlier tokens.
 
     Attributes:
-      tokens: (B, T) ints, those that x is the embedding of. embed: (B, T) ints -> (B, T, D).
+      tokens: (B, T) ints, the tokens whose embedding is x.
+      embed: (B, T) ints -> (B, T, D).
     """
 
     tokens: Any
@@ -25,10 +26,10 @@ class Recall(NamedTuple):
 
 
 class StackCall(NamedTuple):
-    """The arguments of one call of a stack, besides its input; see `Stack.__call__`.
+    """The arguments of one call of a stack, apart from its input; see `Stack.__call__`.
 
     Attributes:
-      count: how many of the new tokens exist, the first ones (traced); None for all of them.
+      count: how many of the new tokens, from the first, are valid (traced); None for all.
     """
 
     positions: Any = None
@@ -54,10 +55,10 @@ class StackCache(NamedTuple):
 
     Attributes:
       num_tokens: () int32, the tokens so far.
-      room: () int32, how many tokens the cache was made for.
-      carriers: the caches of the carriers, by name.
+      room: () int32, the capacity in tokens.
+      carriers: the carriers' caches, by name.
       layers: for each group of equal periods (`group_layers`) and each of its repeats, the caches of the period's
-        layers. Each layer's arrays are its own, so that a step of one token writes into them in place.
+        layers. Each layer has separate arrays, so that a step of one token updates them in place.
     """
 
     num_tokens: Any
@@ -66,16 +67,16 @@ class StackCache(NamedTuple):
     layers: tuple[tuple[tuple[Any, ...], ...], ...]
 
     def stacked(self) -> ScannedCache:
-        """The cache as a scan over the repeats takes it. Every array is copied."""
+        """Returns a copy for a scan over the repeats. Every array is copied."""
         layers = tuple(jax.tree.map(lambda *arrays: jnp.stack(arrays), *group) for group in self.layers)
         return ScannedCache(self.num_tokens, self.room, self.carriers, layers)
 
 
 class ScannedCache(NamedTuple):
-    """A decoding cache within calls of several tokens, whose layers are scanned.
+    """A decoding cache inside a call of several tokens, which scans over the layers.
 
     Attributes:
-      num_tokens, room, carriers: those of `StackCache`.
+      num_tokens, room, carriers: as in `StackCache`.
       layers: for each group of equal periods, the caches of the period's layers, stacked over the repeats.
     """
 
@@ -85,7 +86,7 @@ class ScannedCache(NamedTuple):
     layers: tuple[tuple[Any, ...], ...]
 
     def separate(self, repeats: Sequence[int]) -> StackCache:
-        """The cache with separate arrays for each layer, from the numbers of repeats of the groups."""
+        """Returns the cache with separate arrays for each layer, given how often each group repeats."""
         layers = tuple(
             tuple(jax.tree.map(lambda array, i=i: array[i], group) for i in range(number))
             for group, number in zip(self.layers, repeats)
@@ -97,14 +98,14 @@ DecodingCache = (StackCache, ScannedCache)
 
 
 class StackMemory(NamedTuple):
-    """What training on streams carries from batch to batch: the parts of a `ScannedCache`, None where there is none."""
+    """What training on streams carries between batches: the parts of a `ScannedCache`, None where a part is empty."""
 
     carriers: dict[str, Any]
     layers: tuple[tuple[Any, ...], ...]
 
 
 def check_room(new: int, num_tokens: Any, room: Any) -> None:
-    """Raises ValueError if new tokens do not fit into a cache of `room` tokens, so far as the numbers are known."""
+    """Raises ValueError if the new tokens exceed the cache's capacity `room`; traced numbers are not checked."""
     known, most = concrete_values(num_tokens), concrete_values(room)
     if most is None:
         return

@@ -1,5 +1,5 @@
-"""TransNormer (arXiv:2210.10340): attention inside blocks in the early layers, normalised linear attention in the late
-ones."""
+"""TransNormer (arXiv:2210.10340): block-diagonal attention in the early layers, normalised linear attention in the
+late ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from brl_jax.models.config import StackConfig
 Variant = Literal["t1", "t2"]
 C = TypeVar("C", bound=StackConfig)
 
-# Table 13 of the paper and, for the Long Range Arena, appendix E, but for the widths of the first two GLUs, which table
-# 13 interchanges: tables 4 and 5 count 155.99M and 124.67M parameters, and "wikitext103" has 155.97M with 1365 and
-# 162.26M with 2048.
+# Table 13 of the paper and, for the Long Range Arena, appendix E. Table 13 interchanges the widths of the first two
+# GLUs: tables 4 and 5 count 155.99M and 124.67M parameters, and "wikitext103" has 155.97M with 1365 and 162.26M with
+# 2048.
 TRANSNORMER_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "wikitext103": {"num_layers": 6, "d_model": 512, "num_heads": 8, "d_ff": 1365},
@@ -36,24 +36,26 @@ def transnormer(
     attention_norm: NormKind = "rms",
     **options: Any,
 ) -> C:
-    """The configuration of a TransNormer, as a decoder or for an encoder.
+    """Returns the configuration of a TransNormer decoder or encoder.
 
-    T1 has ReLU attention inside its blocks and elu features in its linear attention; T2 softmax and 1 + elu
-    (arXiv:2210.10340, section 5). Both have DiagAttention in the first half of the layers, NormAttention in the rest,
-    and GLUs with swish.
-    The paper's ablations are options: tables 8 (`early_layers`), 9 (`swap_mechanisms=True`: NormAttention first),
-    10 (`ffn="relu"`), 11 (`block_size` 32, 64 or 128) and 12 (`schedule="alternate"`, also swapped, or "parallel").
+        config = transnormer("t2", DecoderConfig, **TRANSNORMER_SIZES["wikitext103"], vocab_size=50265)
+
+    The first half of the layers uses DiagAttention, the rest NormAttention, and the feed-forward networks are GLUs with
+    swish. T1 has ReLU attention inside its blocks and elu features in its linear attention; T2 has softmax and 1 + elu
+    (arXiv:2210.10340, section 5). The paper's ablations are options: tables 8 (`early_layers`), 9
+    (`swap_mechanisms=True`: NormAttention first), 10 (`ffn="relu"`), 11 (`block_size` 32, 64 or 128) and 12
+    (`schedule="alternate"`, also swapped, or "parallel").
 
     Args:
       variant: "t1" or "t2".
-      kind: the class of the configuration: `DecoderConfig`, or `StackConfig` for the layers of an encoder
+      kind: the configuration's class: `DecoderConfig`, or `StackConfig` for the layers of an encoder
         (`Stack(config.mechanisms, config.make_dimensions(is_causal=False))`).
-      block_size: tokens of a block of DiagAttention.
-      attention_norm: the norm inside NormAttention and T1's DiagAttention; `norm=` chooses those between sublayers.
+      block_size: tokens in a block of DiagAttention.
+      attention_norm: the norm inside NormAttention and T1's DiagAttention; `norm=` sets the norms between sublayers.
       options: fields of `kind`, such as `**TRANSNORMER_SIZES["lra"]`.
 
     Raises:
-      ValueError: an unknown variant, and settings that `kind` refuses.
+      ValueError: the variant is unknown, or `kind` rejects a setting.
     """
     check_choice("variant", variant, get_args(Variant))
     t1 = variant == "t1"

@@ -1,4 +1,4 @@
-"""Low-rank matrices: as a whole, in blocks on the diagonal, and sums of these over block sizes (section 3.1)."""
+"""Low-rank matrices: a whole one, blocks on the diagonal, and sums of these over several block sizes (section 3.1)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.structured.base import StructuredMatrix, check_rank, check_same
-from brl_jax.structured.mlbtc import MLBTC, BlockContraction
+from brl_jax.structured.mlbtc import MLBTC, BlockContraction, StructuredMatrix, check_rank, check_same
 from brl_jax.structured.scale import draw
 
 
@@ -74,7 +73,7 @@ class BlockLowRank(StructuredMatrix):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["levels"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MLR(StructuredMatrix):
-    """A multi-level low-rank matrix: the sum of block low-rank matrices of one shape (eqs. 4 and 10)."""
+    """A multi-level low-rank matrix: a sum of block low-rank matrices of the same shape (eqs. 4 and 10)."""
 
     levels: tuple[BlockLowRank, ...]
 

@@ -1,4 +1,4 @@
-"""Block tensor trains and the matrices that they generalise: Monarch, Kronecker and butterfly (section 3.1)."""
+"""Block tensor trains, and their special cases Monarch, Kronecker and butterfly (section 3.1)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from brl_jax.structured.base import StructuredMatrix, check_rank, check_same, check_vectors
-from brl_jax.structured.mlbtc import MLBTC, BlockContraction
+from brl_jax.structured.mlbtc import (
+    MLBTC,
+    BlockContraction,
+    StructuredMatrix,
+    check_rank,
+    check_same,
+    check_vectors,
+)
 from brl_jax.structured.scale import draw
 
 
@@ -54,7 +60,8 @@ class Monarch(StructuredMatrix):
     """P^T diag(left_1 .. left_b) P diag(right_1 .. right_c) with P a transposition (Dao et al. 2022, arXiv:2204.00595).
 
     Attributes:
-      left: (b, a, c), b blocks of a x c; right: (c, b, e), c blocks of b x e.
+      left: (b, a, c), b blocks of a x c.
+      right: (c, b, e), c blocks of b x e.
     """
 
     left: Float[Array, "b a c"]
@@ -119,13 +126,13 @@ class Kronecker(StructuredMatrix):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Butterfly(StructuredMatrix):
-    """A product of log2(n) sparse matrices (Dao et al. 2019, arXiv:1903.05895), where n is a power of two.
+    """A product of log2(n) sparse n x n matrices (Dao et al. 2019, arXiv:1903.05895), where n is a power of two.
 
-    Factor i multiplies each pair of entries j and j + 2^i, where bit i of j is 0, by a 2 x 2 matrix of its own. Factor
-    0 is applied first.
+    For each j whose bit i is 0, factor i multiplies the pair of entries j and j + 2^i by a separate 2 x 2 matrix.
+    Factor 0 is applied first.
 
     Attributes:
-      factors: (log2(n), n / 2, 2, 2), with the axes factor, pair in the order of j, output, input.
+      factors: (log2(n), n / 2, 2, 2), with axes factor, pair in the order of j, output, input.
     """
 
     factors: Float[Array, "k pairs 2 2"]
@@ -142,7 +149,7 @@ class Butterfly(StructuredMatrix):
     def init(cls, key: Array, size: int) -> Butterfly:
         k = size.bit_length() - 1
         if size < 2 or size != 2**k:
-            raise ValueError(f"size must be a power of two from 2 on, got {size}")
+            raise ValueError(f"size must be a power of two, at least 2, got {size}")
         return cls(draw(key, (k, size // 2, 2, 2), 2, 2))
 
     @property
@@ -174,7 +181,7 @@ class Butterfly(StructuredMatrix):
         return jnp.sum(x * self.matmul(y), axis=-1)
 
     def _apply(self, x: Array, start: int, stop: int) -> Array:
-        """The factors from start to stop - 1, applied to each vector of x."""
+        """Applies the factors start to stop - 1 to each vector of x."""
         shape = x.shape
         for i in range(start, stop):
             stride = 2**i
@@ -184,9 +191,9 @@ class Butterfly(StructuredMatrix):
         return x
 
     def as_mlbtc(self) -> MLBTC:
-        """The same matrix as a Monarch matrix.
+        """Returns the same matrix as a Monarch matrix.
 
-        The factors of small strides act inside blocks of consecutive entries, and the others on entries at the same
+        Factors with small strides act inside blocks of consecutive entries; the others act on entries at the same
         position in all blocks.
         """
         split, k = self.factors.shape[0] // 2, self.factors.shape[0]
@@ -200,7 +207,7 @@ class Butterfly(StructuredMatrix):
         return Monarch(left.transpose(2, 1, 0), right.transpose(1, 2, 0)).as_mlbtc()
 
     def to_dense(self) -> Float[Array, "rows columns"]:
-        """The product of the factors as sparse n x n matrices."""
+        """Multiplies the factors as sparse n x n matrices."""
         dense = jnp.eye(self.size, dtype=self.factors.dtype)
         entries = jnp.arange(self.size // 2, dtype=jnp.int32)
         for i, pairs in enumerate(self.factors):

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from train.errors import command
+from train.cli.command import command
 
 
 def start(main: Callable[[Sequence[str]], None], name: str) -> None:

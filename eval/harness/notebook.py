@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 
 from eval.harness.pictures import line_styles
 from eval.harness.runs import Run, open_run
-from train.main import run_task
-from train.metrics import clock, silent
-from train.task import Task
+from train.cli.main import run_task
+from train.engine.metrics import clock, silent
+from train.tasks.task import Task
 
 # A picture takes a quarter of a second of a core.
 _SECONDS_BETWEEN_PICTURES = 5.0
@@ -95,7 +95,7 @@ class Curves:
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def report(self, label: str, steps: int) -> _Report:
-        """What draws a run of this label, of so many steps (a `train.metrics.RunReport`)."""
+        """What draws a run of this label, of so many steps (a `train.engine.metrics.RunReport`)."""
         self._steps = max(self._steps, steps)
         return _Report(self, label, steps)
 
@@ -128,7 +128,7 @@ class Curves:
         axes = figure.subplots()
         styles = line_styles(list(self.points))
         for curve, points in self.points.items():
-            # Training's values are many and noisy, those of evaluations few.
+            # Training logs many noisy values, and evaluation few.
             shown = {"markersize": 5} if curve in self._measured else {"marker": "", "linewidth": 0.8}
             axes.plot(*zip(*points), label=curve, **{**styles[curve], **shown})
         if self._level is not None:
@@ -174,7 +174,7 @@ class _Report:
 
 
 def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str, checkpoint: str = "best") -> Run:
-    """Trains a configuration under `curves.folder`, in silence but for the picture.
+    """Trains a configuration under `curves.folder`; the picture is all that it shows.
 
     Args:
       task: the task of the configuration (`train.tasks.every`).
@@ -184,7 +184,7 @@ def trained(task: Task[Any, Any], config: Any, curves: Curves, label: str, check
       checkpoint: which one to read: "best", "last" or a step.
 
     Raises:
-      UserError, RunError, Stopped: see `train.loop.train`.
+      UserError, RunError, Stopped: see `train.engine.loop.train`.
     """
     workdir = str(curves.folder / label.replace("/", "-"))
     loop = dataclasses.replace(config.loop, workdir=workdir, tensorboard=False)

@@ -1,5 +1,5 @@
-"""The multiplications of a traced function, for arguments some of which are known: loops and branches that depend on
-them count as they would run, and what nothing reads does not count."""
+"""Counts the multiplications of a traced function, some of whose arguments are known. Loops and branches that depend on
+these count as they would run, and results that nothing reads do not count."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+
+from brl_jax.attention.core.by_platform import platform_jaxpr
 
 # The most entries of an array whose value is followed.
 _FOLLOWED = 4096
@@ -97,6 +99,9 @@ class _Count:
                 return self._while(params, values)
             case "scan":
                 return self._scan(params, values)
+        form = platform_jaxpr(equation, "cpu")
+        if form is not None:
+            return self._inner(form, values)
         part = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
         if part is not None:
             return self._inner(part, values)

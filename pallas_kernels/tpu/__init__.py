@@ -1,6 +1,7 @@
-"""TPU kernels in Pallas: functions of arrays, differentiable, with forward and backward kernels of their own.
+"""TPU kernels in Pallas: differentiable functions of arrays, with forward and backward kernels.
 
-Whether a kernel can serve a call is known from shapes and dtypes alone: each function has a `..._obstacle` beside it.
+Shapes and dtypes alone determine whether a kernel supports a call. For each function, `..._obstacle` returns the reason
+why it does not.
 """
 
 from pallas_kernels.tpu.block.api import block_attention, block_obstacle

@@ -1,4 +1,4 @@
-"""GPU kernels in Triton, reached through jax-triton: arrays in, arrays out, differentiable, forward and backward."""
+"""GPU kernels in Triton, called through jax-triton: differentiable functions of arrays, forward and backward."""
 
 from pallas_kernels.triton.compress.api import compress, compress_obstacle
 from pallas_kernels.triton.core.bridge import (
@@ -10,13 +10,17 @@ from pallas_kernels.triton.core.bridge import (
 from pallas_kernels.triton.local.api import local_attention, local_obstacle
 from pallas_kernels.triton.local.lists import Pattern
 from pallas_kernels.triton.propagate.api import propagate, propagate_obstacle
+from pallas_kernels.triton.recurrent.api import Operands, Sums, recurrence
+from pallas_kernels.triton.recurrent.plan import recurrence_obstacle
 from pallas_kernels.triton.selected.api import selected_attention, selected_obstacle
 from pallas_kernels.triton.squared_relu.api import Ranges, squared_relu_attention, squared_relu_obstacle
 
 __all__ = [
     "LEAST_CAPABILITY",
+    "Operands",
     "Pattern",
     "Ranges",
+    "Sums",
     "check_interpretation",
     "compress",
     "compress_obstacle",
@@ -25,6 +29,8 @@ __all__ = [
     "obstacle",
     "propagate",
     "propagate_obstacle",
+    "recurrence",
+    "recurrence_obstacle",
     "selected_attention",
     "selected_obstacle",
     "squared_relu_attention",

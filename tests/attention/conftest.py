@@ -1,19 +1,16 @@
 """Fixtures of the tests of attention functions."""
 
 import pytest
-from jax import lax
 
+from brl_jax.attention.core.by_platform import traced_for
 from brl_jax.attention.local import api as local
 
 
 @pytest.fixture
-def all_at_once(monkeypatch):
+def all_at_once():
     """What is written for GPUs runs here."""
-
-    def take_cuda(*operands, default=None, **branches):
-        return branches.get("cuda", default)(*operands)
-
-    monkeypatch.setattr(lax, "platform_dependent", take_cuda)
+    with traced_for("cuda"):
+        yield
 
 
 @pytest.fixture
@@ -24,12 +21,13 @@ def schedule(request, monkeypatch):
         return
     taken = []
 
-    def take_default(*args, default, **others):
-        taken.append(default)
-        return default(*args)
+    def forms(call):
+        taken.append(call)
+        return {"default": of_platforms(call)["default"]}
 
+    of_platforms = local.xla.forms
     local._choose.clear_cache()
-    monkeypatch.setattr(lax, "platform_dependent", take_default)
+    monkeypatch.setattr(local.xla, "forms", forms)
     yield request.param
     assert taken
     local._choose.clear_cache()

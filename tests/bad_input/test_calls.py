@@ -476,7 +476,7 @@ CALLS = {
     "generate: an empty prompt": (lambda: generate(jnp.zeros((1, 0), jnp.int32)), "prompts must be"),
     "generate: a token outside the vocabulary": (lambda: generate(jnp.full((1, 2), 16)), "prompts must hold"),
     "generate: floats": (lambda: generate(jnp.zeros((1, 2))), "prompts must be"),
-    "generate: ragged lists": (lambda: generate([[1, 2], [3]]), "prompts must have rows of one length"),
+    "generate: ragged lists": (lambda: generate([[1, 2], [3]]), "prompts must have rows of equal length"),
     "generate: no new tokens": (lambda: generate(max_new_tokens=0), "max_new_tokens must be"),
     "generate: no random key": (lambda: generate(temperature=1.0), "rng is needed"),
     "generate: temperature below 0": (lambda: generate(temperature=-1.0), "temperature must"),

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from train.errors import command
+from train.cli.command import command
 from train.tasks.lm import LM as TASK
 
 # A line that is not refused would train: this little, and the row fails.

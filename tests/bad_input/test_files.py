@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import eval.harness.runs
+import train.cli.main
 import train.lm
-import train.main
 from tests.bad_input.test_command_lines import run
-from train.checkpoint import Checkpoints, ocp
-from train.errors import is_memory_shortage
+from train.engine.checkpoint import Checkpoints, ocp
+from train.engine.errors import is_memory_shortage
 
 HOURS = [f"2020-01-{1 + i // 24:02} {i % 24:02}:00:00" for i in range(60)]
 
@@ -120,7 +120,7 @@ def test_too_little_memory(error, trained, monkeypatch, capsys):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.main, "train", fail)
+        patch.setattr(train.cli.main, "train", fail)
         status, err = run("train.lm", line(trained), patch, capsys)
     assert status == 1
     assert err.splitlines()[-1].startswith("train.lm: out of memory: ")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import train.config
+import train.cli.options
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -71,7 +71,7 @@ def test_command_parses(command, monkeypatch, tmp_path):
         main = importlib.import_module(f"{module}.__main__").main
     except ModuleNotFoundError:
         main = importlib.import_module(module).main
-    original = train.config.parse_options
+    original = train.cli.options.parse_options
 
     def parse_only(*args, **kwargs):
         original(*args, **kwargs)

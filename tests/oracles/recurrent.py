@@ -157,8 +157,9 @@ def mamba2_mix(u, p, m, d):
         out = decayed(query[:, a // group], key[:, a // group], values, decay[:, a, None])
         heads.append(out + p["skip"][a] * x[:, a])
     gated = np.stack(heads, 1) * silu(project(u, p["gate"]))
-    root = np.sqrt((gated * gated).mean((1, 2), keepdims=True) + 1e-5)
-    return np.tensordot(gated / root * p["merged_norm"]["scale"], p["out"]["kernel"], axes=2)
+    of_groups = (gated * gated).mean(2).reshape(len(u), m.num_groups, group).mean(2)
+    root = np.repeat(np.sqrt(of_groups + 1e-5), group, axis=1)[..., None]
+    return np.tensordot(gated / root * p["norm_scale"], p["out"]["kernel"], axes=2)
 
 
 def norm_mix(u, p, m, d):

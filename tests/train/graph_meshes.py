@@ -10,8 +10,8 @@ import jax
 from brl_jax.sharding import MeshConfig, make_mesh
 from tests.train.data.test_graphs import write_graph
 from tests.train.logs import metrics_lines
-from train.config import parse
-from train.loop import train
+from train.cli.options import parse
+from train.engine.loop import train
 from train.tasks.graph import GRAPH
 
 _OPTIONS = "--num_layers 1 --d_model 16 --num_heads 2 --features 16 --dropout 0 --input_dropout 0 --tensorboard False"

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from train.errors import Stopped
+from train.engine.errors import Stopped
 
 
 def stop_and_go_on(monkeypatch, stream, run):

@@ -8,10 +8,10 @@ import pytest
 
 import eval.tasks.copy
 import train.copy
-from eval.tasks.recall_table import grouped
+from eval.harness.groups import by_network
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.copying import (
     CopyDataConfig,
     HeldOutPairs,
@@ -21,7 +21,7 @@ from train.data.copying import (
     draw_pairs,
     load_pairs,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.copy import COPY
 from train.tasks.copy_config import PRESETS
 
@@ -106,7 +106,7 @@ def test_texts_become_pairs(tmp_path):
     shapes = COPY.batch_shapes(
         parse(PRESETS, "copy-full", ["--data_dir", "x", "--length", "6"], prog="", about=""), 4
     )
-    assert {name: x.shape[0] for name, x in batch.items() if name != "reset"} == {
+    assert {name: x.shape[0] for name, x in batch.arrays.items()} == {
         name: x.shape[0] for name, x in shapes.items()
     }
     # The run's tokenizer is read again, and must be the one that is asked for.
@@ -305,4 +305,4 @@ def test_an_encoder_of_another_mechanism():
 def test_a_row_of_the_table_names_each_mechanism_once(options, label):
     argv = f"--num_layers 2 --mechanism local {options}".split()
     config = parse(PRESETS, "copy-full", argv, prog="", about="")
-    assert list(grouped([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]
+    assert list(by_network([{"settings": eval.tasks.copy.run_settings(config)}])) == [label]

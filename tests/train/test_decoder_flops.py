@@ -8,9 +8,10 @@ import pytest
 
 from brl_jax.layers import DeltaNetConfig, FullConfig, GlobalWindowConfig, LocalConfig, MLRConfig
 from brl_jax.models import DecoderConfig, DecoderLM
-from tests.oracles.parts import full_mask, local_mask
-from train.decoder_flops import attention_products, decoder_multiplications, training_flops
-from train.flops import matrix_flops
+from tests.oracles.local import local_mask
+from tests.oracles.parts import full_mask
+from train.engine.flops import matrix_flops
+from train.tasks.decoder_flops import attention_products, decoder_multiplications, training_flops
 
 MLR = MLRConfig(ranks=(4, 3, 1), block_sizes=(None, 12, 4))
 

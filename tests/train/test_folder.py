@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from tests.bad_input.test_command_lines import run
-from train.errors import UserError
-from train.folder import alone_in
+from train.engine.errors import UserError
+from train.engine.folder import alone_in
 
 HOLDER = """
 import sys
-from train.folder import alone_in
+from train.engine.folder import alone_in
 with alone_in(sys.argv[1]):
     print("in", flush=True)
     sys.stdin.read()

@@ -14,19 +14,18 @@ import train.glue
 import train.mlm
 from brl_jax.layers import CosformerConfig, MLRConfig
 from eval.harness.runs import open_run
-from eval.tasks.glue import task_metrics
-from eval.tasks.glue_table import PAPER, markdown, summarise
+from eval.tasks.glue import PAPER, markdown, summarise, task_metrics
 from tests.train.buckets import check_read_alike
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from tests.train.test_mlm import TINY as TINY_MLM
 from train.data.glue import SCORE_STEPS, GlueDataConfig, join_sentences, load_glue
-from train.data.lra import TrainBatches
-from train.data.tokenizers import BytesTokenizer
-from train.errors import UserError
-from train.task import read_config
+from train.data.lra.batches import TrainBatches
+from train.data.tokenizers.named import BytesTokenizer
+from train.engine.errors import UserError
 from train.tasks.glue import GLUE, scores
 from train.tasks.mlm import MLM
+from train.tasks.task import read_config
 
 SEPARATOR = 257
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train import hosts, watchdog
-from train.hosts import HostsConfig
+from train.engine import hosts, watchdog
+from train.engine.hosts import HostsConfig
 
 ROOT = Path(__file__).parents[2]
 TINY = (

@@ -9,7 +9,7 @@ import train.lra
 from brl_jax.models import Classifier, EncoderConfig, PairClassifier
 from eval.harness.runs import open_run
 from tests.train.logs import metrics_lines
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_head import fitted, fitted_head
 

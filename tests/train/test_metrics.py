@@ -7,7 +7,7 @@ import struct
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from train import metrics, tensorboard_log
+from train.engine import metrics, tensorboard_log
 
 
 def test_making_of_many_pieces_says_how_far_it_is(monkeypatch, capsys):

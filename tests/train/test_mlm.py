@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import eval.tasks.mlm
-import train.config
-import train.mesh
+import train.cli.options
+import train.engine.mesh
 import train.mlm
 from brl_jax.layers import FullConfig
 from brl_jax.models import EncoderConfig, MaskedLM
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
 from train.data.masking import MaskedBatches, mask_tokens, num_asked
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.mlm import MLM, PRESETS, mlm_objective
 
 TINY = (
@@ -110,7 +110,7 @@ def test_packed_rows_are_trained_on_as_their_documents_alone():
 
 def _config(text, more=""):
     tiny = TINY.partition(" --mechanism")[0] if "--mechanism" in more else TINY
-    return train.config.parse(
+    return train.cli.options.parse(
         PRESETS, "mlm", f"--data {text} --workdir x {tiny} {more}".split(), prog="", about=""
     )
 
@@ -121,13 +121,13 @@ def _batch(text, tmp_path, more=""):
     config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=str(tmp_path / "run")))
     data = MLM.load(config, ("train", "valid"))
     config = MLM.sized(config, data)
-    mesh = train.mesh.open_mesh(config.mesh, config.loop, config.model)
+    mesh = train.engine.mesh.open_mesh(config.mesh, config.loop, config.model)
     streams = MLM.streams(config, data, mesh)
     batch = next(iter(streams.training))
     held_out = next(iter(streams.held_out))
     for given, rows in ((batch, 8), (held_out, 8)):
         shapes = MLM.batch_shapes(config, rows)
-        assert {name: array.shape for name, array in given.items() if name != "reset"} == {
+        assert {name: array.shape for name, array in given.arrays.items()} == {
             name: like.shape for name, like in shapes.items()
         }
     return config, batch, held_out
@@ -157,7 +157,7 @@ def test_rows_are_packed_where_the_mechanism_can_and_the_text_has_documents(tmp_
         ("--pack always", "always"),
     ):
         config, batch, _ = _batch(text, tmp_path / (more.replace(" ", "") or "one"), more)
-        assert (config.data.pack, "segment_ids" in batch) == (pack, pack == "always")
+        assert (config.data.pack, "segment_ids" in batch.arrays) == (pack, pack == "always")
 
 
 def test_a_run_from_before_packing_goes_on_without_it():

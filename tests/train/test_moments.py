@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.moments import add_gradient, fresh_moments, relative_deviations
+from train.engine.moments import add_gradient, fresh_moments, relative_deviations
 
 
 def _gradients(steps):

@@ -14,9 +14,9 @@ from etils import epath
 from eval.harness.runs import open_run
 from tests.train.object_store import BUCKET, ObjectStore
 from train.data.sources import open_source
-from train.errors import UserError
-from train.metrics import MetricsLog
-from train.storage import Mirror, check_client
+from train.engine.errors import UserError
+from train.engine.metrics import MetricsLog
+from train.engine.storage import Mirror, check_client
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -160,10 +160,10 @@ def test_a_bucket_that_is_not_there_is_a_line(train_lm):
 
 def test_metrics_that_the_store_did_not_take_are_kept_and_sent_by_the_next_process(tmp_path, monkeypatch):
     """A local folder stands for the bucket: a file in its place refuses everything."""
-    monkeypatch.setattr("train.storage.user_cache", lambda: tmp_path / "home")
-    monkeypatch.setattr("train.metrics.is_remote", lambda path: True)
+    monkeypatch.setattr("train.engine.storage.user_cache", lambda: tmp_path / "home")
+    monkeypatch.setattr("train.engine.metrics.is_remote", lambda path: True)
     bucket, lines = tmp_path / "bucket", []
-    monkeypatch.setattr("train.metrics.log", lines.append)
+    monkeypatch.setattr("train.engine.metrics.log", lines.append)
     first = MetricsLog(bucket, last_step=0, tensorboard=True)
     first.write({"step": 1, "loss": 2.0})
     assert first.sync()
@@ -187,7 +187,7 @@ def test_metrics_that_the_store_did_not_take_are_kept_and_sent_by_the_next_proce
 
 
 def test_what_grows_is_copied_in_the_background(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.storage.user_cache", lambda: tmp_path / "home")
+    monkeypatch.setattr("train.engine.storage.user_cache", lambda: tmp_path / "home")
     mirror = Mirror(epath.Path(tmp_path / "bucket"), print, seconds=0.01)
     (mirror.folder / "metrics.jsonl").write_text("one\n")
     while not (tmp_path / "bucket" / "metrics.jsonl").exists():

@@ -9,8 +9,8 @@ import pytest
 
 from brl_jax import MECHANISMS
 from brl_jax.models import Classifier, DecoderConfig, DecoderLM, EncoderConfig
-from train.mup import mup_rates
-from train.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
+from train.engine.mup import mup_rates
+from train.engine.optimizer import OptimizerConfig, decayed, make_optimizer, make_schedule
 
 
 def test_cosine_follows_its_formula():

@@ -10,10 +10,11 @@ import pytest
 
 import eval.tasks.recall
 import train.recall
-from eval.tasks.recall_table import draw, frontier, grouped
+from eval.harness.groups import by_network
+from eval.tasks.recall import draw, frontier
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.recall import (
     Case,
     HeldOutRecall,
@@ -23,7 +24,7 @@ from train.data.recall import (
     draw_rows,
     num_answers,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.recall import PRESETS, RECALL, answer_logits, recall_objective
 
 TINY = (
@@ -134,10 +135,9 @@ def test_batches_and_splits_are_all_different_and_the_same_again():
     batches = take(0, 4)
     assert [batch["tokens"].shape for batch in batches] == [(4, 20), (4, 30), (4, 20), (4, 30)]
     for batch, again, part in zip(batches, take(0, 4), take(0, 4, rows=[3, 1])):
-        for name, array in batch.items():
+        for name, array in batch.arrays.items():
             np.testing.assert_array_equal(array, again[name])
-            if name != "reset":
-                np.testing.assert_array_equal(array[[3, 1]], part[name])
+            np.testing.assert_array_equal(array[[3, 1]], part[name])
     stream = RecallStream(config, batch=4, seed=0)
     stream.set_state({"step": 2, "batch": 4, "seed": 0})
     np.testing.assert_array_equal(next(stream)["tokens"], batches[2]["tokens"])
@@ -242,7 +242,7 @@ def test_hybrids_in_the_table():
         result("brl", 20, 0.1),
         result("local", 40, 0.85),
     ]
-    groups = grouped(runs)
+    groups = by_network(runs)
     assert {label: len(each) for label, each in groups.items()} == {
         "gla": 1,
         "gla + full": 2,

@@ -10,10 +10,10 @@ import pytest
 
 import eval.tasks.regression
 import train.regression
-from eval.tasks.regression_table import draw, markdown
+from eval.tasks.regression import draw, markdown
 from tests.train.logs import metrics_lines
 from tests.train.resume import stop_and_go_on
-from train.config import parse
+from train.cli.options import parse
 from train.data.in_context import (
     HeldOutPrompts,
     InContextConfig,
@@ -22,7 +22,7 @@ from train.data.in_context import (
     least_squares_errors,
     one_step_errors,
 )
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.tasks.regression import PRESETS, REGRESSION, make_prompt, regression_objective, squared_errors
 
 TINY = (

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from train.summary import resuming
+from train.engine.loop import resuming
 
 TINY = "--steps 2 --batch 2 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --tensorboard False"
 

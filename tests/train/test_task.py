@@ -5,16 +5,16 @@ import json
 import jax
 import pytest
 
+import train.cli.main
 import train.lm
-import train.main
 from tests.train import parity
 from tests.train.logs import metrics_lines
 from tests.train.toy import ToyHeldOut, ToyStream
-from train.errors import UserError
-from train.fields import Mark, marked
-from train.main import check_alike
-from train.task import read_config
+from train.cli.main import check_alike
+from train.engine.errors import UserError
+from train.engine.fields import Mark, marked
 from train.tasks.every import TASKS
+from train.tasks.task import read_config
 
 MEASURED = ("step", "loss", "accuracy", "val_loss", "val_accuracy")
 
@@ -94,7 +94,7 @@ def test_processes_with_other_data_are_refused(monkeypatch, name):
         assert state == {"step": 0, "held_out": "a"}
         return [state | {name: other} for other in ("a", "a", "b", "c")]
 
-    monkeypatch.setattr(train.main, "gather", gathered)
+    monkeypatch.setattr(train.cli.main, "gather", gathered)
     with pytest.raises(UserError, match=r"^--data: process 2, 3 of 4 has other data than the first"):
         check_alike(stream, held_out)
 

@@ -13,12 +13,12 @@ import pytest
 import train.lm
 from brl_jax.models import DecoderLM
 from tests.train.logs import metrics_lines
-from train import throughput
-from train.errors import UserError
-from train.profiling import parse_steps
+from train.engine import throughput
+from train.engine.errors import UserError
+from train.engine.profiling import parse_steps
+from train.engine.throughput import Meter, in_words, peak_flops, step_flops
 from train.tasks.lm import lm_objective
 from train.tasks.lm_config import PRESETS
-from train.throughput import Meter, in_words, peak_flops, step_flops
 
 ROOT = Path(__file__).parents[2]
 TINY = (

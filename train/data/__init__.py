@@ -3,8 +3,8 @@
 from train.data.corpus import Corpus
 from train.data.dataset import DataConfig, forget_unstarted, load
 from train.data.streams import EvalStream, TokenStreams
-from train.data.tokenizer import Tokenizer
-from train.data.tokenizers import load_tokenizer
+from train.data.tokenizers.base import Tokenizer
+from train.data.tokenizers.named import load_tokenizer
 
 __all__ = [
     "Corpus",

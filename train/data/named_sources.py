@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.splits import SPLIT_NAMES, SPLITS, DocumentStart, Source, Split, digest
-from train.errors import UserError
+from train.engine.errors import UserError
 
 _ROWS = 256
 

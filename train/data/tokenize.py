@@ -18,20 +18,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from etils import epath
 
+from brl_jax.fields import Range
+from brl_jax.json_files import read_json
+from train.cli.command import command
 from train.data.dataset import DataConfig, tokenizer_of
-from train.data.shards import MANIFEST
+from train.data.shards import MANIFEST, SHARD
 from train.data.sources import open_source
 from train.data.splits import SPLITS
-from train.data.tokenizer import Tokenizer, text_pieces
-from train.data.tokenizers import check_tokenizer, load_tokenizer
-from train.errors import UserError, command
-from train.metrics import clock, log
-from train.storage import beside, check_local, write_whole
+from train.data.tokenizers.base import Tokenizer, text_pieces
+from train.data.tokenizers.named import check_tokenizer, load_tokenizer
+from train.engine.errors import UserError
+from train.engine.metrics import clock, log
+from train.engine.storage import beside, check_local, write_whole
 
 _STARTED = "started.json"
 _SECONDS_BETWEEN_LINES = 5.0
@@ -43,18 +46,15 @@ class TokenizeOptions(DataConfig):
 
     out: str = ""
     """Folder of the shards, local or mounted."""
-    workers: int = max(1, os.cpu_count() or 1)
+    workers: Annotated[int, Range(1, 4096)] = max(1, os.cpu_count() or 1)
     """Processes that tokenise."""
-    shard_megabytes: int = 64
+    shard_megabytes: Annotated[int, Range(1, 2**16)] = 64
     """Text of a shard."""
-    record: int = 8192
+    record: Annotated[int, Range(1, 2**24)] = 8192
     """Tokens of a record, the least that is read at a time."""
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("workers", "shard_megabytes", "record"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         check_local("out", self.out)
         if self.cache_dir is not None:
             raise ValueError(
@@ -64,7 +64,7 @@ class TokenizeOptions(DataConfig):
 
 def main(argv: Sequence[str]) -> None:
     """Writes the shards; see the module's text and --help."""
-    from train.config import parse_options
+    from train.cli.options import parse_options
 
     about = "Writes a text's tokens as ArrayRecord shards."
     options = parse_options(TokenizeOptions(), argv, prog="python -m train.data.tokenize", about=about)
@@ -122,8 +122,7 @@ def write_shards(options: TokenizeOptions) -> None:
             while running:
                 running.popleft().result()
     counts = {
-        split: [json.loads((folder / f"{n}.json").read_text()) for n in names]
-        for split, names in splits.items()
+        split: [read_json(folder / f"{n}.json", SHARD) for n in names] for split, names in splits.items()
     }
     if not any(shard["tokens"] for shard in counts.get("train", [])):
         raise UserError(f"--data: {options.data} has no train text to tokenise")
@@ -136,9 +135,11 @@ def write_shards(options: TokenizeOptions) -> None:
 def _check_same(folder: Path, asked: dict[str, Any]) -> None:
     """Raises UserError where the folder holds shards of something else."""
     try:
-        before = json.loads((folder / _STARTED).read_text())
+        before = read_json(folder / _STARTED, dict)
     except FileNotFoundError:
         return
+    except ValueError as error:
+        raise UserError(f"--out: {error}; expected a new folder, or one that this command wrote") from error
     differing = [name for name in asked if asked[name] != before.get(name)]
     if differing:
         name = differing[0]
@@ -161,7 +162,7 @@ def _parts(blocks: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
 
 
 def _write_shard(folder: Path, name: str, text: Sequence[bytes], *, record: int) -> None:
-    """Tokenises a part of the text in a process of its own."""
+    """Tokenises a part of the text, in a worker process."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     tokenizer = _tokenizer(folder)

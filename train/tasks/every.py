@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from train.task import Task
 from train.tasks.copy import COPY
 from train.tasks.forecast import FORECAST_TASKS
 from train.tasks.glue import GLUE
@@ -14,6 +13,7 @@ from train.tasks.lra_trace import LRA_TRACE
 from train.tasks.mlm import MLM
 from train.tasks.recall import RECALL
 from train.tasks.regression import REGRESSION
+from train.tasks.task import Task
 
 _TASKS: tuple[Task[Any, Any], ...] = (
     LM,

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from train.config import LoopConfig
-from train.data.lra import EvalBatches, Examples, LraDataConfig, Source, TrainBatches
-from train.mesh import host_rows
+from train.data.lra import Source
+from train.data.lra.batches import EvalBatches, TrainBatches
+from train.data.lra.examples import Examples
+from train.data.lra.tasks import LraDataConfig
+from train.engine.config import LoopConfig
+from train.engine.mesh import host_rows
 
 
 class LraData(NamedTuple):

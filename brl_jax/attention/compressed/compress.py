@@ -17,6 +17,7 @@ from brl_jax.attention.compressed import gpu, tpu, xla
 from brl_jax.attention.core.arguments import check_lengths, check_scale
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import Form, without_kept
 from brl_jax.attention.core.checks import (
     check_bias_shape,
     check_floating,
@@ -31,6 +32,7 @@ from brl_jax.attention.core.scores import (
     attention_weights,
     check_score,
     hide_infinite_bias,
+    weights_dtype,
 )
 
 # Longer histories are read in pieces, so that the (M, S) logits never all exist at the same time, but on GPUs.
@@ -167,32 +169,38 @@ def per_head(gamma, query):
 def _choose(query, key, contrast_key, value, gamma, bias, mask, lengths, *, implementation, **static):
     operands = (query, key, contrast_key, value, gamma, bias, mask, lengths)
     backends = {
-        "tpu": [tpu.compress_backend(query, key, contrast_key, value, bias, mask, **static)],
-        "cuda": [gpu.compress_backend(query, value, bias, mask, **static)],
+        "tpu": [tpu.compress_backend(**static)],
+        "cuda": [gpu.compress_backend(**static)],
     }
-    xla_form = functools.partial(_compress, xla.read, **static)
-    plain = functools.partial(_compress, xla.plain_read, **static)
+    forms: Any = functools.partial(_short, scale=static["scale"], score=static["score"])
+    plain, kept, length = forms, (), key.shape[1]
     communicates = static["axis_name"] is not None
+    if length > _WHOLE or communicates:
+        piece = xla.piece_size(query.shape[1], length)
+        plain = functools.partial(_long, functools.partial(xla.plain_read, piece=piece, **static))
+        # A GPU would wait for the launch of each piece's kernels. The (M, S) logits are still linear in S.
+        forms = {
+            platform: _communicating(size, **static) if communicates else _in_pieces(size, **static)
+            for platform, size in (("default", piece), ("cuda", length), ("rocm", length))
+        }
+        kept = () if communicates else xla.kept_shapes(query, value, gamma is not None, static["score"])
     return dispatch(
-        "compress", implementation, backends, xla_form, *operands, plain=plain, communicates=communicates
+        "compress",
+        implementation,
+        backends,
+        forms,
+        *operands,
+        results=jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
+        kept=kept,
+        plain=plain,
+        communicates=communicates,
     )
 
 
-def _compress(read, query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score, axis_name):
-    """The sums over short histories, or with `read`, a function of `xla`, over long ones."""
-    length = key.shape[1]
-    if length > _WHOLE or axis_name is not None:
-        keys = (key,) if contrast_key is None else (key, contrast_key)
-        operands = xla.Operands(query, keys, value, bias, mask, lengths)
-        options = {"scale": scale, "score": score, "axis_name": axis_name}
-        by_piece = functools.partial(read, piece=xla.piece_size(query.shape[1], length), **options)
-        # A GPU would wait for the launch of each piece's kernels. The (M, S) logits are still linear in S.
-        at_once = functools.partial(read, piece=length, **options)
-        outs = jax.lax.platform_dependent(operands, cuda=at_once, rocm=at_once, default=by_piece)
-        out = outs[0] if gamma is None else outs[0] - gamma[None, None, :, None] * outs[1]
-        return out.astype(query.dtype)
+def _short(query, key, contrast_key, value, gamma, bias, mask, lengths, *, scale, score):
+    """All keys at once."""
     if lengths is not None:
-        places = jnp.arange(length, dtype=lengths.dtype)
+        places = jnp.arange(key.shape[1], dtype=lengths.dtype)
         exists = (places[None, :] < lengths[:, None])[:, None, None, :]
         mask = exists if mask is None else mask & exists
     if mask is not None:
@@ -203,6 +211,48 @@ def _compress(read, query, key, contrast_key, value, gamma, bias, mask, lengths,
             contrast_key = jnp.where(seen, contrast_key, jnp.zeros((), contrast_key.dtype))
     whole = functools.partial(_whole, scale=scale, score=score)
     return jax.checkpoint(whole)(query, key, contrast_key, value, gamma, bias, mask)
+
+
+def _long(read, query, key, contrast_key, value, gamma, bias, mask, lengths):
+    """The keys in pieces, by `read`, a function of `xla`."""
+    outs = read(_for_pieces(query, key, contrast_key, value, bias, mask, lengths))
+    return difference(outs, gamma, query.dtype)
+
+
+def _for_pieces(query, key, contrast_key, value, bias, mask, lengths) -> xla.Operands:
+    keys = (key,) if contrast_key is None else (key, contrast_key)
+    return xla.Operands(query, keys, value, bias, mask, lengths)
+
+
+def difference(outs, gamma, dtype):
+    """The first attention's output less gamma times the second's; of shape (..., N, V)."""
+    out = outs[0] if gamma is None else outs[0] - gamma[:, None] * outs[1]
+    return out.astype(dtype)
+
+
+def _communicating(piece: int, **options: Any) -> Form:
+    return without_kept(functools.partial(_long, functools.partial(xla.read, piece=piece, **options)))
+
+
+def _in_pieces(piece: int, *, scale: float, score: Score, axis_name: None) -> Form:
+    """The form that keeps the outputs and log-sum-exps of both attentions."""
+
+    def run(query, key, contrast_key, value, gamma, bias, mask, lengths):
+        x = _for_pieces(query, key, contrast_key, value, bias, mask, lengths)
+        outs, log_sums = xla.forward(x, piece, scale, score)
+        return difference(outs, gamma, query.dtype), (outs, log_sums)
+
+    def gradient(operands, result, kept, d_out):
+        query, key, contrast_key, value, gamma, bias, mask, lengths = operands
+        x = _for_pieces(query, key, contrast_key, value, bias, mask, lengths)
+        outs, log_sums = kept
+        _, pull = jax.vjp(lambda outs, gamma: difference(outs, gamma, query.dtype), outs, gamma)
+        d_outs, d_gamma = pull(d_out)
+        d = xla.backward(x, outs, log_sums, d_outs, piece, scale, score)
+        d_key, d_contrast_key = (*d.keys, None)[:2]
+        return d.query, d_key, d_contrast_key, d.value, d_gamma, d.bias, None, None
+
+    return Form(run, gradient)
 
 
 def compress_weights(
@@ -231,10 +281,10 @@ def _logits(query, key, bias, scale):
     return logits if bias is None else logits + bias.astype(accumulate)
 
 
-def _read(weights, value):
-    accumulate = accumulation_dtype(value.dtype)
+def _read(weights, value, score):
+    accumulate, kept = accumulation_dtype(value.dtype), weights_dtype(value.dtype, score)
     return jnp.einsum(
-        "bnms,bsnh->bmnh", weights.astype(value.dtype), value, preferred_element_type=accumulate
+        "bnms,bsnh->bmnh", weights.astype(kept), value.astype(kept), preferred_element_type=accumulate
     )
 
 
@@ -250,4 +300,4 @@ def _weights(query, key, contrast_key, gamma, bias, mask, *, scale, score):
 
 def _whole(query, key, contrast_key, value, gamma, bias, mask, *, scale, score):
     weights = _weights(query, key, contrast_key, gamma, bias, mask, scale=scale, score=score)
-    return _read(weights, value).astype(query.dtype)
+    return _read(weights, value, score).astype(query.dtype)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.compressed import gpu, tpu, xla_blocks
+from brl_jax.attention.compressed import gpu, tpu, xla, xla_blocks
 from brl_jax.attention.compressed.compress import (
     check_compress_scale,
     check_readers,
     compress,
     compress_weights,
+    difference,
     per_head,
 )
 from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.arguments import check_sizes
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import Form
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.scores import Score
@@ -157,31 +160,49 @@ def _history_mask(lengths, batch, blocks, history_size):
 def _choose_blocks(query, key, contrast_key, value, gamma, bias, lengths, *, implementation, **static):
     operands = (query, key, contrast_key, value, gamma, bias, lengths)
     backends = {
-        "tpu": [tpu.compress_blocks_backend(query, key, contrast_key, value, bias, **static)],
-        "cuda": [gpu.compress_blocks_backend(query, value, bias, **static)],
+        "tpu": [tpu.compress_blocks_backend(**static)],
+        "cuda": [gpu.compress_blocks_backend(**static)],
     }
-    xla_form = functools.partial(_compress_groups, **static)
-    plain = functools.partial(_compress_windows, **static)
-    return dispatch("compress_blocks", implementation, backends, xla_form, *operands, plain=plain)
-
-
-def _compress_groups(
-    query, key, contrast_key, value, gamma, bias, lengths, *, block_size, history_size, scale, score
-):
-    keys = (key,) if contrast_key is None else (key, contrast_key)
-    if bias is not None:
-        bias = bias[None]
-    if lengths is not None:
-        lengths = jnp.broadcast_to(lengths, query.shape[:2])
-    outs = xla_blocks.read(
-        xla_blocks.Operands(query, keys, value, bias, lengths),
-        block_size=block_size,
-        history_size=history_size,
-        scale=scale,
-        score=score,
+    at_once = _groups(True, **static)
+    forms = {"default": _groups(False, **static), "cuda": at_once, "rocm": at_once}
+    return dispatch(
+        "compress_blocks",
+        implementation,
+        backends,
+        forms,
+        *operands,
+        results=jax.ShapeDtypeStruct((*query.shape[:4], value.shape[3]), query.dtype),
+        kept=xla.kept_shapes(query, value, gamma is not None, static["score"]),
+        plain=functools.partial(_compress_windows, **static),
     )
-    out = outs[0] if gamma is None else outs[0] - gamma[None, None, None, :, None] * outs[1]
-    return out.astype(query.dtype)
+
+
+def _groups(all_at_once: bool, **static: Any) -> Form:
+    """The form that keeps the outputs and log-sum-exps of both attentions."""
+
+    def prepared(query, key, contrast_key, value, gamma, bias, lengths):
+        keys = (key,) if contrast_key is None else (key, contrast_key)
+        bias = None if bias is None else bias[None]
+        lengths = None if lengths is None else jnp.broadcast_to(lengths, query.shape[:2])
+        x = xla_blocks.Operands(query, keys, value, bias, lengths)
+        return x, xla_blocks.form(x, all_at_once=all_at_once, **static)
+
+    def run(*operands):
+        x, form = prepared(*operands)
+        outs, log_sums = form.forward(x)
+        return difference(outs, operands[4], x.query.dtype), (outs, log_sums)
+
+    def gradient(operands, result, kept, d_out):
+        x, form = prepared(*operands)
+        gamma = operands[4]
+        outs, log_sums = kept
+        _, pull = jax.vjp(lambda outs, gamma: difference(outs, gamma, x.query.dtype), outs, gamma)
+        d_outs, d_gamma = pull(d_out)
+        d = form.backward(x, outs, log_sums, d_outs)
+        d_key, d_contrast_key = (*d.keys, None)[:2]
+        return d.query, d_key, d_contrast_key, d.value, d_gamma, None if d.bias is None else d.bias[0], None
+
+    return Form(run, gradient)
 
 
 def _compress_windows(

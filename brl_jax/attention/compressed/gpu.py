@@ -15,10 +15,10 @@ from brl_jax.attention.core.triton import triton_backend
 # Triton is imported where it is needed: it costs import time.
 
 
-def compress_backend(query, value, bias, mask, *, axis_name: str | None, **static: Any) -> Backend:
+def compress_backend(*, axis_name: str | None, **static: Any) -> Backend:
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
-    def obstacle() -> str | None:
+    def obstacle(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
         from pallas_kernels import triton
 
         if mask is not None:
@@ -35,19 +35,16 @@ def compress_backend(query, value, bias, mask, *, axis_name: str | None, **stati
     return triton_backend(run, obstacle)
 
 
-def compress_blocks_backend(
-    query, value, bias, *, block_size: int, history_size: int, scale: float, **static: Any
-) -> Backend:
+def compress_blocks_backend(*, block_size: int, history_size: int, scale: float, **static: Any) -> Backend:
     """The kernel of `compress_blocks` for operands (query, key, contrast_key, value, gamma, bias, lengths).
 
     Each block's history becomes a row of the batch.
     """
-    tokens = query.shape[2]
 
-    def obstacle() -> str | None:
+    def obstacle(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
         from pallas_kernels import triton
 
-        rows = jax.ShapeDtypeStruct((1, tokens, *query.shape[3:]), query.dtype)
+        rows = jax.ShapeDtypeStruct((1, *query.shape[2:]), query.dtype)
         return bias_obstacle(bias) or triton.compress_obstacle(rows, value)
 
     def run(query, key, contrast_key, value, gamma, bias, lengths):
@@ -77,10 +74,10 @@ def compress_blocks_backend(
     return triton_backend(run, obstacle)
 
 
-def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
+def propagate_backend(**static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
-    def obstacle() -> str | None:
+    def obstacle(query, key, value, strength, bias) -> str | None:
         from pallas_kernels import triton
 
         return bias_obstacle(bias) or triton.propagate_obstacle(query, key, value)

@@ -16,6 +16,7 @@ from brl_jax.attention.compressed import gpu, tpu
 from brl_jax.attention.core.arguments import check_scale
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import without_kept
 from brl_jax.attention.core.checks import check_bias_shape, check_floating, check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, dispatch
 from brl_jax.attention.core.query_blocks import by_query_blocks
@@ -25,6 +26,7 @@ from brl_jax.attention.core.scores import (
     attention_weights,
     check_score,
     hide_infinite_bias,
+    weights_dtype,
 )
 
 # Queries in a block on a CPU, so that their weights stay in cache.
@@ -98,22 +100,20 @@ def _choose(query, key, value, strength, bias, *, scale, score, implementation):
     rows = functools.partial(_rows, scale=scale, score=score)
     whole = jax.checkpoint(rows)
 
-    def in_blocks(query, key, value, strength):
+    def in_blocks(query, key, value, strength, bias):
         return by_query_blocks(lambda q, *_: rows(q, key, value, strength, None), _CHUNK, query)
 
-    def xla(query, key, value, strength, bias):
-        if query.shape[1] <= _CHUNK or bias is not None:
-            return whole(query, key, value, strength, bias)
-        return jax.lax.platform_dependent(
-            query, key, value, strength, cpu=in_blocks, default=lambda *operands: whole(*operands, None)
-        )
+    xla = {"default": without_kept(whole)}
+    if query.shape[1] > _CHUNK and bias is None:
+        xla["cpu"] = without_kept(in_blocks)
 
     backends = {
-        "tpu": [tpu.propagate_backend(query, key, value, bias, scale=scale, score=score)],
-        "cuda": [gpu.propagate_backend(query, key, value, bias, scale=scale, score=score)],
+        "tpu": [tpu.propagate_backend(scale=scale, score=score)],
+        "cuda": [gpu.propagate_backend(scale=scale, score=score)],
     }
     operands = (query, key, value, strength, bias)
-    return dispatch("propagate", implementation, backends, xla, *operands)
+    results = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
+    return dispatch("propagate", implementation, backends, xla, *operands, results=results, plain=whole)
 
 
 def propagate_weights(
@@ -140,5 +140,8 @@ def propagate_weights(
 def _rows(query, key, value, strength, bias, *, scale, score):
     accumulate = accumulation_dtype(query.dtype)
     weights = propagate_weights(query, key, strength=strength, scale=scale, score=score, bias=bias)
-    out = jnp.einsum("bntm,bmnh->btnh", weights.astype(value.dtype), value, preferred_element_type=accumulate)
+    kept = weights_dtype(value.dtype, score)
+    out = jnp.einsum(
+        "bntm,bmnh->btnh", weights.astype(kept), value.astype(kept), preferred_element_type=accumulate
+    )
     return out.astype(query.dtype)

@@ -11,10 +11,10 @@ from brl_jax.attention.core.dispatch import Backend
 # Pallas is imported where it is needed: it costs import time.
 
 
-def compress_backend(query, key, contrast_key, value, bias, mask, **static: Any) -> Backend:
+def compress_backend(**static: Any) -> Backend:
     """The kernel of `compress` for operands (query, key, contrast_key, value, gamma, bias, mask, lengths)."""
 
-    def obstacle() -> str | None:
+    def obstacle(query, key, contrast_key, value, gamma, bias, mask, lengths) -> str | None:
         from pallas_kernels import tpu
 
         return tpu.compress_obstacle(query, key, contrast_key, value, bias=bias, mask=mask)
@@ -37,13 +37,11 @@ def compress_backend(query, key, contrast_key, value, bias, mask, **static: Any)
     return Backend("pallas", run, obstacle)
 
 
-def compress_blocks_backend(
-    query, key, contrast_key, value, bias, *, block_size: int, history_size: int, **static: Any
-) -> Backend:
+def compress_blocks_backend(*, block_size: int, history_size: int, **static: Any) -> Backend:
     """The kernel of `compress_blocks` for operands (query, key, contrast_key, value, gamma, bias, lengths)."""
     sizes: dict[str, Any] = {"block_size": block_size, "history_size": history_size}
 
-    def obstacle() -> str | None:
+    def obstacle(query, key, contrast_key, value, gamma, bias, lengths) -> str | None:
         from pallas_kernels import tpu
 
         return tpu.compress_blocks_obstacle(query, key, contrast_key, value, bias=bias, **sizes)
@@ -59,10 +57,10 @@ def compress_blocks_backend(
     return Backend("pallas", run, obstacle)
 
 
-def propagate_backend(query, key, value, bias, **static: Any) -> Backend:
+def propagate_backend(**static: Any) -> Backend:
     """The kernel of `propagate` for operands (query, key, value, strength, bias)."""
 
-    def obstacle() -> str | None:
+    def obstacle(query, key, value, strength, bias) -> str | None:
         from pallas_kernels import tpu
 
         return tpu.propagate_obstacle(query, key, value, bias=bias)

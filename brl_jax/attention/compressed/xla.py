@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.scores import Score, accumulation_dtype, elementwise_weights
+from brl_jax.attention.core.scores import Score, accumulation_dtype, elementwise_weights, weights_dtype
 from brl_jax.attention.core.softmax import (
     MASKED,
     SoftmaxSums,
@@ -46,6 +46,15 @@ class _Piece(NamedTuple):
     value: Float[Array, "B N P H"]
     bias: Float[Array, "#B #N #M #P"] | None
     mask: Bool[Array, "#B #N #M P"]
+
+
+def kept_shapes(query: Any, value: Any, two: bool, score: Score) -> Any:
+    """The shapes of what `forward` returns for one attention or two, of queries (..., M, N, H)."""
+    *leading, count, heads, _ = query.shape
+    dtype = accumulation_dtype(query.dtype)
+    out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[3]), dtype)
+    log_sum = jax.ShapeDtypeStruct((*leading, heads, count), dtype) if score == "softmax" else None
+    return (out,) * (1 + two), (log_sum,) * (1 + two)
 
 
 def piece_size(num_queries: int, num_keys: int) -> int:
@@ -132,9 +141,12 @@ def _add(sums: SoftmaxSums, logits: Array, mask: Array, value: Array, score: Sco
     """The sums with those of one piece; a score that is not normalised uses `weighted` alone."""
 
     def read(weights: Array) -> Array:
-        accumulate = accumulation_dtype(value.dtype)
+        kept = weights_dtype(value.dtype, score)
         return jnp.einsum(
-            "bnmp,bnph->bnmh", weights.astype(value.dtype), value, preferred_element_type=accumulate
+            "bnmp,bnph->bnmh",
+            weights.astype(kept),
+            value.astype(kept),
+            preferred_element_type=accumulation_dtype(value.dtype),
         )
 
     if score != "softmax":
@@ -237,7 +249,7 @@ def backward(
     grads = tuple(jnp.swapaxes(g, 1, 2) for g in grads)
     # The derivative of the softmax needs each row's weighted mean of the changes: the output times its gradient.
     means = [(g * jnp.swapaxes(out, 1, 2)).sum(-1) for g, out in zip(grads, outs)]
-    narrow = [g.astype(x.value.dtype) for g in grads]
+    narrow = [g.astype(weights_dtype(x.value.dtype, score)) for g in grads]
 
     def logits_gradient(logits, mask, change, log_sum, mean):
         """Weights and the gradient of the logits."""
@@ -259,9 +271,9 @@ def backward(
         bias_rows: Any = 0.0
         for n, key in enumerate(part.keys):
             logits = _logits(query, key, part.bias, scale)
-            change = product("bnmh,bnph->bnmp", narrow[n], part.value)
+            change = product("bnmh,bnph->bnmp", narrow[n], part.value.astype(narrow[n].dtype))
             weights, d_logits = logits_gradient(logits, part.mask, change, log_sums[n], means[n])
-            value_rows += product("bnmp,bnmh->bnph", weights.astype(x.value.dtype), narrow[n])
+            value_rows += product("bnmp,bnmh->bnph", weights.astype(narrow[n].dtype), narrow[n])
             bias_rows += d_logits
             scaled = (d_logits * jnp.asarray(scale, accumulate)).astype(x.query.dtype)
             d_query += product("bnmp,bnph->bnmh", scaled, key)

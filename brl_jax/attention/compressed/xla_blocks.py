@@ -6,7 +6,6 @@ would multiply the keys by history_size / block_size, and on a CPU these copies 
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.compressed import xla
 from brl_jax.attention.compressed.windows import block_windows
 from brl_jax.attention.core.scores import Score
+from brl_jax.attention.core.softmax import MASKED
 from brl_jax.attention.core.varying import vary_like
 
 #: Logits of a step: fewer cost more to start than to compute, more do not stay in a core's cache.
@@ -42,26 +42,76 @@ class _Options(NamedTuple):
     group: int
 
 
-def read(
-    operands: Operands, *, block_size: int, history_size: int, scale: float, score: Score
-) -> tuple[Float[Array, "B C M N V"], ...]:
-    """sigma(c Q K^T + b) V of every block for each set of keys, in the dtype of sums."""
-    operands = vary_like(operands, operands)
-    batch, blocks, count, heads, _ = operands.query.shape
+def form(x: Operands, *, all_at_once: bool, **options: Any) -> BlocksForm:
+    """How a platform computes sigma(c Q K^T + b) V of every block: all blocks at once, or as many as fit its cache."""
+    batch, blocks, count, heads, _ = x.query.shape
+    few = max(1, _LOGITS // (batch * heads * count * options["history_size"]))
+    steps = 1 if all_at_once else -(-blocks // few)
+    return BlocksForm(steps, blocks, _Options(**options, group=-(-blocks // steps)))
 
-    def by_groups(operands: Operands, group: int) -> tuple[Array, ...]:
-        steps = -(-blocks // group)
-        group = -(-blocks // steps)
-        options = _Options(block_size, history_size, scale, score, group)
-        outs = _read(_pad(operands, steps * group - blocks, options), options)
-        return tuple(out[:, :blocks] for out in outs)
 
-    few = max(1, _LOGITS // (batch * heads * count * history_size))
-    # A GPU would wait for the launch of each step's kernels.
-    at_once = functools.partial(by_groups, group=blocks)
-    return lax.platform_dependent(
-        operands, cuda=at_once, rocm=at_once, default=functools.partial(by_groups, group=few)
-    )
+class BlocksForm(NamedTuple):
+    """The blocks of a call in `steps` groups.
+
+    Results of a group are (steps, B group, ...) inside, and (B, C, ...) outside.
+    """
+
+    steps: int
+    blocks: int
+    options: _Options
+
+    def forward(self, x: Operands) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:
+        """The results for each set of keys, (B, C, M, N, V) in the dtype of sums; log-sum-exps (B, C, N, M)."""
+        x = self._padded(x)
+        queries = _split(x.query, self.options.group)
+
+        def step(entry: Any) -> Any:
+            query, number = entry
+            o = self.options
+            return xla.forward(_cut(x, query, number, o), o.history_size, o.scale, o.score)
+
+        every = lax.map(step, (queries, jnp.arange(self.steps, dtype=jnp.int32)))
+        return jax.tree.map(lambda a: _join(a, self.options.group)[:, : self.blocks], every)
+
+    def backward(self, x: Operands, outs: Any, log_sums: Any, d_outs: Any) -> Operands:
+        """The gradients of the operands, given what `forward` returned and the gradients of its results."""
+        o = self.options
+        padded = self._padded(x)
+        missing = padded.query.shape[1] - self.blocks
+        # A row without keys has weights exp(score - huge) = 0.
+        log_sums = jax.tree.map(lambda a: _pad_blocks(a, missing, -MASKED), log_sums)
+        outs, d_outs = jax.tree.map(lambda a: _pad_blocks(a, missing), (outs, d_outs))
+        entries = jax.tree.map(lambda a: _split(a, o.group), (padded.query, outs, log_sums, d_outs))
+
+        def step(totals: Any, entry: Any) -> Any:
+            number, (query, outs, log_sums, d_outs) = entry
+            part = _cut(padded, query, number, o)
+            rows = xla.backward(part, outs, log_sums, d_outs, o.history_size, o.scale, o.score)
+
+            def add(total: Array, windows: Array) -> Array:
+                span = _span(total, number, o)
+                (change,) = jax.linear_transpose(lambda span: _windows(span, o), span)(windows)
+                start = number * o.group * o.block_size
+                return lax.dynamic_update_slice_in_dim(total, span + change, start, axis=1)
+
+            keys, value = jax.tree.map(add, totals[:2], (rows.keys, rows.value))
+            bias = None if padded.bias is None else totals[2] + rows.bias
+            return (keys, value, bias), rows.query
+
+        zeros = jax.tree.map(jnp.zeros_like, (padded.keys, padded.value, padded.bias))
+        numbers = jnp.arange(self.steps, dtype=jnp.int32)
+        totals, d_queries = lax.scan(step, vary_like(zeros, (padded, d_outs)), (numbers, entries))
+        d_keys, d_value = jax.tree.map(lambda a: self._unpadded(a, x.value.shape[1]), totals[:2])
+        d_query = _join(d_queries, o.group)[:, : self.blocks]
+        return Operands(d_query, d_keys, d_value, totals[2], None)
+
+    def _padded(self, x: Operands) -> Operands:
+        return _pad(x, self.steps * self.options.group - self.blocks, self.options)
+
+    def _unpadded(self, total: Array, length: int) -> Array:
+        """The gradient of keys, which `_pad` has cut or filled, for `length` keys."""
+        total = total[:, :length]
+        return _pad_blocks(total, length - total.shape[1])
 
 
 def _pad(x: Operands, missing: int, o: _Options) -> Operands:
@@ -70,15 +120,19 @@ def _pad(x: Operands, missing: int, o: _Options) -> Operands:
     if not missing:
         return x
 
-    def pad(array: Array, size: int) -> Array:
-        return jnp.pad(array, ((0, 0), (0, size)) + ((0, 0),) * (array.ndim - 2))
-
     needed = o.history_size + (x.query.shape[1] - 1) * o.block_size
-    keys, value = jax.tree.map(lambda a: pad(a[:, :needed], missing * o.block_size), (x.keys, x.value))
+    keys, value = jax.tree.map(
+        lambda a: _pad_blocks(a[:, :needed], missing * o.block_size), (x.keys, x.value)
+    )
     lengths = x.lengths
     if lengths is None:
         lengths = jnp.full(x.query.shape[:2], o.history_size, jnp.int32)
-    return Operands(pad(x.query, missing), keys, value, x.bias, pad(lengths, missing))
+    return Operands(_pad_blocks(x.query, missing), keys, value, x.bias, _pad_blocks(lengths, missing))
+
+
+def _pad_blocks(array: Array, size: int, fill: float = 0) -> Array:
+    """An array (B, C, ...) with `size` more entries along its second axis."""
+    return jnp.pad(array, ((0, 0), (0, size)) + ((0, 0),) * (array.ndim - 2), constant_values=fill)
 
 
 def _split(array: Array, group: int) -> Array:
@@ -109,52 +163,3 @@ def _span(array: Array, step: Any, o: _Options) -> Array:
 
 def _windows(span: Array, o: _Options) -> Array:
     return block_windows(span, blocks=o.group, block_size=o.block_size, history_size=o.history_size)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _read(operands: Operands, o: _Options) -> tuple[Array, ...]:
-    return _forward(operands, o)[0]
-
-
-def _forward(x: Operands, o: _Options) -> Any:
-    queries = _split(x.query, o.group)
-
-    def step(entry: Any) -> Any:
-        query, number = entry
-        return xla.forward(_cut(x, query, number, o), o.history_size, o.scale, o.score)
-
-    outs, log_sums = lax.map(step, (queries, jnp.arange(queries.shape[0], dtype=jnp.int32)))
-    return tuple(_join(out, o.group) for out in outs), log_sums
-
-
-def _read_fwd(operands: Operands, o: _Options) -> Any:
-    outs, log_sums = _forward(operands, o)
-    return outs, (operands, outs, log_sums)
-
-
-def _read_bwd(o: _Options, kept: Any, grads: tuple[Array, ...]) -> tuple[Operands]:
-    x, outs, log_sums = kept
-    queries, outs, d_outs = jax.tree.map(lambda a: _split(a, o.group), (x.query, outs, grads))
-
-    def step(totals: Any, entry: Any) -> Any:
-        number, query, outs, log_sums, d_outs = entry
-        part = _cut(x, query, number, o)
-        rows = xla.backward(part, outs, log_sums, d_outs, o.history_size, o.scale, o.score)
-
-        def add(total: Array, windows: Array) -> Array:
-            span = _span(total, number, o)
-            (change,) = jax.linear_transpose(lambda span: _windows(span, o), span)(windows)
-            start = number * o.group * o.block_size
-            return lax.dynamic_update_slice_in_dim(total, span + change, start, axis=1)
-
-        keys, value = jax.tree.map(add, totals[:2], (rows.keys, rows.value))
-        bias = None if x.bias is None else totals[2] + rows.bias
-        return (keys, value, bias), rows.query
-
-    zeros = jax.tree.map(jnp.zeros_like, (x.keys, x.value, x.bias))
-    entries = (jnp.arange(queries.shape[0], dtype=jnp.int32), queries, outs, log_sums, d_outs)
-    (keys, value, bias), d_queries = lax.scan(step, vary_like(zeros, (x, grads)), entries)
-    return (Operands(_join(d_queries, o.group), keys, value, bias, None),)
-
-
-_read.defvjp(_read_fwd, _read_bwd)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
+from brl_jax.attention.core.by_platform import replaced
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.derivatives import replaced
 
 P = ParamSpec("P")
 R = TypeVar("R")

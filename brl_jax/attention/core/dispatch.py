@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
 from brl_jax.attention.core.checks import require
-from brl_jax.attention.core.derivatives import differentiable
 
 #: The backends that a caller can ask for by name. A function accepts those that it has, and None for its own choice.
 Implementation = Literal["xla", "pallas", "pallas_interpret", "cudnn", "triton", "triton_interpret"]
@@ -28,97 +27,164 @@ _LOG = logging.getLogger("brl_jax")
 
 
 class Backend(NamedTuple):
-    """The function that serves calls lowered for one platform.
+    """A function for calls that are lowered for one platform.
 
     Attributes:
       implementation: the name that asks for it; the same name followed by "_interpret" asks for its interpretation.
-      run: `run(*operands, interpret=...)`.
-      obstacle: returns why `run` cannot serve this call, None if it can. It must not trace `run`.
-      unsuited: whether XLA serves this call better, so that only an explicit request takes `run`.
+      run: `run(*operands, interpret=...)` returns the results; with a gradient, the results and what is kept for it.
+      obstacle: `obstacle(*operands)` returns why `run` cannot take this call, or None if it can. It must not trace
+        `run`.
+      unsuited: whether XLA is the better choice for this call, so that only an explicit request takes `run`.
+      gradient: as in `Form`, with `interpret=...`; None differentiates `run`, which then runs again.
     """
 
     implementation: str
     run: Callable[..., Any]
-    obstacle: Callable[[], str | None]
+    obstacle: Callable[..., str | None]
     unsuited: bool = False
+    gradient: Callable[..., Any] | None = None
 
 
 def dispatch(
     name: str,
     implementation: Implementation | None,
     backends: Mapping[str, Sequence[Backend]],
-    xla: Callable[..., Any],
+    xla: Callable[..., Any] | Mapping[str, Form],
     *operands: Any,
+    results: Any = None,
+    kept: Any = (),
     plain: Callable[..., Any] | None = None,
     communicates: bool = False,
     cost: str = "linear",
 ) -> Any:
-    """Runs one call of the function `name` on the backend of the platform it is lowered for, or through XLA.
+    """Runs one call of the function `name` on a backend of the platform it is lowered for, or through XLA.
 
     Args:
       name: the function's name, for messages.
-      implementation: None takes, when the call is lowered, the first of the platform's backends that serves the call,
-        and XLA where none does. A call that no backend of its platform could serve logs a warning, once. "xla" takes
-        XLA on every platform. A backend's name takes that backend, and refuses to be lowered for another platform; the
-        name followed by "_interpret" interprets it on every platform.
-      backends: the table from platform, as `jax.lax.platform_dependent` names them, to backends in order of preference.
-      xla: `xla(*operands)`.
+      implementation: None takes, when the call is lowered, the first of the platform's backends that can take the call,
+        and XLA if none can. If the reasons of all its backends stand against the call, a warning says so, once. "xla"
+        takes XLA on every platform. A backend's name takes that backend, and refuses to be lowered for another
+        platform; the name followed by "_interpret" interprets it on every platform.
+      backends: from platform ("cuda", "tpu") to backends in order of preference.
+      xla: `xla(*operands)`, or the forms of several platforms and of "default".
       operands: pytrees of arrays.
-      plain: the function from which derivatives of gradients and forward-mode derivatives are taken (see
-        `differentiable`); None if `xla` can be differentiated in every way.
-      communicates: whether the functions exchange values over a named axis. They then keep the gradient that they
-        have, of the first order: `differentiable` could not map them by `jax.vmap` over that axis.
+      results: what the function returns, as arrays or `jax.ShapeDtypeStruct`; None traces `plain` to find out.
+      kept: likewise what the forms of `xla` and of backends with a gradient keep for it.
+      plain: `plain(*operands)`, for derivatives other than the first in reverse mode. By default `xla`.
+      communicates: whether the functions exchange values over a named axis, whose results are the same on all its
+        devices. They are traced for all platforms, and keep the gradient that they have, of the first order.
       cost: that of `xla` in the number of tokens, for the warning.
 
     Raises:
       ValueError: for a name that this function does not have.
-      NotImplementedError: if the backend that is asked for cannot serve the call, or, at lowering time, if the call is
+      NotImplementedError: if the backend that is asked for cannot take the call, or, at lowering time, if the call is
         lowered for a platform on which that backend does not run.
     """
     names = [None, "xla"]
     for backend in (backend for row in backends.values() for backend in row):
         names += [backend.implementation, f"{backend.implementation}_interpret"]
     check_implementation(implementation, *names)
+    of_xla = {"default": without_kept(xla)} if callable(xla) else xla
+    if plain is None:
+        assert callable(xla)
+        plain = xla
 
-    def serve(fast: Callable[..., Any]) -> Callable[..., Any]:
-        return fast if communicates else differentiable(fast, plain or xla)
+    def through_xla(platform: str) -> Form:
+        return of_xla.get(platform, of_xla["default"])
 
-    with_xla = xla if plain is None else serve(xla)
-    if implementation == "xla":
-        return with_xla(*operands)
+    if implementation in (None, "xla"):
+        rows = backends if implementation is None else {}
+        choice = _Choice(name, rows, through_xla, kept, cost)
+    else:
+        choice = _named(name, implementation, backends, operands, kept)
+    if communicates:
+        # Its results vary over fewer mesh axes than its operands.
+        forms = {platform: choice(platform, *operands).run for platform in ("cpu", *backends)}
+        out = lax.platform_dependent(*operands, **forms, default=choice("default", *operands).run)
+        return out[0]
+    if results is None:
+        results = jax.eval_shape(plain, *operands)
+    return by_platform(choice, *operands, results=results, kept=kept, plain=plain)
 
-    rows = {}
-    for platform, candidates in backends.items():
+
+class _Choice:
+    """The form of a call on a platform: the first of its backends that can take the call, or XLA."""
+
+    def __init__(
+        self,
+        name: str,
+        backends: Mapping[str, Sequence[Backend]],
+        xla: Callable[[str], Form],
+        kept: Any,
+        cost: str,
+    ):
+        self._name, self._backends, self._xla, self._kept, self._cost = name, backends, xla, kept, cost
+        self._made: dict[str, Form] = {}
+
+    def __call__(self, platform: str, *operands: Any) -> Form:
+        if platform not in self._made:
+            self._made[platform] = self._choose(platform, operands)
+        return self._made[platform]
+
+    def _choose(self, platform: str, operands: tuple[Any, ...]) -> Form:
         obstacles = []
-        for backend in candidates:
-            interpreted = f"{backend.implementation}_interpret"
-            if implementation in (backend.implementation, interpreted):
-                obstacle = backend.obstacle()
-                if obstacle is not None:
-                    raise NotImplementedError(f"{name} with implementation={implementation!r}: {obstacle}")
-                if implementation == interpreted:
-                    return serve(functools.partial(backend.run, interpret=True))(*operands)
-                message = (
-                    f"{name} with implementation={implementation!r} runs on the platform {platform!r} alone, and this "
-                    f"call is lowered for {{platform}}; ask for {interpreted!r} to interpret the kernel, for 'xla', or "
-                    "for None"
-                )
-                operands = _mark(operands, _native, platform, message)
-                return serve(functools.partial(backend.run, interpret=False))(*operands)
-            if implementation is not None or backend.unsuited or platform in rows:
+        for backend in self._backends.get(platform, ()):
+            if backend.unsuited:
                 continue
-            obstacle = backend.obstacle()
+            obstacle = backend.obstacle(*operands)
             if obstacle is None:
-                rows[platform] = functools.partial(backend.run, interpret=False)
-            else:
-                obstacles.append(obstacle)
-        if obstacles and platform not in rows:
+                return _form(backend, False, self._kept)
+            obstacles.append(obstacle)
+        if obstacles:
             why = "; ".join(dict.fromkeys(obstacles))
-            message = f"{name} runs through XLA on the platform {platform!r}, at {cost} cost: {why}"
-            operands = _mark(operands, _fallback, platform, message)
-    if not rows:
-        return with_xla(*operands)
-    return serve(lambda *operands: lax.platform_dependent(*operands, **rows, default=xla))(*operands)
+            _warn_once(
+                f"{self._name} runs through XLA on the platform {platform!r}, at {self._cost} cost: {why}"
+            )
+        return self._xla(platform)
+
+
+def _named(
+    name: str,
+    implementation: str,
+    backends: Mapping[str, Sequence[Backend]],
+    operands: tuple[Any, ...],
+    kept: Any,
+) -> Callable[..., Form]:
+    """The form of the backend that is asked for, which must be able to take the call."""
+    backend, native = next(
+        (backend, platform)
+        for platform, row in backends.items()
+        for backend in row
+        if implementation in (backend.implementation, f"{backend.implementation}_interpret")
+    )
+    obstacle = backend.obstacle(*operands)
+    if obstacle is not None:
+        raise NotImplementedError(f"{name} with implementation={implementation!r}: {obstacle}")
+    interpreted = f"{backend.implementation}_interpret"
+    form = _form(backend, implementation == interpreted, kept)
+
+    def choose(platform: str, *operands: Any) -> Form:
+        if implementation != interpreted and platform != native:
+            lowered_for = "another" if platform == "default" else repr(platform)
+            raise NotImplementedError(
+                f"{name} with implementation={implementation!r} runs on the platform {native!r} alone, and this call "
+                f"is lowered for {lowered_for}; ask for {interpreted!r} to interpret the kernel, for 'xla', or for "
+                "None"
+            )
+        return form
+
+    return choose
+
+
+def _form(backend: Backend, interpret: bool, kept: Any) -> Form:
+    run = functools.partial(backend.run, interpret=interpret)
+    if backend.gradient is not None:
+        return Form(run, functools.partial(backend.gradient, interpret=interpret))
+
+    def with_kept(*operands: Any) -> tuple[Any, Any]:
+        return run(*operands), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
+
+    return Form(with_kept)
 
 
 def check_implementation(implementation: Any, *names: str | None) -> None:
@@ -135,54 +201,6 @@ def bias_obstacle(bias: Any) -> str | None:
     if bias is None:
         return None
     return f"bias must be None, got {type(bias).__name__ if isinstance(bias, PositionBias) else 'an array'}"
-
-
-def _identity(name: str) -> Primitive:
-    """An identity, so that its lowering rules can look at the platform that a call is lowered for."""
-    primitive = Primitive(name)
-
-    @functools.partial(jax.jit, static_argnames=("platform", "message"))
-    def lower(x: Any, *, platform: str, message: str) -> Any:
-        return primitive.bind(x, platform=platform, message=message)
-
-    primitive.def_impl(lower)
-    primitive.def_abstract_eval(lambda x, **_: x)
-    ad.deflinear2(primitive, lambda cotangent, x, **_: [cotangent])
-    batching.defvectorized(primitive)
-    return primitive
-
-
-_native = _identity("runs_natively")
-_fallback = _identity("falls_back_to_xla")
-
-
-def _mark(operands: tuple[Any, ...], primitive: Primitive, platform: str, message: str) -> tuple[Any, ...]:
-    """The operands, the first array of which passes through the primitive."""
-    leaves, structure = jax.tree.flatten(operands)
-    leaves[0] = primitive.bind(leaves[0], platform=platform, message=message)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _lower_native(context: mlir.LoweringRuleContext, x: Any, *, platform: str, message: str) -> list[Any]:
-    others = [p for p in _platforms(context) if p != platform]
-    if others:
-        raise NotImplementedError(message.format(platform=" and ".join(map(repr, others))))
-    return [x]
-
-
-def _lower_fallback(context: mlir.LoweringRuleContext, x: Any, *, platform: str, message: str) -> list[Any]:
-    if platform in _platforms(context):
-        _warn_once(message)
-    return [x]
-
-
-def _platforms(context: mlir.LoweringRuleContext) -> tuple[str, ...]:
-    """The platforms that the rule's operation is lowered for."""
-    return tuple(context.platforms or context.module_context.platforms)
-
-
-mlir.register_lowering(_native, _lower_native)
-mlir.register_lowering(_fallback, _lower_fallback)
 
 
 @functools.cache

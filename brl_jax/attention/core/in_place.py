@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
+
+from brl_jax.attention.core.by_platform import branches
 
 
 def write_places(
@@ -36,4 +37,4 @@ def write_places(
     new = new.astype(array.dtype)
     if places.shape[-1] > 1:
         return write(array, new, places)
-    return lax.platform_dependent(array, new, places, cpu=write_with_another, default=write)
+    return branches(array, new, places, cpu=write_with_another, default=write)

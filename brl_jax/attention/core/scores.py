@@ -18,6 +18,12 @@ def accumulation_dtype(dtype):
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
+def weights_dtype(dtype, score: str):
+    """The dtype in which weights multiply values of a dtype: its own, or float32 for float16 under a score that is not
+    normalised, whose weights may exceed float16's 65,504 where outputs do not."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 and score != "softmax" else jnp.dtype(dtype)
+
+
 def soft_cap(logits, cap: float):
     """cap tanh(logits / cap): close to the logits where they are small, never beyond +-cap (arXiv:2408.00118, 2)."""
     return cap * jnp.tanh(logits * (1.0 / cap))

@@ -23,11 +23,27 @@ from jaxtyping import Array, Bool, Float
 MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
+@jax.custom_jvp
+def rounded(scores: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """The scores, each of them rounded to its dtype before anything is subtracted from it.
+
+    Under jit, a compiler turns products * scale - maximum into one multiply-add, which subtracts the rounded
+    maximum from the exact product. For scores near 1e9 the difference is off by 32: its exponential overflows or, at
+    the maximum itself, is 0. No compiler looks through a maximum.
+    """
+    return jnp.maximum(scores, jnp.asarray(MASKED, scores.dtype))
+
+
+@rounded.defjvp
+def _rounded_jvp(primals: tuple, tangents: tuple) -> tuple:
+    return rounded(*primals), *tangents
+
+
 def softmax_weights(
     scores: Float[Array, "*rows S"], mask: Bool[Array, "..."] | None
 ) -> Float[Array, "*rows S"]:
     """The softmax over all keys at once; rows in which `mask` (broadcastable) leaves no key give 0."""
-    return jax.nn.softmax(scores, axis=-1, where=mask)
+    return jax.nn.softmax(rounded(scores), axis=-1, where=mask)
 
 
 class SoftmaxSums(NamedTuple):
@@ -65,6 +81,7 @@ def block_sums(
       scores: MASKED (or -inf) for keys that a query does not see.
       read: multiplies weights by the block's values.
     """
+    scores = rounded(scores)
     maximum = jnp.maximum(jnp.max(scores, -1), MASKED)
     weights = jnp.exp(scores - finite_maximum(maximum)[..., None])
     return SoftmaxSums(maximum, jnp.sum(weights, -1), read(weights))
@@ -162,5 +179,6 @@ def softmax_gradient(
       d_weights: the product of the output's gradient and the block's values.
       delta: the product of the output's gradient and the output, which is the weighted mean of d_weights over all keys.
     """
-    weights = jnp.exp(scores - log_sum_exp[..., None])
+    # At most 1, whatever the rounding of a large log-sum-exp.
+    weights = jnp.exp(jnp.minimum(scores - log_sum_exp[..., None], 0))
     return weights, weights * (d_weights - delta[..., None])

@@ -10,7 +10,10 @@ from brl_jax.attention.core.dispatch import Backend
 
 
 def triton_backend(
-    run: Callable[..., Any], obstacle: Callable[[], str | None], unsuited: bool = False
+    run: Callable[..., Any],
+    obstacle: Callable[..., str | None],
+    unsuited: bool = False,
+    gradient: Callable[..., Any] | None = None,
 ) -> Backend:
     """The backend of a Triton kernel.
 
@@ -20,6 +23,7 @@ def triton_backend(
     Args:
       run: `run(*operands)`, the kernel; compiled or interpreted, as the process has chosen.
       obstacle, unsuited: those of `Backend`.
+      gradient: likewise, without `interpret`.
     """
 
     def checked(*operands: Any, interpret: bool) -> Any:
@@ -30,4 +34,5 @@ def triton_backend(
         return run(*operands)
 
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    return Backend("triton", checked, obstacle, unsuited or interprets)
+    checked_gradient = None if gradient is None else lambda *given, interpret: gradient(*given)
+    return Backend("triton", checked, obstacle, unsuited or interprets, checked_gradient)

@@ -20,12 +20,12 @@ from brl_jax.attention.core.arguments import (
     zero_padding,
 )
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import Form, by_platform
 from brl_jax.attention.core.checks import check_choice, check_qkv, require
-from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.products import CACHE_BYTES
+from brl_jax.attention.core.scores import weights_dtype
 from brl_jax.attention.core.softmax import softmax_weights
-from brl_jax.attention.core.varying import vary_like
 
 DiagScore = Literal["softmax", "relu"]
 
@@ -209,38 +209,35 @@ def _attend(
     inside: Bool[Array, "#B C s"],
 ) -> Float[Array, "B C t N H"]:
     """Attention within each of C blocks to its keys `inside`; the backward pass computes the scores anew."""
-    # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
-    arrays = (query, key, value)
-    fast = functools.partial(_attend_blocks, rule)
-    return differentiable(fast, functools.partial(_blocks, rule))(*vary_like(arrays, arrays), inside)
+    return by_platform(
+        lambda platform, *_: _form(rule, _few_at_a_time if platform == "cpu" else _all_at_once),
+        query,
+        key,
+        value,
+        inside,
+        results=query,
+        plain=functools.partial(_blocks, rule),
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) -> Array:
-    return _few_at_a_time(functools.partial(_blocks, rule), query, key, value, inside)
-
-
-def _attend_forward(rule, *arrays):
-    return _attend_blocks(rule, *arrays), arrays
-
-
-def _attend_backward(rule, arrays, d_out):
+def _form(rule: _Rule, over_blocks: Callable[..., Any]) -> Form:
     def gradients(query, key, value, inside, d_out):
         _, pull = jax.vjp(lambda q, k, v: _blocks(rule, q, k, v, inside), query, key, value)
         return pull(d_out)
 
-    return (*_few_at_a_time(gradients, *arrays, d_out), None)
+    def gradient(operands: Any, out: Array, kept: Any, d_out: Array) -> tuple[Array, Array, Array, None]:
+        return *over_blocks(gradients, *operands, d_out), None
+
+    return Form(lambda *arrays: (over_blocks(functools.partial(_blocks, rule), *arrays), ()), gradient)
 
 
-_attend_blocks.defvjp(_attend_forward, _attend_backward)
+def _all_at_once(function: Callable[..., Any], *arrays: Array) -> Any:
+    return function(*arrays)
 
 
 def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
-    """function(*arrays), which treats each block (axis 1) by itself.
-
-    On a CPU it is applied to as many blocks at a time as keep their scores in the cache, which is twice as fast at 32k
-    tokens, and elsewhere to all blocks at once.
-    """
+    """function(*arrays), which treats each block (axis 1) by itself, for as many blocks at a time as keep their scores
+    in a CPU's cache. That is twice as fast at 32k tokens as all blocks at once."""
     query, key = arrays[:2]
     batch, blocks, rows, heads = query.shape[:4]
     groups = -(-blocks // max(1, CACHE_BYTES // (4 * batch * heads * rows * key.shape[2])))
@@ -258,7 +255,7 @@ def _few_at_a_time(function: Callable[..., Any], *arrays: Array) -> Any:
 
         return jax.tree.map(join, lax.map(group, jnp.arange(groups, dtype=jnp.int32)))
 
-    return lax.platform_dependent(*arrays, cpu=in_groups, default=function)
+    return in_groups(*arrays)
 
 
 def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) -> Array:
@@ -275,8 +272,9 @@ def _blocks(rule: _Rule, query: Array, key: Array, value: Array, inside: Array) 
         if rule.score == "softmax"
         else jnp.where(mask, jax.nn.relu(logits), jnp.zeros((), logits.dtype))
     )
+    kept = weights_dtype(value.dtype, rule.score)
     out = jnp.einsum(
-        "bckgts,bcskh->bctkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+        "bckgts,bcskh->bctkgh", weights.astype(kept), value.astype(kept), preferred_element_type=jnp.float32
     )
     return out.reshape(query.shape).astype(query.dtype)
 

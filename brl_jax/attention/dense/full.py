@@ -7,7 +7,6 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from brl_jax.attention.core.arguments import (
@@ -23,9 +22,9 @@ from brl_jax.attention.core.arguments import (
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function, batch_optional
+from brl_jax.attention.core.by_platform import Form, by_platform, without_kept
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.cudnn import obstacle_of_cudnn
-from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import Backend, Implementation, check_implementation, dispatch
 from brl_jax.attention.dense.full_xla import attend_at_once, attend_in_blocks, without_padding, zero_unseen
 
@@ -188,32 +187,27 @@ def attend(
         )
         return through_cudnn(everywhere=True)
     many = min(query.shape[1], key.shape[1]) >= MANY_TOKENS
-    if implementation in ("pallas", "pallas_interpret") or (many and implementation is None):
+    if implementation in ("pallas", "pallas_interpret") or many:
         return _by_platform(
             arguments, offset=offset, implementation=implementation, missing=bool(missing), **static
         )
-    if implementation == "xla":
-        if many:
-            return _many_with_xla(*arguments, known_offset=offset, **static)
-        return attend_at_once(*arguments, **static)
-    if missing or _obstacle_of_cudnn(arguments, scale, is_causal) is not None:
+    if implementation == "xla" or missing or _obstacle_of_cudnn(*arguments, scale=scale, is_causal=is_causal):
         return attend_at_once(*arguments, **static)
     return through_cudnn(everywhere=False)
 
 
-def _many_with_xla(*arguments, known_offset, **static):
-    """By XLA, where the scores of all pairs are many: on a CPU or TPU they never exist all at once.
-
-    A CPU is faster so, in its caches. A GPU computes all at once, but keeps no scores for the backward pass: under
-    `jax.grad`, what one platform keeps for the backward pass is an array of the program of every platform.
-    """
-    at_once = jax.checkpoint(functools.partial(attend_at_once, **static))
+def _many_with_xla(known_offset: int | None, static: dict[str, Any]) -> dict[str, Form]:
+    """By XLA, where the scores of all pairs are many: on a CPU or TPU they never exist all at once. A CPU is faster so,
+    in its caches. A GPU computes all at once, but keeps no scores for the backward pass."""
     in_blocks = functools.partial(attend_in_blocks, known_offset=known_offset, **static)
-    on_cpu = functools.partial(in_blocks, sums_by_product=True)
-    return lax.platform_dependent(*arguments, cpu=on_cpu, tpu=in_blocks, default=at_once)
+    return {
+        "cpu": without_kept(functools.partial(in_blocks, sums_by_product=True)),
+        "tpu": without_kept(in_blocks),
+        "default": without_kept(jax.checkpoint(functools.partial(attend_at_once, **static))),
+    }
 
 
-# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
+# Compiled on its own, so that calls outside jit are traced once.
 @functools.partial(
     jax.jit,
     static_argnames=("offset", "implementation", "missing", "scale", "is_causal", "cap", "return_residual"),
@@ -221,10 +215,9 @@ def _many_with_xla(*arguments, known_offset, **static):
 def _by_platform(arguments, *, offset, implementation, missing, **static):
     """The kernel on a TPU, cuDNN on a GPU unless something is `missing` for it, XLA elsewhere."""
 
-    def tpu_obstacle() -> str | None:
+    def tpu_obstacle(query, key, value, bias, mask, *_) -> str | None:
         from brl_jax.attention.dense import full_tpu
 
-        query, key, value, bias, mask, *_ = arguments
         return full_tpu.obstacle(query, key, value, bias, mask, static["is_causal"], offset)
 
     def run_on_tpu(*arguments, interpret: bool):
@@ -232,24 +225,33 @@ def _by_platform(arguments, *, offset, implementation, missing, **static):
 
         return full_tpu.attend(*arguments, offset=offset, interpret=interpret, **static)
 
+    of_cudnn = {"scale": static["scale"], "is_causal": static["is_causal"]}
+
     def run_cudnn(*arguments, interpret: bool):
-        return _with_cudnn(*arguments, scale=static["scale"], is_causal=static["is_causal"])
+        return _with_cudnn(*arguments, **of_cudnn)
 
     backends = {"tpu": [Backend("pallas", run_on_tpu, tpu_obstacle)]}
-    if not missing and _obstacle_of_cudnn(arguments, static["scale"], static["is_causal"]) is None:
-        backends["cuda"] = [Backend("cudnn", run_cudnn, lambda: None)]
+    # Without a reason in the log: which calls go to cuDNN is documented, and XLA is its equal for the others.
+    if not missing and _obstacle_of_cudnn(*arguments, **of_cudnn) is None:
+        backends["cuda"] = [Backend("cudnn", run_cudnn, lambda *_: None)]
     return dispatch(
         "full_attention",
         implementation,
         backends,
-        functools.partial(_many_with_xla, known_offset=offset, **static),
+        _many_with_xla(offset, static),
         *arguments,
+        results=_results(*arguments[:3], static["return_residual"]),
         plain=functools.partial(attend_at_once, **static),
         cost="quadratic",
     )
 
 
-def _obstacle_of_cudnn(arguments, scale, is_causal) -> str | None:
+def _results(query: Array, key: Array, value: Array, return_residual: bool) -> Any:
+    out = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
+    return (out, jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)) if return_residual else out
+
+
+def _obstacle_of_cudnn(*arguments, scale, is_causal) -> str | None:
     """What keeps a call from cuDNN, beside `_missing_for_cudnn`, that does not ask for it by name."""
     # It is not specified what cuDNN writes to rows without a visible key.
     if arguments[5] is not None or arguments[6] is not None:
@@ -261,12 +263,17 @@ def _obstacle_of_cudnn(arguments, scale, is_causal) -> str | None:
 @functools.partial(jax.jit, static_argnames=("scale", "is_causal", "everywhere"))
 def _through_cudnn(*arguments, scale, is_causal, everywhere):
     """By cuDNN, on a GPU or `everywhere`: a call without sinks, soft cap and residual (`_missing_for_cudnn`)."""
-    with_cudnn = functools.partial(_with_cudnn, scale=scale, is_causal=is_causal)
-    with_xla = functools.partial(
+    with_cudnn = without_kept(functools.partial(_with_cudnn, scale=scale, is_causal=is_causal))
+    plain = functools.partial(
         attend_at_once, scale=scale, is_causal=is_causal, cap=None, return_residual=False
     )
-    on_gpus = functools.partial(lax.platform_dependent, cuda=with_cudnn, default=with_xla)
-    return differentiable(with_cudnn if everywhere else on_gpus, with_xla)(*arguments)
+    with_xla = without_kept(plain)
+    return by_platform(
+        lambda platform, *_: with_cudnn if everywhere or platform == "cuda" else with_xla,
+        *arguments,
+        results=_results(*arguments[:3], False),
+        plain=plain,
+    )
 
 
 def _missing_for_cudnn(

@@ -15,7 +15,7 @@ from brl_jax.attention.core.arguments import zero_padding
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.core.scores import seen_with_bias, soft_cap
-from brl_jax.attention.core.softmax import MASKED
+from brl_jax.attention.core.softmax import MASKED, rounded
 
 # Groups of causal queries, each with a program of its own.
 _GROUPS = 4
@@ -60,7 +60,7 @@ def attend_at_once(
         grouped = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
         products = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
     scores = products * scale
-    scores = scores if cap is None else soft_cap(scores, cap)
+    scores = rounded(scores) if cap is None else soft_cap(scores, cap)
     positions = jnp.arange(num_queries, dtype=jnp.int32) + query_offset
     visible = _visible(positions, num_keys, mask, key_lengths, segments, is_causal)
     seen = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_lengths, check_segments, is_int, zero_padding
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
@@ -97,7 +97,7 @@ def hopfield_attention(
         return retrieve(query, segments[0], query_offset, None)
 
     if implementation is None and min(query.shape[1], key.shape[1]) >= MANY_TOKENS:
-        out = lax.platform_dependent(query, tpu=on_kernels, default=in_blocks)
+        out = branches(query, tpu=on_kernels, default=in_blocks)
     else:
         out = in_blocks(query)
     return zero_padding(out, query_lengths)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.arguments import check_dtypes, check_lengths, check_scale, zero_padding
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation, check_implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
+from brl_jax.attention.core.varying import vary_like
 
 
 @attention_function
@@ -77,12 +82,37 @@ def gaussian_kernel(
 ) -> Float[Array, "B N T S"]:
     """exp(-scale |q_i - k_j|^2 / 2) of float32 queries and keys."""
     batch, length, heads, head_dim = query.shape
-    rows = query.reshape(batch, length, key.shape[2], -1, head_dim)
-    exponents = jnp.einsum("btkgh,bskh->bkgts", rows, key)
-    exponents = exponents - _half_squares(rows).transpose(0, 2, 3, 1)[..., None]
-    exponents = exponents - _half_squares(key).transpose(0, 2, 1)[:, :, None, None]
-    return jnp.exp(scale * exponents).reshape(batch, heads, length, -1)
+    rows = query.reshape(batch, length, key.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
+    distances = half_square_distances(rows, jnp.swapaxes(key, 1, 2))
+    return jnp.exp(-scale * distances).reshape(batch, heads, length, -1)
 
 
-def _half_squares(x: Float[Array, "*rows H"]) -> Float[Array, "*rows"]:
-    return jnp.square(x).sum(-1) / 2
+@jax.custom_jvp
+def half_square_distances(
+    query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
+) -> Float[Array, "B K G T S"]:
+    """|q_i - k_j|^2 / 2, from the differences: |q|^2 / 2 + |k|^2 / 2 - q . k keeps no digit of two large vectors that
+    are close, and may be negative."""
+
+    def one_feature(total: Array, features: tuple[Array, Array]) -> tuple[Array, None]:
+        query, key = features
+        return total + jnp.square(query[..., None] - key[:, :, None, None]), None
+
+    def by_features(query: Array, key: Array) -> Array:
+        # A CPU adds whole rows of keys faster than the few features of each pair.
+        total = vary_like(jnp.zeros((*query.shape[:-1], key.shape[2]), query.dtype), (query, key))
+        return lax.scan(one_feature, total, (jnp.moveaxis(query, -1, 0), jnp.moveaxis(key, -1, 0)))[0]
+
+    def by_pairs(query: Array, key: Array) -> Array:
+        return jnp.square(query[..., None, :] - key[:, :, None, None]).sum(-1)
+
+    return branches(query, key, cpu=by_features, default=by_pairs) / 2
+
+
+@half_square_distances.defjvp
+def _distances_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (query, key), (d_query, d_key) = primals, tangents
+    product = functools.partial(jnp.einsum, "bkgth,bksh->bkgts")
+    rows, columns = (query * d_query).sum(-1), (key * d_key).sum(-1)
+    change = rows[..., None] + columns[:, :, None, None] - product(d_query, key) - product(query, d_key)
+    return half_square_distances(query, key), change

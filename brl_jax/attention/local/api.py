@@ -27,8 +27,8 @@ from brl_jax.attention.core.arguments import (
 )
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function, batch_optional
+from brl_jax.attention.core.by_platform import by_platform, without_kept
 from brl_jax.attention.core.checks import check_qkv, require
-from brl_jax.attention.core.derivatives import differentiable
 from brl_jax.attention.core.dispatch import (
     Backend,
     Implementation,
@@ -197,60 +197,74 @@ def local_attention(
         traced_key_offset,
         sinks,
     )
-    if implementation == "cudnn":
-        return differentiable(functools.partial(cudnn.attend, call), functools.partial(xla.plain, call))(
-            arrays
-        )
     result = _choose(call, implementation, arrays)
     return (result[0], result[1].astype(query.dtype)) if return_residual else result
 
 
-# Compiled on its own, so that a call outside jit traces the kernel once and not every time.
+# Compiled on its own, so that calls outside jit are traced once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _choose(call: PatternCall, implementation: Implementation | None, x: CallArrays):
-    # Pallas and Triton are imported where they are needed: they cost import time.
-    def tpu_obstacle() -> str | None:
+    batch, length, heads, _ = x.query.shape
+    residual = jax.ShapeDtypeStruct((batch, length, heads), jnp.float32)
+    shapes = {
+        "results": (x.query, residual) if call.return_residual else x.query,
+        "kept": jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+        "plain": functools.partial(xla.plain, call),
+    }
+    if implementation == "cudnn":  # by name it takes more calls than by itself
+        cudnn.check(call, x)
+        form = without_kept(functools.partial(cudnn.attend, call))
+        return by_platform(lambda *_: form, x, **shapes | {"kept": ()})
+    backends = _backends(call)
+    if implementation is not None:
+        backends["cuda"] = backends["cuda"][1:]
+    return dispatch("local_attention", implementation, backends, xla.forms(call), x, **shapes)
+
+
+def _backends(call: PatternCall) -> dict[str, list[Backend]]:
+    # Pallas and Triton cost import time, so they are imported when a call is lowered for their platform.
+    def tpu_obstacle(x: CallArrays) -> str | None:
         from brl_jax.attention.local import tpu
 
         return tpu.obstacle(call, x.query, x.key, x.bias)
 
-    def run_on_tpu(x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
+    def run_on_tpu(x: CallArrays, *, interpret: bool) -> Any:
         from brl_jax.attention.local import tpu
 
         return tpu.attend(call, x, interpret=interpret)
 
-    def gpu_obstacle() -> str | None:
+    def gradient_on_tpu(*given: Any, interpret: bool) -> Any:
+        from brl_jax.attention.local import tpu
+
+        return tpu.gradient(call, *given, interpret=interpret)
+
+    def gpu_obstacle(x: CallArrays) -> str | None:
         from brl_jax.attention.local import gpu
 
         return bias_obstacle(x.bias) or gpu.obstacle(call, x)
 
-    def run_on_gpu(x: CallArrays) -> Array | tuple[Array, Array]:
+    def run_on_gpu(x: CallArrays) -> Any:
         from brl_jax.attention.local import gpu
 
         return gpu.attend(call, x)
 
-    def run_cudnn(x: CallArrays, *, interpret: bool) -> Array:
+    def gradient_on_gpu(*given: Any) -> Any:
+        from brl_jax.attention.local import gpu
+
+        return gpu.gradient(call, *given)
+
+    def run_cudnn(x: CallArrays, *, interpret: bool) -> Any:
         return cudnn.attend(call, x)
 
     # The kernels compute scores for whole tiles of queries; in a decoding step most of a tile would be empty.
     few = call.num_queries < min(128, call.num_keys)
-    backends = {
-        "tpu": [Backend("pallas", run_on_tpu, tpu_obstacle, unsuited=few)],
-        "cuda": [triton_backend(run_on_gpu, gpu_obstacle, unsuited=few)],
+    return {
+        "tpu": [Backend("pallas", run_on_tpu, tpu_obstacle, few, gradient_on_tpu)],
+        "cuda": [
+            Backend("cudnn", run_cudnn, functools.partial(cudnn.obstacle, call), few),
+            triton_backend(run_on_gpu, gpu_obstacle, few, gradient_on_gpu),
+        ],
     }
-    # By name, cuDNN serves more: see `local_attention`.
-    if implementation is None:
-        backends["cuda"].insert(
-            0, Backend("cudnn", run_cudnn, functools.partial(cudnn.obstacle, call, x), few)
-        )
-    return dispatch(
-        "local_attention",
-        implementation,
-        backends,
-        functools.partial(xla.attend, call),
-        x,
-        plain=functools.partial(xla.plain, call),
-    )
 
 
 def _with_mask(bias: Any, mask: Bool[Array, "#B #N #T #S"] | None) -> Any:

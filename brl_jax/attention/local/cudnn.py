@@ -37,14 +37,14 @@ def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     return obstacle_of_cudnn(functools.partial(attend, call), x)
 
 
-def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
-    """`local_attention` by `jax.nn.dot_product_attention`.
-
-    Raises:
-      ValueError: where cuDNN does not serve the call, naming all that stands in the way.
-    """
+def check(call: PatternCall, x: CallArrays) -> None:
+    """Raises ValueError, naming everything that cuDNN lacks for a call."""
     missing = _missing(call, x)
     require(not missing, "implementation='cudnn' serves local attention only with " + "; with ".join(missing))
+
+
+def attend(call: PatternCall, x: CallArrays) -> Float[Array, "B T N H"]:
+    """`local_attention` by `jax.nn.dot_product_attention`."""
     assert isinstance(call.pattern, SlidingWindow)
     # Padding may be NaN, and a weight of 0 times NaN is NaN.
     query = zero_padding(x.query, x.query_lengths)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
 
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.layouts import Axial
@@ -23,8 +26,31 @@ def obstacle(call: PatternCall, x: CallArrays) -> str | None:
     return triton.local_obstacle(x.query, x.key, x.value)
 
 
-def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
-    """`local_attention` without a bias, on the kernel; with the residual in float32 if the call returns it."""
+def attend(call: PatternCall, x: CallArrays) -> tuple[Any, Float[Array, "B N T"]]:
+    """`local_attention` without a bias on the kernel, with the residual in float32 if the call returns it; and the
+    log-sum-exp."""
+    out, log_sums = _launch(call, x, return_log_sum_exp=True)
+    return (out, log_sums) if call.return_residual else out, log_sums.swapaxes(1, 2)
+
+
+def gradient(
+    call: PatternCall,
+    operands: tuple[CallArrays],
+    results: Any,
+    log_sums: Float[Array, "B N T"],
+    d_results: Any,
+) -> tuple[CallArrays]:
+    """The gradient of `attend`, from what it returned."""
+    out = results[0] if call.return_residual else results
+    known = out, log_sums.swapaxes(1, 2)
+
+    def again(x: CallArrays) -> Any:
+        return _launch(call, x, return_log_sum_exp=call.return_residual, known=known)
+
+    return jax.vjp(again, *operands)[1](d_results)
+
+
+def _launch(call: PatternCall, x: CallArrays, **options: Any) -> Any:
     return triton.local_attention(
         x.query,
         x.key,
@@ -37,7 +63,7 @@ def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
         key_segment_ids=x.key_segments,
         query_lengths=x.query_lengths,
         key_lengths=x.key_lengths,
-        return_log_sum_exp=call.return_residual,
+        **options,
     )
 
 

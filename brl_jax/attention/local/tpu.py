@@ -22,7 +22,13 @@ from jaxtyping import Array, Bool, Float
 
 from brl_jax.attention.core import tpu_biases
 from brl_jax.attention.core.arguments import zero_padding
-from brl_jax.attention.core.softmax import merge_sums, normalise, residual, sink_sums, sums_of_normalised
+from brl_jax.attention.core.softmax import (
+    merge_sums,
+    normalise,
+    residual,
+    sink_sums,
+    sums_of_normalised,
+)
 from brl_jax.attention.local.call import CallArrays, PatternCall
 from brl_jax.attention.local.layouts import Axial
 from brl_jax.attention.local.patterns import BlockDiagonal, Dilated, Fixed, Pattern, SlidingWindow, Strided
@@ -55,18 +61,55 @@ def obstacle(call: PatternCall, query: Array, key: Array, bias: Any) -> str | No
     return next((why for step in steps if (why := step.obstacle(bias))), None)
 
 
-def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> Array | tuple[Array, Array]:
-    """`local_attention` on the kernels; with the residual in float32 if the call returns it."""
+def attend(call: PatternCall, x: CallArrays, *, interpret: bool) -> tuple[Any, Float[Array, "B N T"]]:
+    """`local_attention` on the kernels, with the residual in float32 if the call returns it; and the log-sum-exp of the
+    first launch, without sinks."""
     results = [step.run(x, interpret) for step in _launches(call, x.query, x.key, x.bias)]
+    out, lse = _merged(x, results)
+    return (out, lse) if call.return_residual else out, results[0][1].swapaxes(1, 2)
+
+
+def gradient(
+    call: PatternCall,
+    operands: tuple[CallArrays],
+    results: Any,
+    log_sums: Float[Array, "B N T"],
+    d_results: Any,
+    *,
+    interpret: bool,
+) -> tuple[CallArrays]:
+    """The gradient of `attend`, from what it returned. Where two launches share the work, they run again."""
+    (x,) = operands
+    launches = _launches(call, x.query, x.key, x.bias)
+    if len(launches) > 1:
+        return jax.vjp(lambda x: attend(call, x, interpret=interpret)[0], x)[1](d_results)
+    out = results[0] if call.return_residual else results
+    lse = log_sums.swapaxes(1, 2)
+    d_out, d_lse = d_results if call.return_residual else (d_results, jnp.zeros_like(lse))
+    if x.sinks is None:
+        known = (out, lse)
+        return jax.vjp(lambda x: launches[0].run(x, interpret, known), x)[1]((d_out, d_lse))
+    # The sink takes 1 - share of each row's weights and has the value 0.
+    share = jax.nn.sigmoid(lse - x.sinks)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    d_sinks = jnp.sum((1 - share) * (d_lse - delta), (0, 1))
+    d_own = (share[..., None] * d_out).astype(d_out.dtype), (1 - share) * delta + share * d_lse
+    # The kernel's own output is the result without the sink.
+    own = (out / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)[..., None]).astype(out.dtype)
+    (gradients,) = jax.vjp(lambda x: launches[0].run(x, interpret, (own, lse)), x)[1](d_own)
+    return (gradients._replace(sinks=d_sinks),)
+
+
+def _merged(x: CallArrays, results: list[_Result]) -> _Result:
+    """The softmax over the keys of all launches and the sinks."""
     if len(results) == 1 and x.sinks is None:
-        return results[0] if call.return_residual else results[0][0]
+        return results[0]
     parts = [sums_of_normalised(*result) for result in results]
     if x.sinks is not None:
         rows = jnp.broadcast_to(x.sinks, parts[0].maximum.shape)
         parts.append(sink_sums(rows, x.value.shape[3]))
     out, lse = normalise(merge_sums(*parts))
-    out = out.astype(x.query.dtype)
-    return (out, residual(lse)) if call.return_residual else out
+    return out.astype(x.query.dtype), residual(lse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +150,11 @@ class _Launch:
             max(least, 0) if self.tokens.call.is_causal else least, most, self.tokens.step
         )
 
-    def run(self, x: CallArrays, interpret: bool) -> _Result:
+    def run(self, x: CallArrays, interpret: bool, known: _Result | None = None) -> _Result:
+        """known: what an earlier run returned, for its gradient."""
         arranged = self.tokens.arrange(x)
+        if known is not None:
+            known = self.tokens.arrange_rows(known[0]), self.tokens.arrange_rows(known[1])
         options = self.options | ({"shift": x.key_offset} if self.shifted else {})
         if x.bias is not None:
             options["bias"] = tpu_biases.for_kernel(x.bias, x.query.shape[2], self._distances())
@@ -124,6 +170,7 @@ class _Launch:
             query_lengths=arranged.query_lengths,
             key_lengths=arranged.key_lengths,
             return_log_sum_exp=True,
+            known=known,
             interpret=interpret,
             **options,
         )
@@ -181,6 +228,10 @@ class _Tokens:
         """Undoes `arrange` for an array with one entry per query."""
         return y
 
+    def arrange_rows(self, y: Array) -> Array:
+        """Undoes `restore`."""
+        return y
+
 
 @dataclasses.dataclass(frozen=True)
 class _Phases(_Tokens):
@@ -211,13 +262,15 @@ class _Phases(_Tokens):
         return _shape_like(x, (x.shape[0] * self.period, length, *x.shape[2:]))
 
     def arrange(self, x: CallArrays) -> CallArrays:
-        def fold(y: Any) -> Any:
-            if y is None:
-                return None
-            y = jnp.moveaxis(y.reshape(y.shape[0], -1, self.period, *y.shape[2:]), 2, 1)
-            return y.reshape(-1, *y.shape[2:])
+        padded = _with_absent(x, self._query_pad, self._key_pad)
+        return CallArrays(*(None if y is None else self._fold(y) for y in padded))
 
-        return CallArrays(*map(fold, _with_absent(x, self._query_pad, self._key_pad)))
+    def _fold(self, y: Array) -> Array:
+        y = jnp.moveaxis(y.reshape(y.shape[0], -1, self.period, *y.shape[2:]), 2, 1)
+        return y.reshape(-1, *y.shape[2:])
+
+    def arrange_rows(self, y: Array) -> Array:
+        return self._fold(_pad(y, self._query_pad))
 
     def restore(self, y: Array) -> Array:
         y = jnp.moveaxis(y.reshape(-1, self.period, *y.shape[1:]), 1, 2)

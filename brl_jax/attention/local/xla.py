@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from brl_jax.attention.core.arguments import starts, zero_padding
 from brl_jax.attention.core.biases import PositionBias
-from brl_jax.attention.core.derivatives import differentiable
+from brl_jax.attention.core.by_platform import Form, by_platform
 from brl_jax.attention.core.products import merge_heads, merged_product, product, split_heads
 from brl_jax.attention.core.softmax import (
     MASKED,
@@ -52,16 +51,24 @@ from brl_jax.attention.local.xla_cpu import WindowTiling
 from brl_jax.attention.local.xla_cpu_grid import GridShifts
 
 
-def attend(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
-    """`local_attention` on every platform: the output, and the residual (B, T, N) in float32 if the call returns it."""
-    # Under shard_map each device computes a part of the gradient of a replicated array. Made to vary like the other
-    # arrays, its gradients are summed over the devices.
-    x = vary_like(x, x)
-    return _returned(call, x, *_attend(call, x))
+def forms(call: PatternCall) -> dict[str, Form]:
+    """`local_attention` on a CPU and elsewhere; they keep the log-sum-exp of each row (B, N, T).
+
+    With the residual (B, T, N) in float32 if the call returns it.
+    """
+
+    def form(loop: bool) -> Form:
+        def run(x: CallArrays) -> tuple[Any, Array]:
+            out, lse = _outputs(call, x, loop)
+            return _returned(call, x, out, lse), lse.reshape(lse.shape[0], -1, lse.shape[3])
+
+        return Form(run, functools.partial(_gradient, call, loop))
+
+    return {"cpu": form(True), "default": form(False)}
 
 
 def plain(call: PatternCall, x: CallArrays) -> Array | tuple[Array, Array]:
-    """`attend` of operations that JAX differentiates in every mode and any number of times."""
+    """`local_attention` by operations that JAX differentiates in every mode and any number of times."""
     return _returned(call, x, *_outputs(call, x, loop=False))
 
 
@@ -71,12 +78,7 @@ def _returned(
     return (out, residual(_by_row(lse)[..., 0], x.sinks)) if call.return_residual else out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: PatternCall, x: CallArrays) -> tuple[Float[Array, "B T N H"], Float[Array, "B K G T"]]:
-    return _outputs(call, x)
-
-
-def _outputs(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tuple[Array, Array]:
+def _outputs(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array]:
     """As `_forward`, with the sinks in both."""
     out, lse = _forward(call, x, loop)
     if x.sinks is not None:
@@ -85,16 +87,21 @@ def _outputs(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tupl
     return out, lse
 
 
-def _attend_forward(call: PatternCall, x: CallArrays):
-    out, lse = _outputs(call, x)
-    return (out, lse), (x, out, lse)
-
-
-def _attend_backward(call: PatternCall, saved, cotangents):
-    x, out, lse = saved
-    d_out, d_lse = cotangents if call.return_residual else (cotangents[0], None)
+def _gradient(
+    call: PatternCall, loop: bool, operands: Any, results: Any, lse: Float[Array, "B N T"], d_results: Any
+) -> tuple[CallArrays]:
+    (x,) = operands
+    out, _ = results if call.return_residual else (results, None)
+    d_out, d_residual = d_results if call.return_residual else (d_results, None)
+    lse = _by_kv_head(lse, x.key.shape[2])
+    d_lse = None
+    if d_residual is not None:
+        # The residual of a row that sees no key is a constant, or its sink.
+        by_head = _by_kv_head(d_residual.swapaxes(1, 2), x.key.shape[2])
+        sees = jnp.abs(lse) < -MASKED
+        d_lse = jnp.where(sees, by_head, 0.0)
     # With sinks in out and lse, the keys' gradients follow as without them.
-    gradients = _backward(call, x, out, lse, d_out, d_lse)
+    gradients = _backward(call, x, out, lse, d_out, d_lse, loop)
     if x.sinks is not None:
         # A sink is one more key, whose value is 0.
         d_out = zero_padding(d_out, x.query_lengths).astype(jnp.float32)
@@ -102,14 +109,12 @@ def _attend_backward(call: PatternCall, saved, cotangents):
         delta = delta if d_lse is None else delta - _by_row(d_lse)[..., 0]
         weights = jnp.exp(_by_head(x.sinks, lse) - lse)
         gradients = gradients._replace(sinks=-jnp.sum(_by_row(weights)[..., 0] * delta, (0, 1)))
+        if d_residual is not None:
+            unseen = jnp.where(_by_row(sees)[..., 0], 0.0, d_residual)
+            gradients = gradients._replace(sinks=gradients.sinks + unseen.sum((0, 1)))
     return (gradients,)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-# Compiled on its own, so that a call outside jit is traced once and not every time.
-@functools.partial(jax.jit, static_argnums=0)
 def attend_beside(
     call: PatternCall, x: CallArrays, other: Float[Array, "B T N H"], other_lse: Float[Array, "B T N"]
 ) -> Float[Array, "B T N H"]:
@@ -119,19 +124,23 @@ def attend_beside(
       other, other_lse: the output and the log-sum-exp of a softmax over the other keys, as `normalise` returns them.
     """
 
-    def without_loops(x: CallArrays, other: Array, other_lse: Array) -> Array:
-        return _beside(call, x, other, other_lse, loop=False)[0]
+    def form(loop: bool) -> Form:
+        return Form(functools.partial(_beside, call, loop), functools.partial(_beside_gradient, call, loop))
 
-    return differentiable(functools.partial(_attend_beside, call), without_loops)(x, other, other_lse)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_beside(call: PatternCall, x: CallArrays, other: Array, other_lse: Array) -> Array:
-    return _beside(call, x, other, other_lse)[0]
+    on_cpu, elsewhere = form(True), form(False)
+    return by_platform(
+        lambda platform, *_: on_cpu if platform == "cpu" else elsewhere,
+        x,
+        other,
+        other_lse,
+        results=jax.ShapeDtypeStruct(other.shape, jnp.float32),
+        kept=jax.ShapeDtypeStruct(other_lse.shape, jnp.float32),
+        plain=lambda *operands: _beside(call, False, *operands)[0],
+    )
 
 
 def _beside(
-    call: PatternCall, x: CallArrays, other: Array, other_lse: Array, loop: bool | None = None
+    call: PatternCall, loop: bool, x: CallArrays, other: Array, other_lse: Array
 ) -> tuple[Array, Array]:
     """The output of all keys, and the log-sum-exp of each row (B, T, N)."""
     near, near_lse = _forward(call, x, loop)
@@ -139,21 +148,20 @@ def _beside(
     return normalise(merge_sums(*parts))
 
 
-def _beside_forward(call: PatternCall, x: CallArrays, other: Array, other_lse: Array):
-    out, lse = _beside(call, x, other, other_lse)
-    return out, (x, other, other_lse, out, lse)
-
-
-def _beside_backward(call: PatternCall, saved, d_out):
-    x, other, other_lse, out, lse = saved
-    by_head = lse.swapaxes(1, 2).reshape(lse.shape[0], x.key.shape[2], -1, lse.shape[1])
+def _beside_gradient(
+    call: PatternCall, loop: bool, operands: Any, out: Array, lse: Array, d_out: Array
+) -> tuple[CallArrays, Array, Array]:
+    x, other, other_lse = operands
+    by_head = _by_kv_head(lse.swapaxes(1, 2), x.key.shape[2])
     # With the joint out and lse, the gradients of the pattern's keys follow as without the other keys.
-    gradients = _backward(call, x, out.astype(x.query.dtype), by_head, d_out.astype(x.query.dtype))
+    dtype = x.query.dtype
+    gradients = _backward(call, x, out.astype(dtype), by_head, d_out.astype(dtype), None, loop)
     share = jnp.exp(jnp.where(other_lse < -MASKED, other_lse, MASKED) - lse)[..., None]
     return gradients, share * d_out, (share * d_out * (other - out)).sum(-1)
 
 
-_attend_beside.defvjp(_beside_forward, _beside_backward)
+def _by_kv_head(x: Float[Array, "B N T"], kv_heads: int) -> Float[Array, "B K G T"]:
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[2])
 
 
 def _by_head(sinks: Float[Array, " N"], lse: Float[Array, "B K G T"]) -> Float[Array, "1 K G 1"]:
@@ -206,14 +214,14 @@ def _on_cpu(call: PatternCall, x: CallArrays) -> _OnCPU | None:
     return None if shifts is None else _OnCPU(shifts, xla_cpu_grid.forward, xla_cpu_grid.backward)
 
 
-def _forward(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tuple[Array, Array]:
+def _forward(call: PatternCall, x: CallArrays, loop: bool) -> tuple[Array, Array]:
     """out (B, T, N, H) and log-sum-exp (B, K, G, T), as `normalise` returns it.
 
-    loop: whether a loop takes one block at a time; None where the platform decides.
+    loop: whether a loop takes one block at a time.
     """
     num_queries, kv_heads = call.num_queries, x.key.shape[2]
 
-    def on_part(part: Part, loop: bool, x: CallArrays, q, k, v, finish) -> Any:
+    def on_part(part: Part, x: CallArrays, q, k, v, finish) -> Any:
         """finish(sums) of the part's queries (B, K, G, T')."""
         arranged = arrange(part, x, q, k, v)
         own_bias = None if arranged.bias is not None else x.bias
@@ -231,7 +239,7 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tupl
         results = jax.vmap(one, in_axes=(axes,), out_axes=3)(blocks)
         return jax.tree.map(lambda x: x.reshape(*q.shape[:3], part.queries.size, *x.shape[5:]), results)
 
-    def on_parts(loop: bool, x: CallArrays) -> tuple[Array, Array]:
+    def on_parts(x: CallArrays) -> tuple[Array, Array]:
         q = split_heads(x.query, kv_heads)
         k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
         parts = _parts(call, loop)
@@ -244,38 +252,33 @@ def _forward(call: PatternCall, x: CallArrays, loop: bool | None = None) -> tupl
                 out, lse = normalise(sums)
                 return out.astype(x.query.dtype), lse
 
-            out, lse = on_part(parts[0], loop, x, q, k, v, finish)
+            out, lse = on_part(parts[0], x, q, k, v, finish)
             return rows.restore(out, 3, num_queries), rows.restore(lse, 3, num_queries, -MASKED)
         every = []
         for part in parts:
-            sums = on_part(part, loop, x, q, k, v, lambda sums: sums)
+            sums = on_part(part, x, q, k, v, lambda sums: sums)
             restored = (
                 part.queries.restore(y, 3, num_queries, fill) for y, fill in zip(sums, (MASKED, 0.0, 0.0))
             )
             every.append(SoftmaxSums(*restored))
         return normalise(merge_sums(*every))
 
-    def run(loop: bool, x: CallArrays) -> tuple[Array, Array]:
-        x = _without_padding(x)
-        form = _on_cpu(call, x) if loop else None
-        if form is not None:
-            out, lse = form.forward(form.plan, call, x)
-        else:
-            out, lse = on_parts(loop, x)
-            out = merge_heads(out)
-        if x.query_lengths is not None:
-            inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < x.query_lengths[:, None]
-            out = jnp.where(inside[:, :, None, None], out, jnp.zeros((), out.dtype))
-            lse = jnp.where(inside[:, None, None], lse, -MASKED)
-        return out.astype(x.query.dtype), lse
-
-    if loop is not None:
-        return run(loop, x)
-    return lax.platform_dependent(x, cpu=functools.partial(run, True), default=functools.partial(run, False))
+    x = _without_padding(x)
+    form = _on_cpu(call, x) if loop else None
+    if form is not None:
+        out, lse = form.forward(form.plan, call, x)
+    else:
+        out, lse = on_parts(x)
+        out = merge_heads(out)
+    if x.query_lengths is not None:
+        inside = jnp.arange(num_queries, dtype=jnp.int32)[None, :] < x.query_lengths[:, None]
+        out = jnp.where(inside[:, :, None, None], out, jnp.zeros((), out.dtype))
+        lse = jnp.where(inside[:, None, None], lse, -MASKED)
+    return out.astype(x.query.dtype), lse
 
 
 def _backward(
-    call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: Array, d_lse: Array | None = None
+    call: PatternCall, x: CallArrays, out: Array, lse: Array, d_out: Array, d_lse: Array | None, loop: bool
 ) -> CallArrays:
     """Gradients of query, key, value and bias.
 
@@ -284,7 +287,7 @@ def _backward(
     """
     num_queries, num_keys, kv_heads = call.num_queries, call.num_keys, x.key.shape[2]
 
-    def on_part(part: Part, loop: bool, x: CallArrays, q, k, v, do, lse, delta):
+    def on_part(part: Part, x: CallArrays, q, k, v, do, lse, delta):
         bias = x.bias
         arranged = arrange(part, x, q, k, v)
         own_bias = None if arranged.bias is not None else bias
@@ -334,37 +337,28 @@ def _backward(
         dk, dv = (part.keys.restore(y, 3, num_keys) for y in (dk, dv))
         return rows.restore(dq, 3, num_queries), dk, dv, d_bias
 
-    def run(loop: bool, x: CallArrays, out, lse, d_out, d_lse):
-        out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
-        x = _without_padding(x)
-        form = _on_cpu(call, x) if loop else None
-        if form is not None:
-            gradients = form.backward(form.plan, call, x, out, lse, d_out, d_lse)
-            return *(y.astype(x.query.dtype) for y in gradients), None
-        q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
-        k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
-        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
-        delta = delta if d_lse is None else delta - d_lse
-        parts = [on_part(part, loop, x, q, k, v, do, lse, delta) for part in _parts(call, loop)]
-        if not parts:
-            d_bias = jax.tree.map(lambda y: jnp.zeros(y.shape, jnp.float32), _floats_of(x.bias))
-            return jnp.zeros_like(x.query), jnp.zeros_like(x.key), jnp.zeros_like(x.value), d_bias
-        dq, dk, dv, d_bias = (
-            parts[0]
-            if len(parts) == 1
-            else jax.tree.map(lambda *pieces: sum(y.astype(jnp.float32) for y in pieces), *parts)
-        )
-        dk, dv = (y.transpose(0, 3, 1, 2).astype(x.key.dtype) for y in (dk, dv))
-        return merge_heads(dq).astype(x.query.dtype), dk, dv, d_bias
-
-    d_query, d_key, d_value, d_bias = lax.platform_dependent(
-        x, out, lse, d_out, d_lse, cpu=functools.partial(run, True), default=functools.partial(run, False)
+    out, d_out = (zero_padding(y, x.query_lengths) for y in (out, d_out))
+    x = _without_padding(x)
+    form = _on_cpu(call, x) if loop else None
+    if form is not None:
+        gradients = form.backward(form.plan, call, x, out, lse, d_out, d_lse)
+        return CallArrays(*(y.astype(x.query.dtype) for y in gradients))
+    q, o, do = (split_heads(y, kv_heads) for y in (x.query, out, d_out))
+    k, v = (y.transpose(0, 2, 1, 3) for y in (x.key, x.value))
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1)
+    delta = delta if d_lse is None else delta - d_lse
+    parts = [on_part(part, x, q, k, v, do, lse, delta) for part in _parts(call, loop)]
+    if not parts:
+        return CallArrays(jnp.zeros_like(x.query), jnp.zeros_like(x.key), jnp.zeros_like(x.value))
+    dq, dk, dv, d_bias = (
+        parts[0]
+        if len(parts) == 1
+        else jax.tree.map(lambda *pieces: sum(y.astype(jnp.float32) for y in pieces), *parts)
     )
-    if isinstance(x.bias, jax.Array):
-        d_bias = d_bias.astype(x.bias.dtype)
-    elif x.bias is not None:
+    dk, dv = (y.transpose(0, 3, 1, 2).astype(x.key.dtype) for y in (dk, dv))
+    if isinstance(x.bias, PositionBias):
         d_bias = _join_floats(x.bias, d_bias)
-    return CallArrays(d_query, d_key, d_value, d_bias)
+    return CallArrays(merge_heads(dq).astype(x.query.dtype), dk, dv, d_bias)
 
 
 def _loop_gradients(walk: BlockLoop, one, arranged: Arranged, num_keys: int, rows: tuple, own_bias):
@@ -430,11 +424,6 @@ def _gradients_at_once(part: Part, one, arranged: Arranged, num_keys: int, rows:
     return dq, part.add_all(dk), part.add_all(dv), d_bias
 
 
-def _floats_of(bias: Any) -> Any:
-    """What gradients of a bias are computed for: the array, or the floating-point leaves; None if there is no bias."""
-    return bias if bias is None or isinstance(bias, jax.Array) else _split_floats(bias)[0]
-
-
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
@@ -450,13 +439,7 @@ def _split_floats(bias: PositionBias):
     return [x for x in leaves if _is_float(x)], rebuild
 
 
-def _join_floats(bias: PositionBias, gradients: list) -> PositionBias:
-    """A cotangent for the whole bias: float0 zeros for the leaves that are not floating point."""
+def _join_floats(bias: PositionBias, gradients: list) -> Any:
+    """The gradients of a bias's leaves, in its structure; None for the leaves that are not floating point."""
     given = iter(gradients)
-
-    def cotangent(x):
-        if _is_float(x):
-            return next(given).astype(jnp.result_type(x))
-        return np.zeros(np.shape(x), jax.dtypes.float0)
-
-    return jax.tree.map(cotangent, bias)
+    return jax.tree.map(lambda x: next(given) if _is_float(x) else None, bias)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.query_blocks import QUERY_BLOCK, by_query_blocks
 from brl_jax.attention.dense.full import full_attention
@@ -34,4 +34,4 @@ def attend_to_few(
         return by_query_blocks(lambda query, *_: at_once(query, key, value, lengths), _BLOCK, query)
 
     # On a CPU the scores of a few queries stay in the cache; elsewhere one large product is faster.
-    return lax.platform_dependent(query, key, value, key_value_seq_lengths, cpu=in_blocks, default=at_once)
+    return branches(query, key, value, key_value_seq_lengths, cpu=in_blocks, default=at_once)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_scale, check_sizes, zero_padding
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.in_place import write_places
@@ -188,9 +189,7 @@ def bsbr_attention(
             return _prompt(inputs, state, segments, retrieval, scale, chunk_size, implementation)
 
         state = vary_like(state, jax.tree.leaves(inputs))
-        state, out = lax.platform_dependent(
-            state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces
-        )
+        state, out = branches(state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces)
     return (out, state) if return_state else out
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.segments import run_numbers
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.prefix_states import Join, joined
@@ -153,9 +154,7 @@ class _Walk(NamedTuple):
             state, outputs = self.one_by_one(*operands)
         else:
             at_once = self.all_at_once
-            state, outputs = lax.platform_dependent(
-                *operands, cuda=at_once, rocm=at_once, default=self.one_by_one
-            )
+            state, outputs = branches(*operands, cuda=at_once, rocm=at_once, default=self.one_by_one)
 
         def join(x: Array) -> Array:
             return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
@@ -244,7 +243,7 @@ class _Walk(NamedTuple):
         def at_once(inputs: Any, segments: Any, before: Any, keeps: Any) -> Any:
             return joined(recurrence.join, _each_chunk(self._summarize, inputs, segments, before), keeps)
 
-        return lax.platform_dependent(*operands, cuda=at_once, rocm=at_once, default=one_by_one)
+        return branches(*operands, cuda=at_once, rocm=at_once, default=one_by_one)
 
     def _summarize(self, inputs: Any, segments: Any, before: Any) -> Any:
         """The summary of one chunk."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
@@ -133,10 +134,11 @@ def gau_attention(
 
     static: dict[str, Any] = {"is_causal": is_causal, "each_row": state is not None, "chunk_size": chunk_size}
     # A few queries, as in a decoding step, take few kernels in any case.
-    kernel = gau_backend(query, key, value, bias, is_causal=is_causal, unsuited=length <= chunk_size)
+    kernel = gau_backend(is_causal=is_causal, unsuited=length <= chunk_size)
     out = dispatch(
         "gau_attention", implementation, {"cuda": [kernel]}, functools.partial(attend_pairs, **static),
         query, key, value, bias, query_positions, query_segments, key_segments, cost="quadratic",
+        results=jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
     )  # fmt: skip
     return out if state is None or not return_state else (out, state)
 

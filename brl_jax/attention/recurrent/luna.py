@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -21,6 +20,7 @@ from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.rotary import rotate
 from brl_jax.attention.core.segments import first_tokens
+from brl_jax.attention.core.softmax import softmax_weights
 from brl_jax.attention.recurrent.arguments import check_state
 from brl_jax.attention.recurrent.linear import (
     LinearState,
@@ -167,7 +167,7 @@ def luna_attention(
         state=LinearState(before.scores, None),
         **options,
     )
-    read = jax.nn.softmax(scores * (share * scale), axis=-1)
+    read = softmax_weights(scores * (share * scale), None)
     (out, _), new_values = feature_sums(
         read,
         weights,

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import check_sizes, zero_padding
 from brl_jax.attention.core.biases import PositionBias
 from brl_jax.attention.core.boundary import attention_function
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import check_qkv, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.varying import vary_like
@@ -160,9 +160,7 @@ def mixed_chunk_attention(
     else:
         at_once = functools.partial(_prompt, bias, chunk_size)
         state = vary_like(state, jax.tree.leaves(inputs))
-        state, out = lax.platform_dependent(
-            state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces
-        )
+        state, out = branches(state, inputs, prepared.segments, cuda=at_once, rocm=at_once, default=pieces)
     return (out, state) if return_state else out
 
 

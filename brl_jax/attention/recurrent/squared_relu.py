@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from brl_jax.attention.core.arguments import is_int
 from brl_jax.attention.core.biases import PositionBias
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.checks import require
 from brl_jax.attention.recurrent.chunk_scan import ChunkVisibility, scan_chunks
 from brl_jax.attention.recurrent.rows import group_rows, heads_first, ungroup_rows
@@ -87,7 +88,7 @@ def attend_pairs(
         return attend(chunk_size, inputs)
     many = functools.partial(attend, most)
     few = functools.partial(attend, chunk_size)
-    return lax.platform_dependent(inputs, cuda=many, rocm=many, default=few)
+    return branches(inputs, cuda=many, rocm=many, default=few)
 
 
 def check_position_bias(bias: Any, heads: int) -> None:

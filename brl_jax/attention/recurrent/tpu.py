@@ -42,6 +42,15 @@ class Walked(NamedTuple):
     segments: Int[Array, "B T"] | None = None
 
 
+_QUERIES, _KEYS = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+_STATE, _NUMBERS = ("batch", "kv_heads", None, None), _KEYS[:3]
+#: The axes of `Walked`, and of the sums, the weights and the states after the last token, for `shard_call`.
+WALKED_AXES = (
+    (_QUERIES, _KEYS, _KEYS, _STATE, _STATE[:3], _NUMBERS, _NUMBERS, ("batch", None)),
+    (_QUERIES, _QUERIES[:3], _STATE, _STATE[:3]),
+)
+
+
 def recurrence_backend(
     run: Callable[..., Any],
     query: Array,
@@ -61,17 +70,18 @@ def recurrence_backend(
       features: of the queries and keys that the kernel is given.
       chunk_size: of the walk through XLA, which serves rows that a mesh cuts.
     """
-    length = key.shape[1]
+    sizes = ((query, features), (key, features), (value, value.shape[3]))
+    shapes = [jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes]
+    by_feature = log_decay is not None and log_decay.ndim == 4
 
-    def obstacle() -> str | None:
+    def obstacle(*_: Any) -> str | None:
         from pallas_kernels import tpu
 
-        if log_decay is not None and log_decay.ndim == 4:
+        if by_feature:
             return "log_decay must be one number for each token and head, got one for each feature"
-        sizes = ((query, features), (key, features), (value, value.shape[3]))
-        shapes = (jax.ShapeDtypeStruct((*x.shape[:3], size), x.dtype) for x, size in sizes)
         return tpu.recurrence_obstacle(*shapes, delta=delta)
 
+    length = key.shape[1]
     unsuited = length < _SHORTEST or sequence_axis(length, chunk_size) is not None
     return Backend("pallas", run, obstacle, unsuited)
 
@@ -85,10 +95,7 @@ def walk(arrays: Walked, *, interpret: bool) -> Any:
         factors, segments = _factors(walked), walked.segments
         return tuple(tpu.recurrence(*walked[:5], factors, segments=segments, interpret=interpret))
 
-    queries, keys = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
-    state, numbers = ("batch", "kv_heads", None, None), keys[:3]
-    names = (queries, keys, keys, state, state[:3], numbers, numbers, ("batch", None))
-    return tpu.Sums(*shard_call(attend, arrays, names, (queries, queries[:3], state, state[:3])))
+    return tpu.Sums(*shard_call(attend, arrays, *WALKED_AXES))
 
 
 def _factors(arrays: Walked) -> Any:

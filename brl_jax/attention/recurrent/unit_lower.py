@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from brl_jax.attention.core.by_platform import branches
 from brl_jax.attention.core.varying import vary_like
 from brl_jax.attention.recurrent.chunk_scan import SAVED
 
@@ -45,7 +46,7 @@ def invert_unit_lower(a: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     matrix products: [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. This is as stable as forward substitution.
     A series in powers of A is not: for equal keys the powers grow like binomial coefficients.
     """
-    return lax.platform_dependent(a, cuda=_substitute, rocm=_substitute, default=_assemble)
+    return branches(a, cuda=_substitute, rocm=_substitute, default=_assemble)
 
 
 def _substitute(a: Array) -> Array:

@@ -62,12 +62,14 @@ def selected_attention(
     def attend(query, key, value, starts, offset):
         xla = functools.partial(_through_xla, size=size, scale=scale)
         backends = {
-            "tpu": (_pallas(query, key, value, starts, known, size=size, scale=scale, aligned=aligned),),
-            "cuda": (_triton(query, key, value, size=size, scale=scale),),
+            "tpu": (_pallas(query, key, known, size=size, scale=scale, aligned=aligned),),
+            "cuda": (_triton(size=size, scale=scale),),
         }
+        results = jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), jnp.float32)
         return dispatch(
-            "native_sparse_attention", implementation, backends, xla, query, key, value, starts, offset
-        )
+            "native_sparse_attention", implementation, backends, xla, query, key, value, starts, offset,
+            results=results,
+        )  # fmt: skip
 
     queries, keys = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
     known = offset if isinstance(offset, int) else None
@@ -145,15 +147,7 @@ def _read_all(
 
 
 def _pallas(
-    query: Array,
-    key: Array,
-    value: Array,
-    starts: Array,
-    known: int | None,
-    *,
-    size: int,
-    scale: float,
-    aligned: bool,
+    query: Array, key: Array, known: int | None, *, size: int, scale: float, aligned: bool
 ) -> Backend:
     """The TPU kernel for operands (query, key, value, starts, offset): all blocks of keys up to the queries' own, in
     which the keys that a query did not choose are masked. `known` is the offset where it is known."""
@@ -161,7 +155,7 @@ def _pallas(
     unsuited = query.shape[1] < _TPU_SHORTEST or key.shape[1] > _TPU_LONGEST
 
     # Pallas is imported where it is needed: it costs import time.
-    def obstacle() -> str | None:
+    def obstacle(query, key, value, starts, offset) -> str | None:
         from pallas_kernels import tpu
 
         return tpu.block_obstacle(query, key, value, chosen_runs=starts.shape[3], **blocks)
@@ -189,11 +183,11 @@ def _pallas(
     return Backend("pallas", run, obstacle, unsuited)
 
 
-def _triton(query: Array, key: Array, value: Array, *, size: int, scale: float) -> Backend:
+def _triton(*, size: int, scale: float) -> Backend:
     """The GPU kernel for operands (query, key, value, starts, offset)."""
 
     # Triton is imported where it is needed: it costs import time.
-    def obstacle() -> str | None:
+    def obstacle(query, key, value, starts, offset) -> str | None:
         from pallas_kernels import triton
 
         if value.shape[3] != key.shape[3]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from brl_jax.attention.core.derivatives import differentiable
+from brl_jax.attention.core.by_platform import Form, by_platform
 from brl_jax.attention.core.products import CACHE_BYTES, merge_heads, split_heads
 from brl_jax.attention.core.softmax import MASKED, block_sums, normalise, softmax_gradient
 from brl_jax.attention.core.varying import vary_like
@@ -57,68 +57,63 @@ def attend(
     Also returns the float32 log-sum-exp of each query's scores, -inf where it sees no key.
     """
 
-    def plain(query: Array, key: Array, value: Array, lengths: Array | None) -> tuple[Array, Array]:
-        return _forward(plan, query, key, value, lengths, loop=False)
-
-    # Under shard_map the hand-written gradient needs all arrays to vary over the same mesh axes.
-    arrays = vary_like((query, key, value), (query, key, value))
-    out, lse = differentiable(functools.partial(_attend, plan), plain)(*arrays, lengths)
-    sums = jnp.moveaxis(lse.reshape(lse.shape[0], -1, lse.shape[3]), 1, 2)
-    return out, jnp.where(sums == -MASKED, -jnp.inf, sums)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B K G T"]]:
-    return _forward(plan, query, key, value, lengths)
-
-
-def _attend_forward(plan, query, key, value, lengths):
-    out, lse = _forward(plan, query, key, value, lengths)
-    return (out, lse), (query, key, value, lengths, out, lse)
+    batch, length, heads, _ = query.shape
+    on_cpu, elsewhere = _form(plan, True), _form(plan, False)
+    return by_platform(
+        lambda platform, *_: on_cpu if platform == "cpu" else elsewhere,
+        query,
+        key,
+        value,
+        lengths,
+        results=(
+            jax.ShapeDtypeStruct((batch, length, heads, value.shape[3]), query.dtype),
+            jax.ShapeDtypeStruct((batch, length, heads), jnp.float32),
+        ),
+        kept=jax.ShapeDtypeStruct((batch, key.shape[2], heads // key.shape[2], length), jnp.float32),
+        plain=lambda *operands: elsewhere.run(*operands)[0],
+    )
 
 
-def _attend_backward(plan, saved, grads):
-    query, key, value, lengths, out, lse = saved
-    return *_backward(plan, query, key, value, lengths, out, lse, *grads), None
+def _form(plan: MlrPlan, loop: bool) -> Form:
+    """The form that keeps the log-sum-exp of each row (B, K, G, T), -MASKED where it sees no key."""
 
+    def run(*operands: Array) -> tuple[tuple[Array, Array], Array]:
+        out, lse = _forward(plan, *operands, loop=loop)
+        sums = jnp.moveaxis(lse.reshape(lse.shape[0], -1, lse.shape[3]), 1, 2)
+        return (out, jnp.where(sums == -MASKED, -jnp.inf, sums)), lse
 
-_attend.defvjp(_attend_forward, _attend_backward)
+    def gradient(operands: Any, results: Any, lse: Array, d_results: Any) -> tuple[Array, Array, Array, None]:
+        d_out, d_sums = d_results
+        d_lse = jnp.where(lse == -MASKED, 0.0, jnp.moveaxis(d_sums, 2, 1).reshape(lse.shape))
+        return *_backward(plan, *operands, results[0], lse, d_out, d_lse, loop=loop), None
+
+    return Form(run, gradient)
 
 
 def _forward(
-    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None, loop: bool | None = None
+    plan: MlrPlan, query: Array, key: Array, value: Array, lengths: Array | None, *, loop: bool
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B K G T"]]:
     """The output and the log-sum-exp of each row, which is -MASKED for rows that see no key.
 
-    loop: whether a loop takes one group at a time; None where the platform decides.
+    loop: whether a loop takes one group at a time.
     """
     length, kv_heads = query.shape[1], key.shape[2]
-
-    def run(loop: bool, query, key, value, lengths):
-        q = split_heads(query, kv_heads)
-        k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
-        total = None
-        for rectangle in plan.rectangles:
-            tiling = _RectangleTiling.of(rectangle, q, loop)
-            keys, visible = tiling.keys(k), tiling.visible(plan, lengths, q)
-            arrays = (tiling.rows(q[..., : rectangle.width]), keys, tiling.values(v), visible)
-            out, lse = tiling.groups(functools.partial(_tiles_forward, plan, tiling), arrays)
-            lse = tiling.restore_rows(lse[..., None], length, MASKED)[..., 0]
-            part = (tiling.restore_rows(out, length), lse)
-            total = part if total is None else _merge_normalised([total, part])
-        assert total is not None
-        out, lse = total
-        # A row that sees no key has weights exp(score - huge) = 0 in the backward pass.
-        lse = jnp.where(lse == MASKED, -MASKED, lse)
-        return merge_heads(out).astype(query.dtype), lse
-
-    if loop is not None:
-        return run(loop, query, key, value, lengths)
-    return lax.platform_dependent(
-        query, key, value, lengths, cpu=functools.partial(run, True), default=functools.partial(run, False)
-    )
+    q = split_heads(query, kv_heads)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
+    total = None
+    for rectangle in plan.rectangles:
+        tiling = _RectangleTiling.of(rectangle, q, loop)
+        keys, visible = tiling.keys(k), tiling.visible(plan, lengths, q)
+        arrays = (tiling.rows(q[..., : rectangle.width]), keys, tiling.values(v), visible)
+        out, lse = tiling.groups(functools.partial(_tiles_forward, plan, tiling), arrays)
+        lse = tiling.restore_rows(lse[..., None], length, MASKED)[..., 0]
+        part = (tiling.restore_rows(out, length), lse)
+        total = part if total is None else _merge_normalised([total, part])
+    assert total is not None
+    out, lse = total
+    # A row that sees no key has weights exp(score - huge) = 0 in the backward pass.
+    lse = jnp.where(lse == MASKED, -MASKED, lse)
+    return merge_heads(out).astype(query.dtype), lse
 
 
 def _merge_normalised(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -137,45 +132,38 @@ def _merge_normalised(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     return sum(weighted[1:], start=weighted[0]), jnp.where(sees, top + jnp.log(total), MASKED)
 
 
-def _backward(plan: MlrPlan, query, key, value, lengths, out, lse, d_out, d_lse):
+def _backward(plan: MlrPlan, query, key, value, lengths, out, lse, d_out, d_lse, *, loop: bool):
     """The gradients of query, key and value."""
     length, kv_heads = query.shape[1], key.shape[2]
-
-    def run(loop: bool, query, key, value, lengths, out, lse, d_out, d_lse):
-        q, o, do = (split_heads(x, kv_heads) for x in (query, out, d_out))
-        k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
-        delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1) - d_lse
-        sums = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
-        for rectangle in plan.rectangles:
-            tiling = _RectangleTiling.of(rectangle, q, loop)
-            width = rectangle.width
-            arrays = (
-                tiling.rows(q[..., :width]),
-                tiling.keys(k),
-                tiling.values(v),
-                tiling.visible(plan, lengths, q),
-                tiling.rows(do),
-                tiling.rows(lse[..., None], -MASKED)[..., 0],
-                tiling.rows(delta[..., None])[..., 0],
-            )
-            dq, dk, dv = tiling.groups(functools.partial(_tiles_backward, plan, tiling), arrays)
-            pieces = (
-                tiling.restore_rows(dq, length),
-                tiling.restore_keys(dk, length),
-                tiling.restore_keys(dv, length),
-            )
-            sums = [
-                total + jnp.pad(piece, [(0, 0)] * (piece.ndim - 1) + [(0, total.shape[-1] - piece.shape[-1])])
-                for total, piece in zip(sums, pieces)
-            ]
-        dq, dk, dv = sums
-        dk, dv = (x.transpose(0, 2, 1, 3) for x in (dk, dv))
-        return merge_heads(dq).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
-
-    return lax.platform_dependent(
-        query, key, value, lengths, out, lse, d_out, d_lse,
-        cpu=functools.partial(run, True), default=functools.partial(run, False),
-    )  # fmt: skip
+    q, o, do = (split_heads(x, kv_heads) for x in (query, out, d_out))
+    k, v = (x.transpose(0, 2, 1, 3) for x in (key, value))
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1) - d_lse
+    sums = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    for rectangle in plan.rectangles:
+        tiling = _RectangleTiling.of(rectangle, q, loop)
+        width = rectangle.width
+        arrays = (
+            tiling.rows(q[..., :width]),
+            tiling.keys(k),
+            tiling.values(v),
+            tiling.visible(plan, lengths, q),
+            tiling.rows(do),
+            tiling.rows(lse[..., None], -MASKED)[..., 0],
+            tiling.rows(delta[..., None])[..., 0],
+        )
+        dq, dk, dv = tiling.groups(functools.partial(_tiles_backward, plan, tiling), arrays)
+        pieces = (
+            tiling.restore_rows(dq, length),
+            tiling.restore_keys(dk, length),
+            tiling.restore_keys(dv, length),
+        )
+        sums = [
+            total + jnp.pad(piece, [(0, 0)] * (piece.ndim - 1) + [(0, total.shape[-1] - piece.shape[-1])])
+            for total, piece in zip(sums, pieces)
+        ]
+    dq, dk, dv = sums
+    dk, dv = (x.transpose(0, 2, 1, 3) for x in (dk, dv))
+    return merge_heads(dq).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

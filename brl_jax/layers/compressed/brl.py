@@ -1,9 +1,9 @@
-"""BRL attention: local attention plus compressed tokens that read the past (algorithm 1).
+"""BRL attention: local attention plus compressed tokens that read the past (Liu et al., OpenReview Vpyg3fqXbl,
+algorithm 1).
 
-A sequence is cut into blocks. Each block has its own m compressed tokens. They read only the history before the block,
-so that no token depends on later tokens of its block; they evolve from layer to layer beside the main tokens; and the
-block's tokens read them. In an encoder there is one block, the whole sequence, and its history is the sequence itself.
-The paper is BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl).
+A sequence is cut into blocks, and each block has m compressed tokens. They read only the history before the block, so
+that no token depends on later ones. They evolve from layer to layer alongside the main tokens, and the block's tokens
+read them. An encoder has a single block, the whole sequence, and its history is the sequence itself.
 """
 
 from __future__ import annotations
@@ -31,74 +31,74 @@ CompressPositions = Literal["none", "rope"]
 
 @dataclasses.dataclass(frozen=True)
 class BRLConfig(Mechanism):
-    """BRL attention: a local pattern plus compressed tokens (symbols of the paper in brackets)."""
+    """BRL attention: a local pattern plus compressed tokens (the paper's symbols in brackets).
+
+    config = DecoderConfig(mechanism=BRLConfig(window=128, num_compressed=64))
+    """
 
     linear_cost: ClassVar[bool] = True
 
     window: int = 128
-    """Width of the local attention [w], as in the mechanism `local`."""
+    """Width of the local attention [w], as in the mechanism "local"."""
     pattern: Pattern = "sliding"
-    """Pattern of the local attention [D]; "neighbourhood" is a window in two dimensions, for images row by row."""
+    """Pattern of the local attention [D]; "neighbourhood" is a two-dimensional window, for images stored row by row."""
     dilation: int = 2
     """Step between the keys of the pattern "dilated"."""
     grid_width: int = 32
-    """Tokens in a row of the grid of "neighbourhood"."""
+    """Tokens in a row of the grid, for "neighbourhood"."""
     num_compressed: int = 64
-    """Compressed tokens [m], 1 to 256; 0 for local attention only."""
+    """Compressed tokens of a block [m], at most 256; 0 leaves only local attention."""
     compressed_dim: int | None = None
     """Their width [d_ct]; None for the model's."""
     block_size: int | None = None
     """Tokens that share one set of compressed tokens, which read what precedes the block; None for `window`. In a
-    longer block nobody sees a token of the block that lies beyond its window."""
+    longer block, tokens of the block beyond the window are not seen at all."""
     history_size: int | None = 512
     """How many tokens before a block its compressed tokens read [n_hist]; None for the block's size."""
     memory: Memory = "layer"
-    """What they read. "layer": each layer's own inputs, all blocks at once and with gradient; in an encoder this is
-    section 2.4 of the paper. "output": the network's final outputs (algorithm 1), without gradient and one block after
-    the other; in an encoder the network's input, which without positions of its own is a set of tokens."""
+    """What the compressed tokens read. "layer": each layer's inputs, for all blocks at once and with gradient; in an
+    encoder this is section 2.4 of the paper. "output": the network's final outputs (algorithm 1), block after block and
+    without gradient; in an encoder, the network's input, which is a set of tokens unless positions are added to it."""
     generation: Generation = "blocks"
-    """What they read when tokens are generated one at a time: completed blocks only, as in training, or all earlier
-    tokens (figure 11)."""
+    """What the compressed tokens read during generation: completed blocks only, as in training, or all earlier tokens
+    (figure 11)."""
     formulation: Formulation = "algorithm"
-    """Algorithm 1, or equations 4-12 where the two differ: "equations" has a ReLU around the evolved tokens, no norm
-    and ReLU around the propagated values, norms after the sublayers, and no feed-forward network for the compressed
-    tokens."""
+    """Which form to use where algorithm 1 and equations 4-12 differ. "equations" has a ReLU around the evolved tokens,
+    adds the propagated values without norm and ReLU, puts norms after the sublayers, and has no feed-forward network
+    for the compressed tokens."""
     input_norm: bool = True
-    """In "algorithm", normalise a layer's input, which algorithm 1 as printed does not."""
+    """Whether "algorithm" normalises a layer's input, which algorithm 1 as printed does not."""
     phi: Phi = "linear"
-    """Feature map of the propagation's queries: linear, or exp of it, clipped."""
+    """Feature map of the propagation's queries: linear, or its clipped exponential ("spiky")."""
     score: Score = "softmax"
-    """What turns logits into weights in compression and propagation [sigma]."""
+    """How compression and propagation turn logits into weights [sigma]."""
     bias: Bias = "none"
-    """Relative bias in compression and propagation [b_rel], by the distance between a token and the block's start; in
-    an encoder the compressed tokens have positions spread evenly over the sequence."""
+    """Relative bias in compression and propagation [b_rel], by the distance between a token and the start of the block.
+    An encoder's compressed tokens have positions spread evenly over the sequence."""
     gamma: float | None = None
-    """Weight of the second attention of compression. None: learned, by three parameters for each head. 0 switches it
-    off."""
+    """Weight of compression's second attention. None learns it, from three parameters for each head; 0 disables it."""
     lambda_init: float = 0.5
-    """Initial value of the learned strength of the propagation [lambda], one for each head. In "equations" (equations 4
-    and 9) it scales what a head propagates: this is the formulation in which figure 7a's ablation over lambda has a
-    meaning. In "algorithm" the propagated values are normalised over all heads, ReLU(LN(lambda prop)), which cancels a
-    common scale: the initial value has no effect (other than 0, which switches the propagation off), and of the learned
-    strengths only the signs and the ratios between heads act."""
+    """Initial value of the propagation's learned strength [lambda], one for each head. In "equations" (equations 4 and
+    9) it scales what a head propagates, so figure 7a's ablation over lambda refers to this formulation. "algorithm"
+    normalises the propagated values over all heads, ReLU(LN(lambda prop)), which cancels a common scale: only the signs
+    of the strengths and the ratios between heads matter, and an initial value of 0 disables the propagation."""
     beta: float = 0.0
-    """Share of the previous layer's compressed tokens in the evolved ones, 0 to 1. Algorithm 1 adds the evolved tokens
-    to the previous ones in any case. The paper has 0.5, and so have the presets with its settings. With 0 a layer needs
-    a matrix less, and networks learn to recall sooner and on every seed (docs/recall.md); on text the two are within
-    0.013 nats of each other, in either direction (docs/results.md)."""
+    """Share of the previous layer's compressed tokens in the evolved ones, 0 to 1; algorithm 1 also adds the evolved
+    tokens to the previous ones. The paper and its presets use 0.5. With 0 a layer needs one matrix less, and networks
+    learn to recall sooner and on every seed (docs/recall.md). On text the two differ by at most 0.013 nats, in either
+    direction (docs/results.md)."""
     compress_scale: CompressScale = "rsqrt"
-    """Scale of compression's logits: "m1", the paper's 1 / (m sqrt(h)), with which the softmax is almost uniform at
-    first; "rsqrt", 1 / sqrt(h), which reached the lower held-out loss on text; "learned", which starts at 1 / sqrt(h).
-    """
+    """Scale of compression's logits: "m1", the paper's 1 / (m sqrt(h)), which makes the softmax almost uniform at
+    first; "rsqrt", 1 / sqrt(h), which reached a lower held-out loss on text; "learned", which starts at 1 / sqrt(h)."""
     compress_positions: CompressPositions = "rope"
-    """What compression's keys know of where their tokens stand. "rope": rotary positions at the network's `rope_theta`
-    (none in a network without), relative to the block's start in a decoder and to places spread evenly over the
-    sequence in an encoder. "none": nothing, as in the paper, where the compressed tokens read a set.
+    """Positions of compression's keys. "rope": rotary positions at the network's `rope_theta` (if it has one), relative
+    to the start of the block in a decoder, and to positions spread evenly over the sequence in an encoder. "none": no
+    positions, as in the paper; the compressed tokens then read a set.
 
-    Causal recall over 128 tokens (two layers of width 64, window 8, blocks and m of 16, 480 steps of 16 rows, seeds 0
-    and 1; loss of the last 40 steps, 2.08 for guessing): of one record a slot 0.02 and 0.00 with "rope", 0.00 and 0.01
-    with "none", which gets below 0.1 some 40 steps earlier; of the later of two records a slot 0.40 and 0.50 with
-    "rope", 0.80 and 0.79 with "none". `bias="t5"` without rotary positions (seed 0): 0.00 and 0.59."""
+    Measured on causal recall over 128 tokens (two layers of width 64, window 8, blocks and m of 16, 480 steps of 16
+    rows, seeds 0 and 1; loss of the last 40 steps, 2.08 for guessing). One record in a slot: 0.02 and 0.00 with "rope",
+    0.00 and 0.01 with "none", which gets below 0.1 about 40 steps earlier. The later of two records in a slot: 0.40 and
+    0.50 with "rope", 0.80 and 0.79 with "none". `bias="t5"` without rotary positions (seed 0): 0.00 and 0.59."""
 
     def __post_init__(self):
         check_at_least(self, "window", "dilation", "grid_width")
@@ -123,7 +123,7 @@ class BRLConfig(Mechanism):
                 raise ValueError(f"{name} must be at least 1 or None, got {size}")
         if self.bias == "t5" and self.num_compressed and self.history <= 16:
             raise ValueError(
-                f"history_size (block_size where it is None) must be above 16, the near distances of bias='t5', "
+                f"history_size (or block_size, if that is None) must be above 16 with bias='t5', "
                 f"got {self.history}"
             )
         if not 0.0 <= self.beta <= 1.0:
@@ -146,28 +146,28 @@ class BRLConfig(Mechanism):
 
     @property
     def packs(self) -> bool:
-        # With the memory of outputs, blocks start at multiples of their size in a row, not where its sequences do: a
-        # packed sequence would have other blocks than alone, and with them other compressed tokens.
+        # With memory "output", blocks start at multiples of their size in the row. A packed sequence would be cut into
+        # other blocks than the same sequence alone, and would have other compressed tokens.
         return self.local.packs and (self.memory == "layer" or not self.num_compressed)
 
     @property
     def packs_bidirectional(self) -> bool:
-        # The compressed tokens of an encoder read its whole row.
+        # An encoder's compressed tokens read the whole row.
         return False
 
     @property
     def local(self) -> LocalConfig:
-        """The local attention inside."""
+        """The local attention's configuration."""
         return LocalConfig(self.window, self.pattern, self.dilation, grid_width=self.grid_width)
 
     @property
     def block(self) -> int:
-        """Tokens of a block."""
+        """Tokens in a block."""
         return self.window if self.block_size is None else self.block_size
 
     @property
     def history(self) -> int:
-        """Tokens that the compressed tokens of a block read."""
+        """Tokens that a block's compressed tokens read."""
         return self.block if self.history_size is None else self.history_size
 
     def width(self, dimensions: Dimensions) -> int:

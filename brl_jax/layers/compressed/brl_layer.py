@@ -35,7 +35,7 @@ _SPIKE_LIMIT = 10.0
 
 
 def _num_blocks(mechanism: BRLConfig, length: int, decoding: bool) -> int:
-    """The largest number of blocks that `length` tokens touch; when decoding they may start anywhere in a block."""
+    """Returns the largest number of blocks that `length` tokens touch; when decoding, they may start inside a block."""
     if mechanism.segment is not None:
         return 1
     if decoding:
@@ -58,7 +58,7 @@ def _resume(cache: Any, memory: BRLMemory | None) -> Any:
 
 
 class BRLCarrier(CacheOwner):
-    """Owns the compressed tokens' learned start and, for memory "output", the queue of the network's outputs.
+    """Owns the compressed tokens' learned initial values and, for memory "output", the queue of the network's outputs.
 
     See `Mechanism.carrier` for the calls.
     """
@@ -113,7 +113,7 @@ class BRLCarrier(CacheOwner):
 
 
 class BRLAttention(MechanismLayer):
-    """F_BRL of algorithm 1: local attention of the tokens plus what they read from the compressed tokens.
+    """F_BRL of algorithm 1: local attention plus what the tokens read from the compressed tokens.
 
     See `brl_jax.layers.core.protocol` for the call, whose carry is a `BRLCarry` from `BRLCarrier`.
     """
@@ -172,7 +172,7 @@ class BRLAttention(MechanismLayer):
         if isinstance(cache, BRLMemory):
             return out, carry, cache.append(x)
         count = call.num_new(x.shape[1])
-        # The block of the last new token. If that token completes it, the entries kept here are never read.
+        # Keep the block of the last new token. If that token completes the block, these entries are never read.
         last = (offset + count - 1) // mechanism.block
         cache = BRLCache(
             window,
@@ -184,7 +184,7 @@ class BRLAttention(MechanismLayer):
         return out, carry, cache
 
     def _blocks(self, stream, x, carry: BRLCarry, cache: BRLCache | BRLMemory | None):
-        """Compressed tokens, keys and values of all blocks that the tokens x touch."""
+        """Returns compressed tokens, keys and values of all blocks that the tokens x touch."""
         mechanism = self.mechanism
         blocks = carry.tokens.shape[1]
         before_last = (blocks - 1) * mechanism.block
@@ -214,8 +214,8 @@ class BRLAttention(MechanismLayer):
         return stream(carry.tokens, source, history_lengths=lengths)
 
     def _step(self, stream, x, carry: BRLCarry, cache: BRLCache):
-        """The same for one new token. Its block's compressed tokens change only when a new block begins, unless the
-        mechanism's `generation` is "all"."""
+        """`_blocks` for one new token. Its block's compressed tokens change only when a new block begins, unless
+        `generation` is "all"."""
         mechanism = self.mechanism
         history: Any = carry.source
         filled = carry.filled
@@ -235,9 +235,9 @@ class BRLAttention(MechanismLayer):
         return nn.cond(first, evolve, keep, stream, carry.tokens)
 
     def _propagate(self, x, key, value, offset, lengths, packed=None):
-        """F_prop (eqs. 8, 9), in formulation "algorithm" normalised and rectified: (B, T, D).
+        """F_prop (eqs. 8, 9), normalised and rectified in formulation "algorithm": (B, T, D).
 
-        `offset`: place of the first token in its block. `packed`: the blocks of packed rows.
+        `offset` is the first token's position in its block, and `packed` describes the blocks of packed rows.
         """
         mechanism, d = self.mechanism, self.dimensions
         length = x.shape[1]
@@ -254,11 +254,11 @@ class BRLAttention(MechanismLayer):
         aligned, moved = blocks > 1, isinstance(offset, jax.Array)
         size = mechanism.block if aligned else length
         if aligned:
-            # Each token moves to its place in the grid of blocks; the tokens of a block read its compressed tokens.
+            # Move each token to its position in the grid of blocks; a block's tokens read its compressed tokens.
             query = jnp.pad(query, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0)))
             query = jnp.roll(query, offset, axis=1) if moved else query
         if aligned and packed is not None:
-            # All tokens read the set of first blocks, and those of further blocks also their own: one of them counts.
+            # All tokens read the first blocks' set. Tokens of further blocks also read their own, and use that result.
             query = jnp.concatenate([query, packed.further(query[:, :length], size)], axis=1)
             key, value = (
                 jnp.concatenate([jnp.broadcast_to(a[:, :1], a.shape), a[:, 1:]], axis=1) for a in (key, value)
@@ -307,8 +307,8 @@ class BRLAttention(MechanismLayer):
             out = jax.lax.dynamic_slice_in_dim(out, offset, length, axis=1) if moved else out[:, :length]
         out = constrain(rearrange(out, "b t n h -> b t (n h)"), ("batch", "length", "embed"))
         if mechanism.formulation == "algorithm":
-            # It writes into the residual stream without a projection, so its norm starts at the scale of those. The
-            # norm divides by the size of all heads together: only the ratios between the heads' strengths act.
+            # The result enters the residual stream without a projection, so the norm starts at a projection's scale.
+            # It divides by the size of all heads together, so only the ratios between the heads' strengths matter.
             first = math.sqrt(d.residual_scale)
             out = jax.nn.relu(norm(d, name="propagate_norm", scale=first)(out))
         return out

@@ -12,11 +12,11 @@ from brl_jax.layers.core.caches import WindowCache
 
 
 class BRLMemory(NamedTuple):
-    """The last tokens' rows of D features, as a training memory: without gradient.
+    """The last tokens' rows of D features, as a training memory without gradient.
 
     Attributes:
       history: (B, P, D), newest last; P is `BRLConfig.history`.
-      filled: () int32, how many of them exist, the last ones.
+      filled: () int32; only the last `filled` rows are valid.
     """
 
     history: Float[Array, "B P D"]
@@ -27,7 +27,7 @@ class BRLMemory(NamedTuple):
         return cls(jnp.zeros((batch, size, width), dtype), jnp.zeros((), jnp.int32))
 
     def append(self, new: Float[Array, "B T D"]) -> BRLMemory:
-        """The memory after these tokens."""
+        """Returns the memory after these tokens."""
         size, length = self.history.shape[1], new.shape[1]
         new = new[:, max(length - size, 0) :].astype(self.history.dtype)
         history = jnp.concatenate([self.history[:, length:], new], axis=1) if length < size else new
@@ -35,12 +35,12 @@ class BRLMemory(NamedTuple):
 
 
 class BRLPast(NamedTuple):
-    """The same in generation, where the current block may be incomplete. `num_tokens` below is the number of tokens so
-    far, from which the place in the current block follows.
+    """`BRLMemory` for generation, where the current block may be incomplete. In the methods, `num_tokens` is the number
+    of tokens so far, which gives the position in the current block.
 
     Attributes:
       before: what precedes the current block.
-      current: (B, block_size, D), the current block's tokens, with room for the rest of it.
+      current: (B, block_size, D), the current block's tokens, padded to a whole block.
     """
 
     before: BRLMemory
@@ -52,7 +52,7 @@ class BRLPast(NamedTuple):
         return cls(BRLMemory.empty(batch, size, width, dtype), current)
 
     def recent(self, num_tokens: Int[Array, ""]) -> BRLMemory:
-        """What precedes the next token: the last tokens of [before | current]."""
+        """Returns what precedes the next token: the last tokens of [before | current]."""
         size, block = self.before.history.shape[1], self.current.shape[1]
         both = jnp.concatenate([self.before.history, self.current], axis=1)
         offset = num_tokens % block
@@ -60,24 +60,24 @@ class BRLPast(NamedTuple):
         return BRLMemory(history, jnp.minimum(self.before.filled + offset, size))
 
     def memory(self, num_tokens: Int[Array, ""]) -> BRLMemory:
-        """The training memory after these tokens."""
+        """Returns the training memory after these tokens."""
         history, filled = self.recent(num_tokens)
         return BRLMemory(jax.lax.stop_gradient(history), filled)
 
     def extend(self, num_tokens: Int[Array, ""], new: Float[Array, "B T D"]) -> Float[Array, "B S D"]:
-        """[before | current block | room], with the new tokens at their places."""
+        """Returns [before | current block | padding], with the new tokens at their positions."""
         block = self.current.shape[1]
-        # Room for tokens that start anywhere in the current block, and for the block after the last of them.
+        # The new tokens may start anywhere in the current block, and the block after the last of them must fit.
         blocks = (new.shape[1] + block - 2) // block + 1
         room = jnp.pad(self.current, ((0, 0), (0, blocks * block), (0, 0)))
         room = jax.lax.dynamic_update_slice_in_dim(room, new.astype(room.dtype), num_tokens % block, axis=1)
         return jnp.concatenate([self.before.history, room], axis=1)
 
     def advance(self, num_tokens: Int[Array, ""], new: Float[Array, "B T D"], count: Any) -> BRLPast:
-        """The past after the first `count` of the new tokens."""
+        """Returns the past after the first `count` of the new tokens."""
         size, block = self.before.history.shape[1], self.current.shape[1]
         both = self.extend(num_tokens, new)
-        # Tokens by which the start of the current block moves on.
+        # How many tokens the start of the current block moves forward.
         shift = (num_tokens % block + count) // block * block
         history = jax.lax.stop_gradient(jax.lax.dynamic_slice_in_dim(both, shift, size, axis=1))
         return BRLPast(
@@ -91,8 +91,8 @@ class BRLCache(NamedTuple):
 
     Attributes:
       window: of the local attention.
-      key, value: (B, M, N, H), which the compressed tokens of the current block offer.
-      num_tokens: () int32, how many tokens there are so far.
+      key, value: (B, M, N, H), from the current block's compressed tokens.
+      num_tokens: () int32, the number of tokens so far.
       past: the layer's inputs, for memory "layer"; None for memory "output".
     """
 
@@ -107,7 +107,7 @@ class BRLCarrierCache(NamedTuple):
     """Decoding cache of a carrier.
 
     Attributes:
-      num_tokens: () int32, how many tokens there are so far.
+      num_tokens: () int32, the number of tokens so far.
       past: the network's outputs, for memory "output"; None for memory "layer".
     """
 
@@ -120,9 +120,9 @@ class BRLCarry(NamedTuple):
 
     Attributes:
       tokens: (B, C, M, E), the compressed tokens of each block.
-      source: what they read in every layer, for memory "output": in a decoder the last network outputs (B, P, D), in an
-        encoder the network's input (B, T, D). None for memory "layer", where each layer has its own.
-      filled: () int32, how many rows of a decoder's source exist, the last ones.
+      source: what they read in every layer, for memory "output": the last network outputs (B, P, D) in a decoder, the
+        network's input (B, T, D) in an encoder. None for memory "layer", where each layer reads its own input.
+      filled: () int32; only the last `filled` rows of a decoder's source are valid.
     """
 
     tokens: Float[Array, "B C M E"]

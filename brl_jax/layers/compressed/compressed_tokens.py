@@ -1,4 +1,4 @@
-"""The compressed tokens of BRL attention: what they read in each layer, and the keys and values that they offer."""
+"""The compressed tokens of BRL attention: what they read in each layer, and their keys and values for the tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from brl_jax.layers.core.modules import (
 from brl_jax.layers.core.protocol import Dimensions
 from brl_jax.sharding import Names, constrain, sequence_axis, shard_call
 
-# Names of the compressed tokens' dimensions (B, C, M, E), by which a mesh divides them.
+# Logical names of the compressed tokens' dimensions (B, C, M, E), for dividing them over a mesh.
 COMPRESSED = ("batch", "blocks", "compressed", "compressed_embed")
 
 
 class CompressedStream(nn.Module):
-    """One layer of the compressed tokens: they read the history, evolve, and offer keys and values to the tokens."""
+    """One layer of the compressed tokens: they read the history, evolve, and give the tokens keys and values."""
 
     mechanism: Any
     dimensions: Dimensions
@@ -51,20 +51,18 @@ class CompressedStream(nn.Module):
         axis_name: str | None = None,
         sown: bool = True,
     ):
-        """One layer. It sows the weights of what it reads into "maps": "compress" (S1 - gamma S2) and "compress_first"
-        (S1 alone), (B, N, M, S) in an encoder and (B, C, N, M, R) in a decoder with R the history's size.
+        """Runs one layer. It sows its attention weights into "maps": "compress" (S1 - gamma S2) and "compress_first"
+        (S1 alone), (B, N, M, S) in an encoder and (B, C, N, M, R) in a decoder, where R is the history's size.
 
         Args:
           tokens: (B, C, M, E), the compressed tokens of C blocks.
           source: (B, S, D), what they read; None if there is no history. In a decoder it has the layout of
             `compress_blocks`, without the zeros in front.
           earlier: (B, R, D), with `axis_name`: what precedes all blocks.
-          history_lengths: (C,) ints, or (B, C) in packed rows, in a decoder: how much of its history exists for each
-            block.
-          source_lengths: (B,) ints, in an encoder: the sequences' lengths.
-          axis_name: in a decoder, the mesh axis over which the tokens are cut, if they are. The source is then the
-            blocks' own tokens.
-          sown: whether it may sow; not inside a conditional.
+          history_lengths: (C,) ints, or (B, C) in packed rows; in a decoder, how much of each block's history exists.
+          source_lengths: (B,) ints; in an encoder, the sequences' lengths.
+          axis_name: in a decoder, the mesh axis that shards the tokens, if any. The source is then the blocks' tokens.
+          sown: whether it may sow; False inside a conditional.
 
         Returns:
           The compressed tokens for the next layer (B, C, M, E), and their keys and values (B, C, M, N, H).
@@ -139,7 +137,7 @@ class CompressedStream(nn.Module):
         return constrain(rearrange(out, "b c m n h -> b c m (n h)"), COMPRESSED)
 
     def _rotate(self, rotate, query, read, before, source_lengths, in_blocks, whole_row):
-        """Queries and keys rotated by their positions, which count from the first token that block 0 can read."""
+        """Rotates queries and keys by their positions, which count from the first token that block 0 can read."""
         blocks, count = query.shape[1:3]
         length, size, block = read["key"].shape[1], self.mechanism.history, self.mechanism.block
 
@@ -152,12 +150,12 @@ class CompressedStream(nn.Module):
             return rotate(query[:, 0], places)[:, None], turn(read, 0), before
         starts = size + jnp.arange(blocks, dtype=jnp.int32) * block
         query = jax.vmap(lambda q, start: rotate(q, start[None, None]), (1, 0), 1)(query, starts)
-        # The source ends where the last block starts, or it is the whole row.
+        # The source ends where the last block starts, unless it is the whole row.
         first = size if whole_row else size + (blocks - 1) * block - length
         return query, turn(read, first), turn(before, 0) if before else before
 
     def _read_sequence(self, query, read, gamma, bias, lengths, static):
-        """`_read` in an encoder: one block, which reads the sequence itself."""
+        """`_read` in an encoder, whose single block reads the sequence itself."""
         count, length = query.shape[1], read["key"].shape[1]
         if bias is not None:
             tokens_at = jnp.arange(length)
@@ -232,23 +230,23 @@ class CompressedStream(nn.Module):
 
 
 def merge_blocks(query: Float[Array, "B T N H"], offered: Float[Array, "B C M N H"]):
-    """Blocks as rows of a batch: their tokens (B C, T / C, N, H) and what is offered to these (B C, M, N, H)."""
+    """Reshapes blocks to rows of a batch: their tokens (B C, T / C, N, H) and their offers (B C, M, N, H)."""
     query = rearrange(query, "b (c t) n h -> (b c) t n h", c=offered.shape[1])
     return query, rearrange(offered, "b c m n h -> (b c) m n h")
 
 
 def named(names: Names, arrays: dict[str, Any]) -> dict[str, tuple[Any, Names]]:
-    """Operands of `each_shard` whose dimensions all have these names."""
+    """Operands of `each_shard` whose dimensions all have the same names."""
     return {name: (array, names) for name, array in arrays.items()}
 
 
 def each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -> Any:
-    """function(**operands), computed by each device of a mesh on its own shards.
+    """Computes function(**operands) on each device's shards.
 
     Args:
-      out_names: names of the result's dimensions (see `shard_call`).
-      operands: for each argument an array and the names of its dimensions, or any other value and names that are not
-        used; such a value is passed as it is.
+      out_names: logical names of the result's dimensions (see `shard_call`).
+      operands: for each argument, an array and the names of its dimensions. Values other than arrays are passed on as
+        they are, and their names are ignored.
     """
     arrays = {name: pair for name, pair in operands.items() if isinstance(pair[0], jax.Array)}
     rest = {name: value for name, (value, _) in operands.items() if name not in arrays}
@@ -261,13 +259,13 @@ def each_shard(function: Any, out_names: Names, **operands: tuple[Any, Names]) -
 
 
 def spread(count: int, length: int, lengths: Any) -> jax.Array:
-    """Positions of `count` compressed tokens spread evenly over each sequence: (1, M), or (B, M) with lengths."""
+    """Spreads the positions of `count` compressed tokens evenly over each sequence: (1, M), or (B, M) with lengths."""
     lengths = jnp.full((1,), length, jnp.int32) if lengths is None else jnp.minimum(lengths, length)
     return (2 * jnp.arange(count, dtype=jnp.int32) + 1)[None] * lengths[:, None] // (2 * count)
 
 
 def position_bias(module: nn.Module, name: str) -> PositionBias | None:
-    """The relative bias [b_rel] of a BRL module: ALiBi, or T5's with a learned table `name`, or None."""
+    """Returns the relative bias [b_rel] of a BRL module: ALiBi, T5's with a learned table `name`, or None."""
     mechanism, d = module.mechanism, module.dimensions
     if mechanism.bias == "alibi":
         return ALiBi(alibi_slopes(d.num_heads))

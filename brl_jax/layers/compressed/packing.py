@@ -1,23 +1,23 @@
-"""Blocks of sequences that are packed in one row: each sequence has the blocks that it has alone.
+"""Blocks of sequences packed into one row: each sequence has the same blocks as it would have alone.
 
-The first block of any sequence has no history, so that its compressed tokens depend on no token: all sequences share
-one set of them. A sequence of n tokens has (n - 1) // block further blocks, and all sequences of a row of T tokens
-together at most (T - 1) // block of them. A packed row therefore needs no more sets than a row of one sequence, however
-many sequences it holds: set 0 for every first block, the others for the further blocks in their order.
+The first block of a sequence has no history, so its compressed tokens do not depend on any token, and all sequences
+share one set of them. A sequence of n tokens has (n - 1) // block further blocks, and all sequences of a row of T
+tokens together have at most (T - 1) // block. A packed row therefore needs no more sets than a row with a single
+sequence: set 0 for every first block, the others for the further blocks in their order.
 
-Each further block directly follows a whole block of its sequence. Gathered one after another, these whole blocks have
-the layout of `compress_blocks`: block j reads what ends at token j * block, as far back as its sequence reaches.
+Each further block directly follows a whole block of its sequence. Concatenated, these whole blocks have the layout of
+`compress_blocks`: block j reads what ends at token j * block, as far back as its sequence reaches.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from brl_jax.attention.core.derivatives import differentiable
+from brl_jax.attention.core.by_platform import Form, by_platform
 
 
 class PackedBlocks(NamedTuple):
@@ -25,12 +25,12 @@ class PackedBlocks(NamedTuple):
 
     Attributes:
       is_first: (B, T), whether a token is in the first block of its sequence.
-      place: (B, T), its place in its block.
+      place: (B, T), the token's position in its block.
       starts: (B, C - 1), where the further blocks start; T for those that do not exist.
-      before: (B, C), how many tokens of its sequence precede the block of each set; 0 for set 0 and for sets without a
+      before: (B, C), how many tokens of its sequence precede each set's block; 0 for set 0 and for sets without a
         block.
-      slot: (B, T), the place of a token of a further block in these blocks side by side, or one beyond them.
-      read: (B, T), its place in the blocks that further blocks follow, side by side, or one beyond them.
+      slot: (B, T), the token's position among the concatenated further blocks, or their length if it is in none.
+      read: (B, T), its position among the concatenated blocks that further blocks follow, or their length.
     """
 
     is_first: Bool[Array, "B T"]
@@ -42,7 +42,7 @@ class PackedBlocks(NamedTuple):
 
     @classmethod
     def of(cls, segment_ids: Int[Array, "B T"], block: int) -> PackedBlocks:
-        """The blocks of `block` tokens of rows whose sequences are runs of equal ids."""
+        """Returns the blocks of `block` tokens for rows whose sequences are runs of equal ids."""
         batch, length = segment_ids.shape
         further = -(-length // block) - 1
         token = jnp.arange(length, dtype=jnp.int32)[None]
@@ -51,39 +51,40 @@ class PackedBlocks(NamedTuple):
         offset = token - jax.lax.cummax(jnp.where(first, token, 0), axis=1)
         place = offset % block
         begins = (offset > 0) & (place == 0)
-        # Two further blocks start at least `block` tokens apart: at most one in each piece of the row.
+        # Two further blocks start at least `block` tokens apart, so each piece of the row has at most one start.
         room = (further + 1) * block - length
         candidates = jnp.pad(jnp.where(begins, token, length), ((0, 0), (0, room)), constant_values=length)
         candidates = candidates.reshape(batch, further + 1, block).min(axis=2)
         starts = jnp.sort(candidates, axis=1)[:, :further]
         before = jnp.where(starts < length, jnp.take_along_axis(offset, starts, axis=1, mode="clip"), 0)
-        number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)  # of the further blocks that have begun
+        number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)  # further blocks that have begun so far
         is_first = offset < block
         beyond = further * block
         slot = jnp.where(is_first, beyond, (number - 1) * block + place)
-        # A block is followed by another one of its sequence if that one's first token is of the same sequence.
+        # Another block of the sequence follows a block if the first token after it belongs to the same sequence.
         after = jnp.minimum(token - place + block, length)
         followed = jnp.take_along_axis(jnp.pad(begins, ((0, 0), (0, 1))), after, axis=1)
         read = jnp.where(followed, number * block + place, beyond)
         return cls(is_first, place, starts, jnp.pad(before, ((0, 0), (1, 0))), slot, read)
 
     def sources(self, x: Float[Array, "B T D"], block: int) -> Float[Array, "B S D"] | None:
-        """The blocks that the further blocks follow, side by side; None if there is no further block."""
+        """Returns the concatenated blocks that further blocks follow, or None if no sequence has a further block."""
         if not self.starts.shape[1]:
             return None
         return move(x, self._tokens(self.starts - block, block, self.starts < x.shape[1]), self.read)
 
     def further(self, x: Float[Array, "B T N H"], block: int) -> Float[Array, "B S N H"]:
-        """The tokens of the further blocks, side by side, with zeros where a sequence ends within its block."""
+        """Returns the further blocks' tokens, concatenated, with zeros where a sequence ends inside its block."""
         return move(x, self._own(block), self.slot)
 
     def back(self, y: Float[Array, "B S N H"], block: int) -> Float[Array, "B T N H"]:
-        """The inverse of `further`, with zeros for the tokens of first blocks."""
+        """Inverts `further`, with zeros for the tokens of first blocks."""
         return move(y, self.slot, self._own(block))
 
     def places(self, block: int | None) -> Int[Array, "rows places"]:
-        """Places in their blocks: of the row's tokens (B, T), or, of the row's tokens padded to whole blocks and then
-        of those of the further blocks, with each block as a row of a batch (B (2 C - 1), block)."""
+        """Returns positions inside blocks: of the row's tokens (B, T) without `block`; with it, of the row's tokens
+        padded to whole blocks followed by the further blocks' tokens, each block a row of a batch
+        (B (2 C - 1), block)."""
         if block is None:
             return self.place
         batch, length = self.place.shape
@@ -101,7 +102,7 @@ class PackedBlocks(NamedTuple):
         return jnp.where(there == jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens, length)
 
     def _tokens(self, starts: Array, block: int, exists: Array) -> Int[Array, "B S"]:
-        """The tokens of the blocks with these starts; the row's length where there is none."""
+        """Returns the tokens of the blocks with these starts; the row's length for blocks that do not exist."""
         length = self.slot.shape[1]
         tokens = starts[:, :, None] + jnp.arange(block, dtype=jnp.int32)[None, None]
         tokens = jnp.where(exists[:, :, None], jnp.minimum(tokens, length), length)
@@ -109,31 +110,29 @@ class PackedBlocks(NamedTuple):
 
 
 def move(x: Float[Array, "B T ..."], source: Int[Array, "B S"], target: Int[Array, "B T"]) -> Array:
-    """Rows of x (B, T, ...) at other places: out[b, s] = x[b, source[b, s]], 0 where source is T.
+    """Moves rows of x (B, T, ...): out[b, s] = x[b, source[b, s]], 0 where source is T.
 
-    `target` is the inverse, out's row of each row of x, S for none. The gradient is `move` back: a gather, where that
-    of an indexed read would be a scatter.
+    `target` is the inverse, the row of out for each row of x (S if x's row is dropped). It makes the gradient another
+    `move`, which is a gather; the gradient of an indexed read would be a scatter.
     """
-    return differentiable(_move, lambda x, source, target: _take(x, source))(x, source, target)
+    return by_platform(
+        lambda *_: Form(_run_move, _move_back),
+        x,
+        source,
+        target,
+        results=jax.ShapeDtypeStruct((*source.shape, *x.shape[2:]), x.dtype),
+        plain=lambda x, source, target: _take(x, source),
+    )
 
 
-@jax.custom_vjp
-def _move(x: Array, source: Array, target: Array) -> Array:
-    return _take(x, source)
+def _run_move(x: Array, source: Array, target: Array) -> tuple[Array, tuple[()]]:
+    return _take(x, source), ()
+
+
+def _move_back(operands: Any, result: Array, kept: Any, d_result: Array) -> tuple[Array, None, None]:
+    return _take(d_result, operands[2]), None, None
 
 
 def _take(x, places):
     places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
     return jnp.take_along_axis(x, places, axis=1, mode="fill", fill_value=0)
-
-
-def _move_forward(x, source, target):
-    return _take(x, source), (source, target)
-
-
-def _move_backward(places, gradient):
-    source, target = places
-    return move(gradient, target, source), None, None
-
-
-_move.defvjp(_move_forward, _move_backward)

@@ -18,17 +18,17 @@ from brl_jax.layers.dense.full import FullAttention
 
 @dataclasses.dataclass(frozen=True)
 class TLinFormerConfig(Mechanism):
-    """Softmax attention over the whole history, in all but the first layer of a block through a few context tokens
+    """Softmax attention over the whole history; all layers of a block but the first see it through a few context tokens
     (TLinFormer, Tang 2025, arXiv:2508.20407).
 
-    The parameters are those of a decoder with full attention, whose layers form blocks of hidden + 2.
+    The parameters have the structure of a decoder with full attention. Its layers form blocks of `hidden` + 2.
     """
 
     bidirectional: ClassVar[bool] = False
 
     network: ClassVar[str] = "tlinformer"
 
-    # Its layers are those of full attention, without these options.
+    # Its layers are full attention's, without these options.
     sinks: ClassVar[bool] = False
     logits_soft_cap: ClassVar[float | None] = None
     scale: ClassVar[float | None] = None
@@ -40,12 +40,12 @@ class TLinFormerConfig(Mechanism):
     output_gate: ClassVar[bool] = False
 
     window: int = 256
-    """Tokens that share one state of the history [W_og]: each full window becomes part of the history."""
+    """Tokens that share one state of the history [W_og]; each full window then becomes part of the history."""
     context: int | Literal["auto"] = 256
-    """Last tokens of the history for which the other layers are computed [W_oh]; "auto": 12 ln(history), rounded up to
+    """How many tokens at the end of the history the other layers compute [W_oh]; "auto": 12 ln(history), rounded up to
     a multiple of 8."""
     hidden: int = 2
-    """Layers of a block between the layer that compresses the history and the layer that restores it [H]."""
+    """Layers between the one that compresses a block's history and the one that restores it [H]."""
 
     def __post_init__(self):
         check_at_least(self, "window")
@@ -65,7 +65,7 @@ class TLinFormerConfig(Mechanism):
         return FullAttention(self, dimensions, **kwargs)
 
     def context_sizes(self, windows: int) -> Int[np.ndarray, " windows"]:
-        """The number of context tokens in each of the first `windows` windows of a sequence."""
+        """Returns the number of context tokens in each of the first `windows` windows of a sequence."""
 
         def size(history: int) -> int:
             if self.context == "auto":

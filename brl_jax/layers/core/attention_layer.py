@@ -1,4 +1,4 @@
-"""The common part of the layers around attention functions without a recurrent state."""
+"""The base of layers around attention functions without a recurrent state."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 class AttentionLayer(MechanismLayer):
     """A layer that projects its tokens to queries, keys and values, attends, and merges the heads.
 
-    A mechanism gives `attend`. It replaces the other methods where it differs: by default tokens are projected by
-    `project_qkv`, and the decoding cache has the keys and values of all tokens. `heads` and `output` run inside a
-    compact call, so they may create parameters.
+    A mechanism implements `attend` and overrides other methods as needed: by default `project_qkv` projects the tokens,
+    and the decoding cache keeps the keys and values of all tokens. `heads` and `output` run inside a compact call, so
+    they may create parameters.
     """
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> tuple[Float[Array, "B T N F"], Float[Array, "B T K F"], Float[Array, "B T K H"]]:
-        """Queries, keys and values."""
+        """Returns queries, keys and values."""
         return project_qkv(self.dimensions, x, positions)
 
     def attend(self, query: Array, key: Array, value: Array, **options: Any) -> Float[Array, "B T N H"]:
-        """The attention function.
+        """Computes the attention function.
 
-        Its options in training: is_causal, key_value_seq_lengths, implementation, and segment_ids for mechanisms that
-        pack. In the default `step`: is_causal, query_offset, implementation. In both: `attention_options`.
+        In training it gets the options is_causal, key_value_seq_lengths, implementation and, for mechanisms that pack,
+        segment_ids. The default `step` passes is_causal, query_offset and implementation. Both add `attention_options`.
         """
         raise NotImplementedError
 
     def attention_options(self) -> dict[str, Any]:
-        """Options of `attend` that are the mechanism's own. It runs inside a compact call, once."""
+        """Returns the mechanism's additional options of `attend`. Called once, inside a compact call."""
         return {}
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The layer's output for its input x."""
+        """Returns the layer's output for its input x."""
         return merge_heads(self.dimensions, attended)
 
     def key_shape(self) -> tuple[int, int]:
-        """Heads and features of the keys."""
+        """Returns heads and features of the keys."""
         return self.dimensions.num_kv_heads, self.dimensions.head_dim
 
     def init_cache(self, batch: int, length: int) -> Any:
@@ -57,7 +57,7 @@ class AttentionLayer(MechanismLayer):
         return KeyValueCache.empty((batch, length, *self.key_shape()), value_shape, d.dtype)
 
     def step(self, query: Array, key: Array, value: Array, call: LayerCall) -> tuple[Array, Any]:
-        """What new tokens (B, T, ...) attend to, with those in the decoding cache, and the new cache."""
+        """Attends from new tokens (B, T, ...) to themselves and the cached ones; also returns the new cache."""
         cache = call.cache.append(key, value, call.count)
         attended = self.attend(
             query,
@@ -95,26 +95,28 @@ class AttentionLayer(MechanismLayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoftmaxConfig(Mechanism):
-    """Options of the mechanisms around softmax attention to tokens."""
+    """Options that all mechanisms around softmax attention share."""
 
     sinks: bool = False
-    """A learned logit without a value for each head, in the softmax beside the keys (gpt-oss, arXiv:2508.10925)."""
+    """Whether each head has a learned logit without a value, which joins the keys in the softmax (gpt-oss,
+    arXiv:2508.10925)."""
     logits_soft_cap: float | None = None
-    """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None for no bound."""
+    """Bounds the scaled scores smoothly (Gemma 2, arXiv:2408.00118); None leaves them unbounded."""
     scale: float | None = None
-    """Multiplies the scores; None for 1 / sqrt(head dimension)."""
+    """Factor on the scores; None for 1 / sqrt(head dimension)."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised, each head by itself, before they are rotated (Qwen 3, Gemma 3)."""
+    """Whether to normalise queries and keys in each head before they are rotated (Qwen 3, Gemma 3)."""
     qkv_bias: bool | None = None
-    """Whether the projections to queries, keys and values have biases (Qwen 2); None: as the network's others."""
+    """Whether the query, key and value projections have biases (Qwen 2); None follows the network's use_bias."""
     rope_theta: float | None = None
-    """Base of these layers' rotary frequencies; None for the network's. Without rotary positions it has no effect."""
+    """Base of these layers' rotary frequencies; None for the network's. No effect if the network has no rotary
+    positions."""
     rope_scaling: RopeScaling = RopeScaling()
-    """Changes these layers' rotary frequencies for long sequences."""
+    """How to change these layers' rotary frequencies for long sequences."""
     rotary_dim: int | None = None
-    """Features of a head that are rotated, the first ones, an even number (Qwen3-Next); None for all."""
+    """How many features of a head, from the first, are rotated; an even number (Qwen3-Next). None for all."""
     output_gate: bool = False
-    """Whether each feature of the heads' outputs is multiplied by a sigmoid of the layer's input (Qwen3-Next,
+    """Whether a sigmoid of the layer's input gates each feature of the heads' outputs (Qwen3-Next,
     arXiv:2505.06708)."""
 
     def __post_init__(self):
@@ -141,7 +143,7 @@ class SoftmaxConfig(Mechanism):
 
 
 class SoftmaxLayer(AttentionLayer):
-    """A layer around softmax attention, whose mechanism has the fields of `SoftmaxConfig`."""
+    """A layer around softmax attention; its mechanism has the fields of `SoftmaxConfig`."""
 
     def heads(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]

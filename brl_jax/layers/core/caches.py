@@ -1,4 +1,4 @@
-"""Decoding caches that several layers share, and the one place where new tokens are written into a cache."""
+"""Decoding caches that several layers share, and the one function that writes new tokens into a cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from brl_jax.attention.core.in_place import write_places
 
 
 class KeyValueCache(NamedTuple):
-    """Keys and values of all tokens so far, each at its position, with room for later ones.
+    """Keys and values of all tokens so far, each at its position, with capacity for later ones.
 
-    The arrays have the heads before the tokens: that is the order of the products with a new token's query, for which
-    the compiler would otherwise transpose the whole cache at every token.
+    Heads come before tokens, the order in which a product with a new token's query reads them. Otherwise the compiler
+    would transpose the whole cache at every token.
 
     Attributes:
       keys: (B, K, S, F), for sequences of up to S tokens; F is the head dimension or a number of features.
       values: (B, K, S, V).
-      num_tokens: () int32, how many tokens there are so far.
+      num_tokens: () int32, the number of tokens so far.
     """
 
     keys: Float[Array, "B K S F"]
@@ -30,17 +30,17 @@ class KeyValueCache(NamedTuple):
 
     @property
     def key(self) -> Float[Array, "B S K F"]:
-        """The keys as attention functions take them."""
+        """The keys in the layout of the attention functions."""
         return jnp.swapaxes(self.keys, 1, 2)
 
     @property
     def value(self) -> Float[Array, "B S K V"]:
-        """The values as attention functions take them."""
+        """The values in the layout of the attention functions."""
         return jnp.swapaxes(self.values, 1, 2)
 
     @classmethod
     def empty(cls, key_shape: tuple[int, ...], value_shape: tuple[int, ...], dtype: Any) -> KeyValueCache:
-        """A cache without tokens, from the shapes (B, S, K, F) and (B, S, K, V)."""
+        """Returns an empty cache for keys (B, S, K, F) and values (B, S, K, V)."""
         keys, values = (
             jnp.zeros((batch, heads, length, size), dtype)
             for batch, length, heads, size in (key_shape, value_shape)
@@ -50,10 +50,10 @@ class KeyValueCache(NamedTuple):
     def append(
         self, key: Float[Array, "B T K F"], value: Float[Array, "B T K V"], count: Any = None
     ) -> KeyValueCache:
-        """The cache with T more tokens, of which the first `count` exist (None: all).
+        """Returns the cache with T more tokens; only the first `count` are valid (None: all).
 
         Raises:
-          ValueError: more tokens than there is room for, as far as that is known while tracing.
+          ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
         """
         start, length = self.num_tokens, key.shape[1]
         return KeyValueCache(
@@ -67,8 +67,8 @@ class WindowCache(NamedTuple):
     """The last keys and values that a local pattern can reach, newest last.
 
     Attributes:
-      key, value: (B, R, K, H), where the first R - num_tokens are of no token.
-      num_tokens: () int32, how many tokens there have been, also those that have left the window.
+      key, value: (B, R, K, H); the first R - num_tokens entries are empty.
+      num_tokens: () int32, the number of tokens so far, including those that have left the window.
     """
 
     key: Float[Array, "B R K H"]
@@ -77,7 +77,7 @@ class WindowCache(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> WindowCache:
-        """A cache without tokens, from the shape (B, R, K, H)."""
+        """Returns an empty cache of shape (B, R, K, H)."""
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
 
@@ -86,7 +86,7 @@ class StateCache(NamedTuple):
 
     Attributes:
       state: as the attention function defines it.
-      num_tokens: () int32, how many tokens are in it.
+      num_tokens: () int32, how many tokens it has seen.
     """
 
     state: Any
@@ -101,11 +101,11 @@ def write_tokens(
     *,
     axis: Literal[1, 2] = 1,
 ) -> Float[Array, "B *S"]:
-    """`array` with `new` at the positions from `start` on, along `axis`. Of the new tokens only the first `count` exist
-    (None: all); the others, and those beyond the array's end, are written nowhere.
+    """Returns `array` with `new` written along `axis` from position `start`. Only the first `count` new tokens are
+    valid (None: all); the others, and tokens beyond the array's end, are not written.
 
     Raises:
-      ValueError: more tokens than there is room for, as far as that is known while tracing.
+      ValueError: the tokens do not fit. Traced numbers of tokens are not checked.
     """
     room, length = array.shape[axis], new.shape[axis]
     present = 0 if isinstance(start, jax.core.Tracer) else int(start)
@@ -122,7 +122,7 @@ def write_tokens(
 def slide(
     recent: Float[Array, "B R ..."], new: Float[Array, "B T ..."], count: Any
 ) -> tuple[Float[Array, "B R+T ..."], Float[Array, "B R ..."]]:
-    """[recent | new], and the last R of its tokens when only the first `count` of the new ones exist."""
+    """Returns [recent | new], and its last R tokens if only the first `count` new ones are valid."""
     both = jnp.concatenate([recent, new], axis=1)
     return both, jax.lax.dynamic_slice_in_dim(both, count, recent.shape[1], axis=1)
 
@@ -130,8 +130,8 @@ def slide(
 def window_segments(
     batch: int, length: int, reach: int, start: Any
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-    """Segment ids of T new tokens and of the keys [recent | new]: places of the window that no token has filled yet
-    are a segment of their own."""
+    """Returns segment ids of T new tokens and of the keys [recent | new]. The window's empty entries form a separate
+    segment, so that no token sees them."""
     filled: Bool[Array, " S"] = jnp.arange(reach + length) >= reach - start
     return (
         jnp.ones((batch, length), jnp.int32),

@@ -1,4 +1,4 @@
-"""Pieces that the layers share: projections with logical axis names, norms, rotary positions, gated feed-forward."""
+"""Building blocks of the layers: projections with logical axis names, norms, rotary positions, gated feed-forward."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ GateActivation = Literal["silu", "sigmoid"]
 
 
 class _Dense(nn.DenseGeneral):
-    """A linear map whose output is divided over the mesh by the names of its kernel's last dimensions."""
+    """A linear map whose output is sharded by the logical names of its kernel's last dimensions."""
 
     output_axes: tuple[str, ...] = ()
 
     def __call__(self, inputs: Any) -> Any:
         y = super().__call__(inputs)
-        # The dimensions between the rows and the outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
+        # What lies between the rows and the outputs: tokens in (B, T, D), blocks and their tokens in (B, C, M, D).
         between = {1: ("length",), 2: ("blocks", None)}.get(y.ndim - len(self.output_axes) - 1, ())
         return constrain(y, ("batch", *between, *self.output_axes))
 
 
 def _gathering_product(axes: tuple[str, ...], x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    """`jax.lax.dot_general` with a kernel whose dimensions have the names `axes`, gathered."""
+    """`jax.lax.dot_general` that first gathers the kernel, whose dimensions have the logical names `axes`."""
     return jax.lax.dot_general(x, gather_parameter(kernel, axes), *args, **kwargs)
 
 
@@ -45,16 +45,16 @@ def dense(
     name: str,
     **kwargs: Any,
 ) -> nn.Module:
-    """A linear map whose kernel carries the logical axis names `axes`, one for each kernel dimension.
+    """Returns a linear map whose kernel carries the logical axis names `axes`, one for each dimension.
 
-    Further keywords: `contract`, how many trailing axes of the input to contract (default 1); `scale`, variance factor
-    of the initial weights (default 1; 0 for zeros); `use_bias`, which overrides the network's.
+    Further keywords: `contract`, how many trailing axes of the input to contract (default 1); `scale`, the variance
+    factor of the initial weights (default 1; 0 for zeros); `use_bias`, which overrides the network's.
     """
     contract = kwargs.pop("contract", 1)
     scale = kwargs.pop("scale", 1.0)
     use_bias = kwargs.pop("use_bias", dimensions.use_bias)
     outputs = len(axes) - contract
-    # DenseGeneral gives its initialiser the flattened (in, out) shape, so fan-in counts every contracted axis.
+    # DenseGeneral passes the flattened (in, out) shape to the initialiser, so fan-in counts every contracted axis.
     kernel_init: Any = nn.initializers.variance_scaling(scale or 1.0, "fan_in", "truncated_normal")
     if scale == 0:
         kernel_init = nn.initializers.zeros_init()
@@ -76,14 +76,14 @@ def dense(
 def parameter(
     module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> Any:
-    """A parameter of `module` that carries logical axis names, as layers use it (`gather_parameter`)."""
+    """Creates a parameter of `module` with logical axis names, and returns it ready for use (`gather_parameter`)."""
     dtype = module.dimensions.param_dtype  # type: ignore[attr-defined]
     value: Any = module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
     return gather_parameter(value, axes)
 
 
 def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float = 1.0) -> nn.Module:
-    """LayerNorm or RMSNorm over the last axis, with statistics in float32; its weights start at `scale`."""
+    """Returns a LayerNorm or RMSNorm over the last axis, with float32 statistics; its weights start at `scale`."""
     shared: dict[str, Any] = {
         "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
@@ -98,7 +98,7 @@ def norm(dimensions: Dimensions, *, name: str, axis: str = "embed", scale: float
 
 
 def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
-    """A norm of each head of (..., N, H) by itself, with a scale for each head and channel."""
+    """Returns a norm over each head of (..., N, H), with a scale for each head and channel."""
     shared: dict[str, Any] = {
         "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
@@ -114,7 +114,7 @@ def head_norm(dimensions: Dimensions, *, name: str) -> nn.Module:
 
 
 def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Module:
-    """A norm over all heads and channels of (..., N, H) together, with a scale for each head and channel."""
+    """Returns a norm over all heads and channels of (..., N, H) together, with a scale for each head and channel."""
     shared: dict[str, Any] = {
         "epsilon": dimensions.norm_epsilon,
         "dtype": dimensions.dtype,
@@ -128,9 +128,9 @@ def merged_norm(dimensions: Dimensions, kind: NormKind, *, name: str) -> nn.Modu
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head of x (..., N, H) by itself, times `activation` of a gate of the same shape, in float32.
+    """RMSNorm of each head of x (..., N, H), times `activation` of a gate of the same shape, in float32.
 
-    All heads share one scale (H,). It stands before the output projection of gated recurrent layers (Yang et al. 2024,
+    All heads share one scale (H,). Gated recurrent layers use it before their output projection (Yang et al. 2024,
     arXiv:2412.06464, figure 1).
     """
 
@@ -149,11 +149,11 @@ class GatedNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The network after the mixer, by `dimensions.ffn`:
+    """The network after the mixer, chosen by `dimensions.ffn`:
 
     "glu_relu"  W2 (ReLU(W1 x) * W3 x), the gated network of BRL-Attention (eq. 5);
     "swiglu"    W2 (swish(W1 x) * W3 x) (Shazeer 2020, arXiv:2002.05202, eq. 6), TransNormer's GLU;
-    "geglu"     W2 (GELU(W1 x) * W3 x), the same paper's, with GELU's approximation by tanh, as in Gemma;
+    "geglu"     W2 (GELU(W1 x) * W3 x), from the same paper, with GELU's tanh approximation, as in Gemma;
     "relu"      W2 ReLU(W3 x) (Vaswani et al. 2017, eq. 2).
     """
 
@@ -185,17 +185,17 @@ def project_qkv(
     rope_scaling: RopeScaling | None = None,
     rotary_dim: int | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Query (B, T, N, H), key and value (B, T, K, H) of a layer, rotated to their positions (None: not rotated).
+    """Returns a layer's query (B, T, N, H), key and value (B, T, K, H), rotated by their positions (None: not rotated).
 
     Call it inside a compact module, which gets the parameters `query`, `key`, `value`, `query_norm` and `key_norm`.
 
     Args:
-      qk_norm: normalise queries and keys first, each head by itself, with one scale for all heads.
-      root_scores: the scores will be products over sqrt(head_dim). muP makes them smaller in wider heads, by a factor
-        that the queries take.
-      qkv_bias: biases in the three projections; None: as the network's other projections.
+      qk_norm: whether to normalise each head of queries and keys first, with one scale for all heads.
+      root_scores: whether scores will be products over sqrt(head_dim). muP makes them smaller in wider heads, and this
+        function applies its factor to the queries.
+      qkv_bias: whether the three projections have biases; None follows the network's other projections.
       rope_scaling: changes the rotary frequencies.
-      rotary_dim: how many features of a head are rotated, the first ones; None for all.
+      rotary_dim: how many features of a head, from the first, are rotated; None for all.
     """
     d = dimensions if qkv_bias is None else dataclasses.replace(dimensions, use_bias=qkv_bias)
     query = dense(d, (d.num_heads, d.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
@@ -220,27 +220,27 @@ def project_qkv(
 def project_unrotated(
     dimensions: Dimensions, x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """`project_qkv` for mechanisms whose queries and keys are not rotated, and whose scores have no root."""
+    """`project_qkv` for mechanisms that do not rotate queries and keys and do not divide scores by a root."""
     return project_qkv(dimensions, x, None, root_scores=False)
 
 
 def rotary_options(dimensions: Dimensions, positions: Int[Array, "#B T"]) -> dict[str, Any]:
-    """Arguments of the attention functions that rotate features, by the network's rotary positions if it has them."""
+    """Returns the attention functions' arguments for rotating features, if the network has rotary positions."""
     if dimensions.rope_theta is None:
         return {}
     return {"positions": positions, "rope_theta": dimensions.rope_theta}
 
 
 def scale_scores(query: Array, factor: float) -> Array:
-    """Queries whose scores are `factor` times as large; the queries themselves for 1."""
+    """Returns queries whose scores are multiplied by `factor`; the queries themselves if it is 1."""
     return query if factor == 1.0 else query * jnp.asarray(factor, query.dtype)
 
 
 def distance_scale(
     dimensions: Dimensions, query: Float[Array, "B T N H"]
 ) -> tuple[Float[Array, "B T N H"], float]:
-    """The queries of `project_qkv` without muP's factor, which would change their distances from the keys, and the
-    scale of the distances with it."""
+    """Returns `project_qkv`'s queries without muP's factor, and a scale that includes it. The factor on the queries
+    would change their distances from the keys."""
     factor = dimensions.head_score_factor
     return scale_scores(query, 1 / factor), query.shape[-1] ** -0.5 * factor
 
@@ -248,23 +248,23 @@ def distance_scale(
 def sampled(
     module: nn.Module, draw: Callable[[PRNGKeyArray], Array], seed: int, deterministic: bool
 ) -> Array:
-    """draw(key): with the key "sample" of the call unless it is deterministic, else with the seed's."""
+    """Returns draw(key) with the call's key "sample", or with the seed's key if the call is deterministic."""
     if not deterministic and module.has_rng("sample"):
         return draw(module.make_rng("sample"))
-    # Drawn while tracing: a constant of the program, not work of each of its runs.
+    # Draw while tracing: the result is a constant of the program instead of work in each run.
     with jax.ensure_compile_time_eval():
         return draw(jax.random.key(seed))
 
 
 def merge_heads(dimensions: Dimensions, attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-    """The output projection of a layer; call it inside a compact module, which gets the parameter `out`."""
+    """Applies a layer's output projection; call it inside a compact module, which gets the parameter `out`."""
     d = dimensions
     axes = ("heads", "head_dim", "embed")
     return dense(d, d.d_model, axes, name="out", contract=2, scale=d.residual_scale)(attended)
 
 
 def maps_wanted(module: nn.Module) -> bool:
-    """Whether the caller asked for the collection "maps"; False while initialising, which creates every collection."""
+    """Whether the caller requested the collection "maps"; False while initialising, which creates every collection."""
     return module.is_mutable_collection("maps") and not module.is_initializing()
 
 
@@ -273,7 +273,7 @@ def sow_weights(
     attend: Callable[[Float[Array, "B S K H"]], Float[Array, "B T N H"]],
     value: Float[Array, "B S K H"],
 ) -> None:
-    """Sows the attention matrix (B, N, T, S) of `attend`, a function of the values, as "weights" into "maps".
+    """Sows the attention matrix (B, N, T, S) of `attend`, a function of the values, into "maps" as "weights".
 
     Does nothing unless `maps_wanted`, because the matrix is quadratic in the length.
     """

@@ -1,4 +1,4 @@
-"""The protocol between attention mechanisms and the networks above them, which never ask which mechanism they run.
+"""The protocol between attention mechanisms and networks, which never ask which mechanism they run.
 
 A mechanism is two classes: a frozen configuration dataclass derived from `Mechanism`, and the Linen module that its
 `layer` method builds, derived from `MechanismLayer`. The module mixes the tokens of x (B, T, D):
@@ -37,26 +37,26 @@ A complete mechanism, in which each token sees the mean of the values up to and 
             return y, MeanCache(jax.lax.dynamic_slice_in_dim(total, new - 1, 1, axis=1), call.start + new)
 
 To list it, add the configuration to `MECHANISMS` (`brl_jax.layers.registry`), a small instance to
-`tests/laws/cases.py`, and a NumPy oracle to tests/laws. The suite of laws reads the capability flags and tests the
-rest.
+`tests/laws/cases.py`, and a NumPy oracle to tests/oracles. The suite of laws tests the rest, guided by the
+capability flags.
 
 The arguments of the call:
 
 carry   passes from layer to layer within one call of the network (BRL's compressed tokens); None for most mechanisms.
-        A mechanism with a carry also has a `carrier`, a module that makes the carry before the first layer and uses it
-        up after the last.
-cache   is None in training; or a decoding cache from `layer.init_cache(batch, length)`, which takes any number of new
+        A mechanism with a carry also has a `carrier`, a module that creates the carry before the first layer and
+        consumes it after the last.
+cache   is None in training; or a decoding cache from `layer.init_cache(batch, length)`, which accepts any number of new
         tokens at a time, so that prefill and decoding are the same call; or a training memory from
         `layer.init_memory(batch)`, which passes from one batch of a stream to the next without gradient. Decoding
-        caches and memories are NamedTuples of different types. The layer returns the updated value, of the same type.
-        `layer.memory_from_cache(cache)` is the memory after the tokens in a decoding cache, and
-        `layer.resume(cache, memory)` a new decoding cache that continues after a memory.
-count   with a decoding cache: how many of the T new tokens exist (traced; None for all of them). They are the first
-        ones. The outputs of the others are undefined, and they leave no trace in the cache.
+        caches and memories are NamedTuples of different types, and the layer returns the updated value in the same
+        type. `layer.memory_from_cache(cache)` returns the memory after the tokens in a decoding cache, and
+        `layer.resume(cache, memory)` returns a new decoding cache that continues after a memory.
+count   with a decoding cache, how many of the T new tokens are valid, from the first (traced; None for all). The
+        outputs of the others are undefined, and the cache ignores them.
 
-A layer may also sow what is worth looking at into the collection "maps" (`apply(..., mutable="maps")`): as "weights"
-the matrix (B, N, T, T) that maps the values of the tokens to each head's outputs (`modules.sow_weights`; only without a
-cache), and anything else under other names.
+A layer may also sow values for inspection into the collection "maps" (`apply(..., mutable="maps")`): as "weights" the
+matrix (B, N, T, T) that maps the tokens' values to each head's outputs (`modules.sow_weights`; only without a cache),
+and anything else under other names.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ from jaxtyping import Array, Float, Int
 from brl_jax.attention.core.checks import check_choice, require
 from brl_jax.attention.core.dispatch import Implementation
 from brl_jax.attention.core.segments import run_numbers
+from brl_jax.fields import Checked
 from brl_jax.sharding import constrain
 
 NormKind = Literal["layer", "rms"]
@@ -81,30 +82,30 @@ Residual = Literal["pre", "ffn", "post", "mixer"]
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
-    """Sizes and options that a network gives to each of its layers.
+    """Sizes and options that a network passes to each of its layers.
 
     Attributes:
       d_model, d_ff: model width and feed-forward width.
       ffn: kind of the feed-forward network (see `FeedForward`).
       num_heads, num_kv_heads: query heads and key/value heads; the first is a multiple of the second.
-      head_dim: size of a head; num_heads * head_dim is the model width unless a mechanism's `any_head_dim` is True.
-      is_causal: True in a decoder, where no output may depend on a later token.
+      head_dim: width of a head; num_heads * head_dim is the model width unless a mechanism's `any_head_dim` is True.
+      is_causal: True in a decoder, whose outputs must not depend on later tokens.
       rope_theta: base of the rotary frequencies; None for no rotary embedding.
       norm: "layer" or "rms".
-      norm_epsilon: what the norms add to the variance or mean square.
-      output_norms: a block also normalises what its mixer and its feed-forward network give (see `Block`).
+      norm_epsilon: added to the variance or mean square.
+      output_norms: a block also normalises the outputs of its mixer and feed-forward network (see `Block`).
       reversible: layers have two residual streams (see `brl_jax.models.reversible`).
       use_bias: biases in projections and norms.
       ffn_bias: biases in the feed-forward network.
       dropout: rate after the embedding, the mixer and the feed-forward network.
-      residual_scale: variance factor of the weights that write into the residual stream.
+      residual_scale: variance factor of weights that write into the residual stream.
       dtype, param_dtype: of the computation and of the parameters.
       implementation: passed to the attention functions.
-      base_width, base_head_dim: model width and head size of the network whose scores muP keeps (Yang et al. 2022,
+      base_width, base_head_dim: model width and head width of the network whose scores muP preserves (Yang et al. 2022,
         arXiv:2203.03466); None without muP.
 
     Raises:
-      ValueError: an unknown `ffn` or `norm`.
+      ValueError: `ffn` or `norm` is unknown.
     """
 
     d_model: int
@@ -135,35 +136,35 @@ class Dimensions:
 
     @property
     def head_score_factor(self) -> float:
-        """Factor that turns scores of products over sqrt(head_dim) into muP's, over head_dim: 1 at the base size."""
+        """Factor that turns products over sqrt(head_dim) into muP's over head_dim; 1 at the base size."""
         return 1.0 if self.base_head_dim is None else math.sqrt(self.base_head_dim / self.head_dim)
 
     @property
     def width_score_factor(self) -> float:
-        """The same factor for products over the model's width."""
+        """The same factor for products over the model width."""
         return 1.0 if self.base_width is None else math.sqrt(self.base_width / self.d_model)
 
 
 @dataclasses.dataclass(frozen=True)
-class Mechanism:
-    """Base of the configuration dataclasses.
+class Mechanism(Checked):
+    """Base of the mechanisms' configurations.
 
-    The first group of members are capability flags, by which networks, scripts and the suite of laws know what to
-    expect. A subclass overrides a flag by a class variable (`linear_cost: ClassVar[bool] = True`), or by a property
-    where it depends on the fields; read flags from instances. The second group every mechanism has. The rest are
-    optional hooks, with defaults that mean "nothing special".
+    The first group of members are capability flags, which tell networks, scripts and the suite of laws what to expect.
+    A subclass overrides a flag with a class variable (`linear_cost: ClassVar[bool] = True`), or with a property if it
+    depends on the fields, so read flags from instances. Every mechanism has the second group. The rest are optional
+    hooks, which do nothing by default.
     """
 
     # --- Capability flags ---
 
     @property
     def causal(self) -> bool:
-        """Has a form in which no output depends on a later token."""
+        """Has a form whose outputs do not depend on later tokens."""
         return True
 
     @property
     def bidirectional(self) -> bool:
-        """Has a form in which outputs may depend on every token."""
+        """Has a form whose outputs may depend on every token."""
         return True
 
     @property
@@ -173,12 +174,12 @@ class Mechanism:
 
     @property
     def packs(self) -> bool:
-        """Takes segment_ids in a decoder: several sequences in one row, none of which sees another."""
+        """Accepts segment_ids in a decoder, so that one row can hold several independent sequences."""
         return False
 
     @property
     def packs_bidirectional(self) -> bool:
-        """Takes segment_ids in an encoder."""
+        """Accepts segment_ids in an encoder."""
         return self.packs and self.bidirectional
 
     @property
@@ -188,13 +189,13 @@ class Mechanism:
 
     @property
     def any_head_dim(self) -> bool:
-        """Takes heads whose number times their size is not the model width."""
+        """Accepts heads whose total width differs from the model width."""
         return False
 
-    # --- What every mechanism has ---
+    # --- Required ---
 
     def check(self, dimensions: Dimensions) -> None:
-        """Raises ValueError if this mechanism cannot serve a network of these dimensions."""
+        """Raises ValueError if this mechanism does not support a network of these dimensions."""
         if dimensions.is_causal and not self.causal:
             raise ValueError(f"mechanism {type(self).__name__} has no causal form; use it in an encoder")
         if not dimensions.is_causal and not self.bidirectional:
@@ -203,14 +204,14 @@ class Mechanism:
             )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
-        """The Linen module of one layer; `kwargs` are `name` and `parent`."""
+        """Returns the Linen module of one layer; `kwargs` are `name` and `parent`."""
         raise NotImplementedError
 
     # --- Optional hooks ---
 
     network: ClassVar[str | None] = None
-    """Name of the network class that must arrange this mechanism's layers, for a mechanism that is more than a layer
-    (TLinFormer). `brl_jax.models` lists those classes by name; None is the ordinary stack of blocks."""
+    """Name of the network class that must arrange this mechanism's layers, if it is more than a layer (TLinFormer).
+    `brl_jax.models` lists those classes by name; None is the ordinary stack of blocks."""
 
     @property
     def residual(self) -> Residual:
@@ -219,46 +220,46 @@ class Mechanism:
         "pre":  h = x + mix(norm(x));  out = h + ffn(norm(h))
         "ffn":  h = x + mix(x);        out = h + ffn(norm(h))
         "post": h = x + norm(mix(x));  out = h + norm(ffn(h))
-        "mixer": out = x + mix(norm(x)), for a mechanism that is its own feed-forward network
+        "mixer": out = x + mix(norm(x)), for a mechanism that includes a feed-forward network
         """
         return "pre"
 
     @property
     def segment(self) -> int | None:
-        """Longest piece of a sequence that one call may span, counted from multiples of it, because later tokens need
-        the network's outputs for earlier ones; the network cuts longer sequences itself. None for no limit."""
+        """The longest piece of a sequence that one call may span, counted from multiples of it; None for no limit.
+        Later tokens need the network's outputs for earlier pieces, so the network cuts longer sequences itself."""
         return None
 
     @property
     def group(self) -> int:
-        """Number of layers that belong together: the layers of a network must be a multiple of it."""
+        """How many layers belong together; a network's number of layers must be a multiple of it."""
         return 1
 
     @property
     def num_summary(self) -> int:
-        """How many tokens an encoder compresses a sequence into, which a decoder may read beside its outputs (BRL); see
-        `CacheOwner.summary`."""
+        """How many tokens an encoder compresses a sequence into; a decoder may read them in addition to the outputs
+        (BRL). See `CacheOwner.summary`."""
         return 0
 
     def for_training(self, length: int) -> Mechanism:
-        """This mechanism with the settings that follow the training length fixed at rows of `length` tokens, so that
-        generation uses the same ones."""
+        """Returns this mechanism with length-dependent settings fixed for rows of `length` tokens, so that generation
+        uses the same ones as training."""
         return self
 
     def check_stretches(self, length: int, devices: int) -> None:
         """Raises ValueError if `devices` cannot share rows of `length` tokens, a multiple of their number."""
 
     def carrier(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module | None:
-        """The module that makes this mechanism's carry, or None if there is no carry.
+        """Returns the module that creates this mechanism's carry, or None if it has no carry.
 
-        `carry = carrier(x, cache)` before the first layer and `cache = carrier.close(y, cache, count)` after the
-        last, where y is the network's output; `cache` as for layers, with the methods of `CacheOwner`.
+        The network calls `carry = carrier(x, cache)` before the first layer and `cache = carrier.close(y, cache,
+        count)` after the last, where y is its output. `cache` is as for layers; the methods are `CacheOwner`'s.
         """
         return None
 
 
 def check_packs(mechanism: Mechanism, dimensions: Dimensions) -> None:
-    """Raises ValueError unless a mechanism takes segment_ids in a network of these dimensions."""
+    """Raises ValueError unless a mechanism accepts segment_ids in a network of these dimensions."""
     if mechanism.packs if dimensions.is_causal else mechanism.packs_bidirectional:
         return
     place = " in an encoder" if mechanism.packs else ""
@@ -269,22 +270,22 @@ def check_packs(mechanism: Mechanism, dimensions: Dimensions) -> None:
 
 
 def token_positions(length: int, start: Any = 0) -> Int[Array, "1 T"]:
-    """Positions start..start+length-1 as (1, length)."""
+    """Returns the positions start..start+length-1 as (1, length)."""
     return (jnp.arange(length, dtype=jnp.int32) + jnp.asarray(start, jnp.int32))[None]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """The arguments of one call of a layer, besides its input x (B, T, D).
+    """The arguments of one call of a layer, apart from its input x (B, T, D).
 
     Attributes:
       carry: from the layer below; see the module's docstring.
       cache: a decoding cache, a training memory, or None.
       start: number of tokens in the decoding cache, 0 without one.
-      positions: (1, T) or (B, T) ints; by default they count on from `start`.
+      positions: (1, T) or (B, T) ints; by default they continue from `start`.
       lengths: (B,) ints, the lengths of an encoder's sequences, or None.
-      segment_ids: (B, T) ints, equal for the tokens of one sequence and different for its neighbours, or None.
-      count: how many of the new tokens exist, or None for all.
+      segment_ids: (B, T) ints, equal within a sequence and different between neighbours, or None.
+      count: how many of the new tokens are valid, or None for all.
       deterministic: whether dropout is off.
     """
 
@@ -298,11 +299,11 @@ class LayerCall:
     deterministic: bool
 
     def num_new(self, length: int) -> Any:
-        """How many of `length` new tokens exist."""
+        """Returns how many of `length` new tokens are valid."""
         return length if self.count is None else self.count
 
     def check_one_sequence(self) -> None:
-        """Raises ValueError for segment_ids; a layer calls it whose decoding cache cannot keep sequences apart."""
+        """Raises ValueError for segment_ids; for layers whose decoding cache cannot keep sequences apart."""
         require(
             self.segment_ids is None,
             "segment_ids must be None with a decoding cache, which has one sequence in each row",
@@ -310,46 +311,46 @@ class LayerCall:
 
 
 class CacheOwner(nn.Module):
-    """A module with a decoding cache and perhaps a training memory; by default it has no memory."""
+    """A module with a decoding cache and, optionally, a training memory."""
 
     mechanism: Any
     dimensions: Any
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """An empty decoding cache for `batch` sequences of up to `length` tokens."""
+        """Returns an empty decoding cache for `batch` sequences of up to `length` tokens."""
         raise NotImplementedError
 
     def init_memory(self, batch: int) -> Any:
-        """The training memory at the start of `batch` streams; None if nothing passes between batches."""
+        """Returns the training memory at the start of `batch` streams, or None if nothing passes between batches."""
         return None
 
     def memory_from_cache(self, cache: Any) -> Any:
-        """The training memory after the tokens in a decoding cache."""
+        """Returns the training memory after the tokens in a decoding cache."""
         return None
 
     def summary(self, carry: Any) -> Any:
-        """Of a carrier, with the carry after the last layer of an encoder: the tokens (B, M, E) that the sequence is
-        compressed into, M the mechanism's `num_summary`; None where there are none."""
+        """For a carrier: returns the tokens (B, M, E) into which an encoder compressed the sequence, given the carry
+        after its last layer; M is the mechanism's `num_summary`. None if it does not compress."""
         return None
 
     def resume(self, cache: Any, memory: Any) -> Any:
-        """The empty decoding cache `cache`, changed so that it continues after a training memory."""
+        """Returns the empty decoding cache `cache`, changed so that it continues after a training memory."""
         return cache
 
 
 class MechanismLayer(CacheOwner):
-    """Base of the layers: checks the arguments and completes them. A mechanism gives `mix` and `init_cache`."""
+    """Base of the layers, which checks and completes the arguments. A mechanism implements `mix` and `init_cache`."""
 
     def num_tokens(self, cache: Any) -> Any:
-        """How many tokens a decoding cache holds; 0 for a training memory, whose tokens have no positions."""
+        """Returns how many tokens a decoding cache holds; 0 for a training memory, whose tokens have no positions."""
         return cache.num_tokens
 
     def mix(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
-        """The layer's output (B, T, D) and its new cache."""
+        """Returns the layer's output (B, T, D) and its new cache."""
         raise NotImplementedError
 
     def mix_with_carry(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any, Any]:
-        """The output, the new carry and the new cache; a mechanism with a carry gives this in place of `mix`."""
+        """Returns the output, the new carry and the new cache; mechanisms with a carry override this, not `mix`."""
         y, cache = self.mix(x, call)
         return y, call.carry, cache
 
@@ -366,10 +367,10 @@ class MechanismLayer(CacheOwner):
         count: Any = None,
         deterministic: bool = True,
     ):
-        """The output (B, T, D), the new carry and the new cache; see the module's docstring.
+        """Returns the output (B, T, D), the new carry and the new cache; see the module's docstring.
 
         Raises:
-          ValueError: segment_ids for a mechanism that does not pack in this form, or with a decoding cache that cannot
+          ValueError: segment_ids are given, but the mechanism does not pack in this form, or the decoding cache cannot
             keep sequences apart.
         """
         if segment_ids is not None:
@@ -378,7 +379,7 @@ class MechanismLayer(CacheOwner):
             segment_ids = run_numbers(jnp.asarray(segment_ids))
         start = 0 if cache is None else self.num_tokens(cache)
         positions = token_positions(x.shape[1], start) if positions is None else positions
-        # Every device makes the angles of its own tokens.
+        # Each device computes the angles of its own tokens.
         positions = constrain(positions, ("batch" if positions.shape[0] > 1 else None, "length"))
         call = LayerCall(carry, cache, start, positions, lengths, segment_ids, count, deterministic)
         return self.mix_with_carry(x, call)

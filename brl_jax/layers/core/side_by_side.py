@@ -1,4 +1,4 @@
-"""Two mechanisms side by side in one layer."""
+"""Two mechanisms in parallel in one layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 
 @dataclasses.dataclass(frozen=True)
 class SideBySideConfig(Mechanism):
-    """Two mechanisms on one input, their outputs concatenated before one projection (TransNormer, arXiv:2210.10340,
+    """Two mechanisms on the same input, whose outputs are concatenated and projected (TransNormer, arXiv:2210.10340,
     table 12).
 
-    [a; b] (W_a; W_b) = a W_a + b W_b: each keeps its own output projection, and the results are added. Its capabilities
-    are those that both have. It is not in `MECHANISMS`: networks get it by `schedule="parallel"`.
+    [a; b] (W_a; W_b) = a W_a + b W_b, so each mechanism keeps its output projection and the results are added. It can
+    do what both can do. It is not in `MECHANISMS`; networks use it through `schedule="parallel"`.
     """
 
     first: Mechanism
@@ -25,7 +25,7 @@ class SideBySideConfig(Mechanism):
 
     @property
     def both(self) -> dict[str, Mechanism]:
-        """The mechanisms by the names of their modules and caches."""
+        """The mechanisms, by the names of their modules and caches."""
         return {"first": self.first, "second": self.second}
 
     @property
@@ -62,7 +62,7 @@ class SideBySideConfig(Mechanism):
             carries = mechanism.segment is not None or mechanism.carrier(dimensions, parent=None) is not None
             if carries or mechanism.residual != self.residual:
                 raise ValueError(
-                    f"mechanism {type(mechanism).__name__} cannot share a layer with another: it passes on a carry "
+                    f"mechanism {type(mechanism).__name__} cannot share a layer with another: it has a carry "
                     "or normalises elsewhere"
                 )
 
@@ -84,7 +84,7 @@ class SideBySide(nn.Module):
     dimensions: Dimensions
 
     def _layer(self, which: str, **kwargs: Any) -> nn.Module:
-        # The joint projection has twice the inputs, so each half of it starts with half the variance.
+        # The joint projection has twice as large a fan-in, so each half starts with half the variance.
         halved = dataclasses.replace(self.dimensions, residual_scale=self.dimensions.residual_scale / 2)
         return self.mechanism.both[which].layer(halved, **kwargs)
 

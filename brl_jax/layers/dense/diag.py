@@ -1,4 +1,4 @@
-"""DiagAttention as a layer: blocks that see only themselves, with a cache of the current block."""
+"""DiagAttention as a layer: block-diagonal attention, with a cache of the current block."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class DiagConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
 
     block_size: int = 64
-    """Tokens of a block."""
+    """Tokens in a block."""
     score: DiagScore = "softmax"
     """How scores become weights: "softmax" (T2), or "relu" with a norm over the merged heads (T1, as in ReLA)."""
     norm: NormKind = "rms"
-    """The norm over the merged heads, for "relu": "rms" or "layer"."""
+    """The norm over the merged heads for score "relu": "rms" or "layer"."""
 
     def __post_init__(self):
         check_at_least(self, "block_size")
@@ -51,7 +51,7 @@ class DiagAttention(AttentionLayer):
     dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> DiagState:
-        """Room for the keys and values of one block."""
+        """Returns an empty cache for the keys and values of one block."""
         d = self.dimensions
         block_size = self.mechanism.block_size
         return init_diag_state(batch, d.num_kv_heads, d.head_dim, block_size=block_size, dtype=d.dtype)

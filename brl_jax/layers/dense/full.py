@@ -15,7 +15,7 @@ from brl_jax.layers.core.protocol import Dimensions
 
 @dataclasses.dataclass(frozen=True)
 class FullConfig(SoftmaxConfig):
-    """Softmax attention over all tokens (in a decoder, over the earlier ones), quadratic in the length."""
+    """Softmax attention over all tokens (over the earlier ones in a decoder), quadratic in the length."""
 
     packs: ClassVar[bool] = True
 

@@ -26,8 +26,8 @@ class HopfieldConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     steps: int = 2
-    """Number of softmaxes: all but the last move the queries towards the keys, and the last reads the values. One is
-    full attention."""
+    """Number of softmaxes: all but the last move the queries towards the keys, and the last one reads the values. With
+    1 it is full attention."""
     beta: float | None = None
     """Inverse temperature; None for 1 / sqrt(head_dim)."""
 
@@ -49,7 +49,7 @@ class HopfieldAttention(AttentionLayer):
         m, factor = self.mechanism, self.dimensions.head_score_factor
         if factor == 1.0:
             return self._retrieve(query, key, value, scale=m.beta, **options)
-        # The queries have muP's factor already, but there it acts on the first step only: it moves into the scale.
+        # The queries already have muP's factor, but it would only act on the first step, so move it into the scale.
         beta = query.shape[-1] ** -0.5 if m.beta is None else m.beta
         query = scale_scores(query, 1 / factor)
         return self._retrieve(query, key, value, scale=beta * factor, **options)

@@ -16,8 +16,8 @@ from brl_jax.layers.core.protocol import Dimensions, Mechanism
 
 @dataclasses.dataclass(frozen=True)
 class KernelizedConfig(Mechanism):
-    """Attention by a Gaussian kernel without a denominator (Skyformer, arXiv:2111.00035, section 4.1), quadratic in
-    the length; for encoders."""
+    """Attention with a Gaussian kernel and no denominator (Skyformer, arXiv:2111.00035, section 4.1), quadratic in the
+    length; for encoders."""
 
     causal: ClassVar[bool] = False
 

@@ -22,16 +22,16 @@ Weights = Literal["random", "dense"]
 
 @dataclasses.dataclass(frozen=True)
 class SynthesizerConfig(Mechanism):
-    """Attention whose weights come from no products of queries and keys (Synthesizer, arXiv:2005.00743), quadratic in
-    the length. Weights belong to places in the row, whatever the tokens' positions are."""
+    """Attention whose weights do not come from products of queries and keys (Synthesizer, arXiv:2005.00743), quadratic
+    in the length. Weights depend on where tokens are in the row, whatever their positions."""
 
     weights: Weights = "random"
-    """"random", the product of two trained matrices of positions (the factorised random form); "dense", a network of
-    each token, which has one hidden layer of the head's size."""
+    """"random": the product of two trained matrices over positions (the factorised random form). "dense": a network of
+    each token, with one hidden layer as wide as the head."""
     rank: int = 32
     """Columns of the two matrices of "random" [k]."""
     max_length: int = 4096
-    """Longest sequence; the parameters have an entry for each of its positions."""
+    """Length of the longest sequence; the parameters have an entry for each of its positions."""
 
     def __post_init__(self):
         check_choice("weights", self.weights, get_args(Weights))
@@ -50,8 +50,8 @@ class SynthesizerConfig(Mechanism):
 
 
 class SynthesizerCache(NamedTuple):
-    """A decoding cache: the values of all tokens so far, each at its position, and how many tokens there are. Heads
-    come before tokens, so that no product with a new token's weights copies the values."""
+    """A decoding cache: the values of all tokens so far, each at its position, and the number of tokens. Heads come
+    before tokens, so that no product with a new token's weights copies the values."""
 
     values: Float[Array, "B K S H"]
     num_tokens: Int[Array, ""]
@@ -93,10 +93,10 @@ class SynthesizerAttention(MechanismLayer):
         return merge_heads(d, attend(value)), None
 
     def _factors(self, x: Float[Array, "B T D"], start: Any) -> tuple[Array, Array, Array | None]:
-        """Rows, columns and the columns' bias."""
+        """Returns rows, columns and the columns' bias."""
         d, m = self.dimensions, self.mechanism
         if m.weights == "random":
-            # Products of `rank` pairs have variance 1, as the scores of softmax attention do.
+            # Products over `rank` entries then have variance 1, like softmax attention's scores.
             init = nn.initializers.normal(m.rank**-0.25)
             shape, axes = (m.max_length, d.num_heads, m.rank), ("position", "heads", "projected")
             rows, columns = (

@@ -25,26 +25,29 @@ _NOT_LINEAR = ("strided", "fixed", "axial")
 
 @dataclasses.dataclass(frozen=True)
 class LocalConfig(SoftmaxConfig):
-    """Softmax attention in which a token sees a pattern of its neighbourhood (BRL-Attention, eq. 1)."""
+    """Softmax attention in which a token sees a pattern of its neighbourhood (BRL-Attention, eq. 1).
+
+    config = DecoderConfig(mechanism=LocalConfig(window=256))
+    """
 
     window: int = 128
-    """Width w: a token sees itself and the w - 1 tokens before it in a decoder, w // 2 tokens on both sides in an
+    """Width w: a token sees itself and the w - 1 tokens before it in a decoder, and w // 2 tokens on each side in an
     encoder. For other patterns it is the block of "block" and "bigbird", the bucket of "bucketed", and the stride of
     "strided" and "fixed"."""
     pattern: LocalPattern = "sliding"
-    """Which keys a token sees; "global", "bigbird" and "global_local" (ETC, arXiv:2004.08483) have no causal form. In a
-    grid that is stored row by row, as an image is: "axial", its row and its column (arXiv:1912.12180), and
-    "neighbourhood", the window // 2 rows and columns around it."""
+    """Which keys a token sees. "global", "bigbird" and "global_local" (ETC, arXiv:2004.08483) have no causal form. Two
+    patterns are for grids that are stored row by row, such as images: with "axial" a token sees its row and its column
+    (arXiv:1912.12180), and with "neighbourhood" the window // 2 rows and columns around it."""
     dilation: int = 2
     """Step between the keys of "dilated"."""
     num_global: int = 64
-    """Tokens at the start that see all tokens and are seen by all, in "global"; "bigbird" rounds them up to blocks. In
-    "global_local" they see what `global_segment` says."""
+    """In "global", how many tokens at the start see all tokens and are seen by all; "bigbird" rounds the number up to
+    whole blocks. In "global_local", `global_segment` decides what they see."""
     global_segment: int | None = None
-    """In "global_local", the tokens that each of the global tokens sees: the first one the first so many of those that
-    follow, and so on. None: all of them see all tokens."""
+    """In "global_local", how many of the following tokens each global token sees: the first one sees the first
+    `global_segment`, the second one the next, and so on. None: all of them see all tokens."""
     grid_width: int = 32
-    """Tokens in a row of the grid of "axial" and "neighbourhood"."""
+    """Tokens in a row of the grid, for "axial" and "neighbourhood"."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -63,11 +66,11 @@ class LocalConfig(SoftmaxConfig):
 
     @property
     def packs(self) -> bool:
-        # Patterns with fixed boundaries would cut a packed sequence at other places than the same sequence alone.
+        # Patterns with fixed boundaries would cut a packed sequence elsewhere than the same sequence alone.
         return self.pattern in ("sliding", "dilated")
 
     def make_pattern(self, is_causal: bool) -> patterns.Pattern:
-        """The pattern of a decoder (is_causal) or an encoder."""
+        """Returns the pattern of a decoder (is_causal) or an encoder."""
         sliding = patterns.SlidingWindow.of_width(self.window, is_causal)
         match self.pattern:
             case "sliding":
@@ -105,7 +108,7 @@ class LocalAttention(SoftmaxLayer):
     dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> WindowCache:
-        """Room for the last keys and values that the pattern can reach; never for more than `length`."""
+        """Returns a cache for the last keys and values that the pattern can reach, at most `length`."""
         d = self.dimensions
         reach = self.mechanism.make_pattern(True).lookback
         reach = length if reach is None else min(reach, length)

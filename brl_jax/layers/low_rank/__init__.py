@@ -1,1 +1,1 @@
-"""Layers around attention through few tokens."""
+"""Layers around attention through a small number of tokens."""

@@ -25,12 +25,12 @@ class LinformerConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
 
     num_projected: int = 256
-    """Rows that keys and values are projected to [k]."""
+    """Number of rows to which keys and values are projected [k]."""
     max_length: int = 4096
-    """Longest sequence; the projections have a column for each of its tokens."""
+    """Length of the longest sequence; the projections have a column for each of its tokens."""
     sharing: Sharing = "heads"
-    """Which projections are shared: "none", each key head has one for keys and one for values; "heads", all heads of a
-    layer have the same two; "key_value", keys and values of all heads have the same one."""
+    """Which projections are shared. "none": each key head has one for keys and one for values; "heads": all heads of a
+    layer share the same two; "key_value": keys and values of all heads share a single one."""
 
     def __post_init__(self):
         check_at_least(self, "num_projected", "max_length")
@@ -75,6 +75,6 @@ class LinformerAttention(MechanismLayer):
         d, mechanism = self.dimensions, self.mechanism
         heads, axes = ((d.num_kv_heads,), ("kv_heads",)) if mechanism.sharing == "none" else ((), ())
         shape = (*heads, mechanism.num_projected, mechanism.max_length)
-        # Each projected row sums over the tokens: with this factor max_length of them give the variance of one.
+        # A projected row sums over the tokens; this factor gives max_length of them the variance of one.
         init = nn.initializers.normal(mechanism.max_length**-0.5)
         return parameter(self, name, init, shape, (*axes, "projected", "position")).astype(d.dtype)

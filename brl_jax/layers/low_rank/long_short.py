@@ -1,4 +1,4 @@
-"""The Long-Short Transformer's attention as a layer; its cache has a window, a chunk, and projections of chunks."""
+"""The Long-Short Transformer's attention as a layer; its cache has a window, a chunk, and projected chunks."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 class LongShortConfig(Mechanism):
     """One softmax over a window and over projected tokens (Long-Short Transformer, arXiv:2107.02192).
 
-    The cost is linear in an encoder. In a decoder there are projected tokens of every chunk, so that time grows with
+    The cost is linear in an encoder. A decoder projects every chunk, so its time grows with
     length^2 chunk_rank / chunk_size."""
 
     window: int = 128
-    """Width w: a token sees its block of w tokens and w // 2 on both sides of it in an encoder, itself and the w - 1
-    tokens before it in a decoder."""
+    """Width w: in an encoder a token sees its block of w tokens and w // 2 tokens on each side of it; in a decoder it
+    sees itself and the w - 1 tokens before it."""
     num_projected: int = 128
-    """Tokens that the sequence is projected to in an encoder [r]."""
+    """Number of tokens to which an encoder projects the sequence [r]."""
     chunk_size: int = 16
-    """Tokens of a chunk in a decoder, which is projected by itself."""
+    """Tokens in a chunk, which a decoder projects separately."""
     chunk_rank: int = 1
-    """Tokens that a chunk is projected to in a decoder."""
+    """Number of tokens to which a decoder projects each chunk."""
 
     def __post_init__(self):
         check_at_least(self, "window", "num_projected", "chunk_size", "chunk_rank")
@@ -95,7 +95,7 @@ class LongShortAttention(MechanismLayer):
         def attend(value: Array, **further: Any) -> Array:
             return long_short_attention(query, key, value, projection, **options, **further)
 
-        # With norms of the values the outputs are not linear in them.
+        # With norms of the values, the outputs are not linear in the values.
         sow_weights(self, functools.partial(attend, normalize_values=False), value)
         return merge_heads(d, attend(value)), None
 

@@ -25,10 +25,10 @@ class NystromformerConfig(Mechanism):
     num_landmarks: int = 128
     """Segments of the sequence, whose means are the landmarks."""
     iterations: int = 6
-    """Steps of the iteration that gives the pseudo-inverse."""
+    """Steps of the iteration that approximates the pseudo-inverse."""
     conv_size: int = 0
-    """Tokens of the convolution of the values that is added to each head, an odd number (33 in the paper); 0 for
-    none."""
+    """Width of the convolution of the values that is added to each head, an odd number (33 in the paper); 0 disables
+    it."""
 
     def __post_init__(self):
         check_at_least(self, "num_landmarks", "iterations")

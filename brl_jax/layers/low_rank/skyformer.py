@@ -29,14 +29,14 @@ class SkyformerConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
 
     num_samples: int = 128
-    """Queries and keys that are sampled, half of each."""
+    """Number of queries and keys to sample, half of each."""
     iterations: int = 6
-    """Steps of the iteration that gives the inverse."""
+    """Steps of the iteration that approximates the inverse."""
     ridge: float = 0.1
     """Added to the diagonal of the matrix that is inverted."""
     seed: int = 0
-    """Seed of the samples. Where the network is called with deterministic=False and a key "sample" among its rngs, as
-    in training, each layer draws its samples from that key."""
+    """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
+    in training, each layer draws its samples from that key instead."""
 
     def __post_init__(self):
         check_at_least(self, "num_samples", "iterations")

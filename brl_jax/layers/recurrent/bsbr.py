@@ -21,10 +21,9 @@ class BSBRConfig(Mechanism):
     """Softmax attention inside chunks, and retrieval of whole chunks between them (the BSBR article)."""
 
     chunk_size: int = 64
-    """Tokens of a chunk; changes results."""
+    """Tokens in a chunk; changes results."""
     compressed: int | None = None
-    """Size to which each chunk's key-value product is compressed, for each head; None keeps all its head_dim^2
-    entries."""
+    """Size to which each chunk's key-value product is compressed, for each head; None keeps all head_dim^2 entries."""
 
     def __post_init__(self):
         check_at_least(self, "chunk_size")
@@ -36,7 +35,7 @@ class BSBRConfig(Mechanism):
 
 
 class BSBRAttention(StateLayer):
-    """`bsbr_attention`. Queries and keys inside the chunks are rotated; those of the retrieval are not.
+    """`bsbr_attention`. Queries and keys inside the chunks are rotated; the retrieval's are not.
 
     A learned strength for each head multiplies what is retrieved. It starts at 1 / chunk_size, which turns the
     article's sum of a chunk's products into their mean: the sum would be much larger than the chunk's own output.
@@ -74,7 +73,7 @@ class BSBRAttention(StateLayer):
         return StateAttention(function, value)
 
     def compression(self, numbers: int) -> tuple[Any, Any]:
-        """Linear maps of a key-value product to `numbers` entries and back, shared by the heads."""
+        """Returns linear maps from a key-value product to `numbers` entries and back, which all heads share."""
         size = self.dimensions.head_dim
         down = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
         up = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))

@@ -1,4 +1,4 @@
-"""The common part of the recurrent layers whose inputs go through short convolutions, which a decoding cache keeps."""
+"""The base of recurrent layers with short convolutions, whose recent inputs a decoding cache keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 
 class ConvolvedState(NamedTuple):
-    """What a layer with short convolutions keeps of the tokens so far.
+    """What a layer with short convolutions keeps from the tokens so far.
 
     Attributes:
       attention: the state of its attention function.
@@ -32,8 +32,7 @@ class ConvolvedState(NamedTuple):
 class ShortConvolution(nn.Module):
     """SiLU of `short_convolution`, with a kernel (size, ...) over the last `size` tokens of every channel.
 
-    Kernels start uniform within 1 / sqrt(size), as in the published networks. With `use_bias` there is a bias, which
-    starts at zero.
+    As in the published networks, kernels start uniform within 1 / sqrt(size). The optional bias starts at zero.
     """
 
     dimensions: Any
@@ -49,7 +48,7 @@ class ShortConvolution(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         count: Any = None,
     ) -> tuple[Float[Array, "B T ..."], Float[Array, "B R ..."] | None]:
-        """The outputs and the new recent inputs; the arguments are those of `short_convolution`."""
+        """Returns the outputs and the new recent inputs; the arguments are `short_convolution`'s."""
         channels = x.shape[2:]
         bound = self.size**-0.5
 
@@ -65,7 +64,7 @@ class ShortConvolution(nn.Module):
 
 
 class Convolutions:
-    """The short convolutions of one call of a layer; `recent` gathers the inputs that its cache keeps."""
+    """The short convolutions of one call of a layer; `recent` collects the inputs for its cache."""
 
     def __init__(self, dimensions: Any, size: int, call: LayerCall, recent: Mapping[str, Any] | None):
         self._dimensions = dimensions
@@ -77,7 +76,7 @@ class Convolutions:
     def __call__(
         self, x: Float[Array, "B T ..."], *axes: str | None, name: str, use_bias: bool = False
     ) -> Float[Array, "B T ..."]:
-        """`ShortConvolution` of x, whose dimensions after the length have the logical names `axes`."""
+        """Applies `ShortConvolution` to x, whose dimensions after the length have the logical names `axes`."""
         module = ShortConvolution(self._dimensions, axes, self._size, use_bias, name=name)
         before = None if self._before is None else self._before[name]
         y, self.recent[name] = module(x, before, self._call.segment_ids, self._call.count)
@@ -85,19 +84,20 @@ class Convolutions:
 
 
 class ConvolvedLayer(StateLayer):
-    """A `StateLayer` whose mechanism has a `conv_size`, the number of tokens that its convolutions reach over.
+    """A `StateLayer` with short convolutions over `mechanism.conv_size` tokens.
 
-    A mechanism gives `init_state`, `convolved` and `convolved_attention`, and `output` if heads are not just merged.
+    A mechanism implements `init_state`, `convolved` and `convolved_attention`, and overrides `output` if it does more
+    than merge the heads.
     """
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
-        """The names of the convolutions, and the shapes of a token in each."""
+        """Returns the names of the convolutions, and the shape of a token in each."""
         raise NotImplementedError
 
     def convolved_attention(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], convolve: Convolutions
     ) -> StateAttention:
-        """`StateLayer.attention`; it calls convolve(array, *axes, name=...) once for each of the names."""
+        """`StateLayer.attention`; it must call convolve(array, *axes, name=...) once for each name."""
         raise NotImplementedError
 
     def init_cache(self, batch: int, length: int) -> StateCache:

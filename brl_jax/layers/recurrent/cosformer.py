@@ -25,15 +25,15 @@ class CosformerConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     max_length: int | None = None
-    """The distance at which a weight reaches 0, at least the length of the longest sequence. None for the length of
-    the rows, as in the authors' code; in generation it is the cache's. Rows of different lengths then weigh the same
-    distance differently, so a sequence is not the same alone as padded or packed in a longer row."""
+    """The distance at which a weight reaches 0, at least the length of the longest sequence. None uses the length of
+    the rows, as the authors' code does, and the cache's length in generation. Rows of different lengths then weigh the
+    same distance differently, so a sequence alone differs from the same sequence padded or packed in a longer row."""
     min_length: int = 1
-    """Where `max_length` is None: the distance at which a weight reaches 0 in shorter rows and caches. Training a
-    language model sets it to the length of its rows (`Mechanism.for_training`), so that generating a shorter text
-    weighs distances as training did."""
+    """If `max_length` is None, the distance at which a weight reaches 0 in shorter rows and caches. Training a language
+    model sets it to the length of its rows (`Mechanism.for_training`), so that generating a shorter text weighs
+    distances as in training."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(
@@ -41,7 +41,7 @@ class CosformerConfig(Mechanism):
         )
 
     def furthest(self, length: int) -> int:
-        """The distance at which a weight reaches 0, in rows or a cache of `length` tokens."""
+        """Returns the distance at which a weight reaches 0, in rows or a cache of `length` tokens."""
         return max(self.min_length, length) if self.max_length is None else self.max_length
 
     def for_training(self, length: int) -> CosformerConfig:
@@ -55,8 +55,8 @@ class CosformerCache(NamedTuple):
     """The decoding cache of `CosformerAttention`.
 
     Attributes:
-      state: of `cosformer_attention`.
-      num_tokens: () int32, how many tokens are in it.
+      state: `cosformer_attention`'s.
+      num_tokens: () int32, how many tokens the state has seen.
       max_length: () int32, the distance at which a weight reaches 0.
     """
 
@@ -66,7 +66,7 @@ class CosformerCache(NamedTuple):
 
 
 class CosformerAttention(StateLayer):
-    """`cosformer_attention`. Its weights depend on the tokens' distance, so there are no rotary positions."""
+    """`cosformer_attention`. Its weights already depend on distance, so it uses no rotary positions."""
 
     def init_cache(self, batch: int, length: int) -> CosformerCache:
         d, furthest = self.dimensions, self.mechanism.furthest(length)

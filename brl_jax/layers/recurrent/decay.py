@@ -1,4 +1,4 @@
-"""Decay that depends on the token, as recurrent layers parametrise it."""
+"""Token-dependent decay, as recurrent layers parametrise it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from brl_jax.layers.core.modules import parameter
 def step_decay(
     module: nn.Module, x: Float[Array, "B T N ..."], axes: tuple[str | None, ...], *, slowest: float = 0.01
 ) -> tuple[Float[Array, "B T N ..."], Float[Array, "B T N ..."]]:
-    """The logarithm of a decay, -exp(rate) steps, below 0, and steps = softplus(x + step_bias), float32 (Mamba-2,
+    """Returns log decays -exp(rate) steps, below 0, and steps = softplus(x + step_bias), in float32 (Mamba-2,
     arXiv:2405.21060).
 
     Call it inside a compact module, which gets the parameters `rate` (N,) and `step_bias` (N, ...). As in the published
-    networks, exp(rate) starts uniform between `slowest` and 16 and softplus(step_bias) between 0.001 and 0.1, uniform
-    in the logarithm.
+    networks, exp(rate) starts uniform between `slowest` and 16, and softplus(step_bias) log-uniform between 0.001 and
+    0.1.
 
     Args:
       axes: logical names of the dimensions of x after the length.

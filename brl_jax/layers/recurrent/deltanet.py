@@ -1,5 +1,5 @@
-"""DeltaNet as a layer: a state in which each token replaces part of the value stored under its key, behind short
-convolutions."""
+"""DeltaNet as a layer: short convolutions, then a state in which each token partly replaces the value stored under its
+key."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class DeltaNetConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     conv_size: int = 4
-    """Tokens that the convolutions of queries, keys and values reach over; 0 for none."""
+    """Width in tokens of the convolutions of queries, keys and values; 0 disables them."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "conv_size", least=0)
@@ -42,10 +42,10 @@ class DeltaNetConfig(Mechanism):
 
 
 class DeltaNet(ConvolvedLayer):
-    """`delta_rule` on SiLU of the convolved projections, as in the paper's section 3.3, with a norm of each head after
-    it. Queries and keys are divided by their l2 norms.
+    """`delta_rule` on SiLU of the convolved projections, as in the paper's section 3.3, followed by a norm of each
+    head. Queries and keys are divided by their l2 norms.
 
-    There are no rotary positions, because the recurrence itself depends on the order of the tokens.
+    It uses no rotary positions, because the recurrence already depends on the order of the tokens.
     """
 
     def init_state(self, batch: int, length: int) -> DeltaState:

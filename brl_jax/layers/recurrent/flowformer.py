@@ -23,7 +23,7 @@ class FlowformerConfig(Mechanism):
     linear_cost: ClassVar[bool] = True
 
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "chunk_size")

@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a layer: the delta rule on a state that decays, behind short convolutions."""
+"""Gated DeltaNet as a layer: short convolutions, then the delta rule on a decaying state."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class GatedDeltaNetConfig(Mechanism):
     any_head_dim: ClassVar[bool] = True
 
     num_key_heads: int | None = None
-    """Heads of the queries and of the keys; None for the network's key/value heads."""
+    """Heads of queries and keys; None for the network's key/value heads."""
     num_value_heads: int | None = None
-    """Heads of the values, each with a state and a decay of its own, a multiple of num_key_heads; None for the
-    network's query heads."""
+    """Heads of values, each with a separate state and decay; a multiple of num_key_heads. None for the network's query
+    heads."""
     key_dim: int | None = None
-    """Size of a head of queries and keys; None for the network's."""
+    """Width of a query or key head; None for the network's."""
     value_dim: int | None = None
-    """Size of a head of values; None for the network's."""
+    """Width of a value head; None for the network's."""
     conv_size: int = 4
-    """Tokens that the convolutions of queries, keys and values reach over."""
+    """Width in tokens of the convolutions of queries, keys and values."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         sizes = ("num_key_heads", "num_value_heads", "key_dim", "value_dim")
@@ -55,7 +55,7 @@ class GatedDeltaNetConfig(Mechanism):
             raise ValueError(f"num_value_heads must be a multiple of num_key_heads={keys}, got {values}")
 
     def sizes(self, dimensions: Dimensions) -> tuple[int, int, int, int]:
-        """Key heads, value heads, and the sizes of a key and of a value."""
+        """Returns key heads, value heads, and the widths of a key and of a value."""
         d = dimensions
         return (
             self.num_key_heads or d.num_kv_heads,
@@ -69,11 +69,11 @@ class GatedDeltaNetConfig(Mechanism):
 
 
 class GatedDeltaNet(ConvolvedLayer):
-    """`gated_delta_rule` on convolved projections, with a gated norm of each head after it.
+    """`gated_delta_rule` on convolved projections, followed by a gated norm of each head.
 
-    beta = sigmoid(x W_b) and the logarithm of the decay is -exp(rate) softplus(x W_a + step_bias), for each value head.
-    Queries and keys are normalised, and the queries divided by sqrt(key_dim). Value heads share a key head in runs
-    of num_value_heads / num_key_heads. There are no rotary positions: the recurrence itself depends on the order.
+    For each value head, beta = sigmoid(x W_b) and the log decay is -exp(rate) softplus(x W_a + step_bias). Queries and
+    keys are normalised, and queries divided by sqrt(key_dim). Consecutive groups of num_value_heads / num_key_heads
+    value heads share a key head. It uses no rotary positions: the recurrence already depends on the order.
     """
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
@@ -122,6 +122,6 @@ class GatedDeltaNet(ConvolvedLayer):
 
 
 def unit(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
-    """x divided by its l2 norm over the last axis, in float32; a vector of zeros stays zero."""
+    """Returns x divided by its l2 norm over the last axis, computed in float32; a zero vector stays zero."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -28,8 +28,8 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 class GauConfig(Mechanism):
     """Gated attention unit with quadratic attention (Hua et al. 2022, section 3.1).
 
-    It has one head, and replaces both the attention and the feed-forward network of a block: num_heads and d_ff have no
-    effect on it.
+    It has one head and replaces both the attention and the feed-forward network of a block, so num_heads and d_ff have
+    no effect.
     """
 
     packs: ClassVar[bool] = True
@@ -40,12 +40,14 @@ class GauConfig(Mechanism):
     key_dim: int = 128
     """Features of queries and keys."""
     chunk_size: int = 128
-    """Queries computed at once; changes time and memory, not results."""
+    """Queries processed at a time; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "expansion", "key_dim", "chunk_size")
         if self.key_dim % 2:
-            raise ValueError(f"key_dim must be even, for its pairs are rotated, got {self.key_dim}")
+            raise ValueError(
+                f"key_dim must be even, because its features are rotated in pairs, got {self.key_dim}"
+            )
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return GatedAttention(self, dimensions, **kwargs)
@@ -57,11 +59,11 @@ class FlashConfig(GauConfig):
     2022, section 3.2)."""
 
     linear_cost: ClassVar[bool] = True
-    # Chunks would cut a packed sequence at other places than the same sequence alone.
+    # Chunks would cut a packed sequence elsewhere than the same sequence alone.
     packs: ClassVar[bool] = False
 
     chunk_size: int = 256
-    """Tokens of a chunk; changes results."""
+    """Tokens in a chunk; changes results."""
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
         return FlashAttention(self, dimensions, **kwargs)
@@ -70,10 +72,10 @@ class FlashConfig(GauConfig):
 class GatedAttention(StateLayer):
     """out = (U * attention(Z, Z, V)) W, with U, V = silu(x W_u), silu(x W_v) and Z = silu(x W_z).
 
-    Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias` of the same base
-    (10,000 in a network without rotary positions). Their initial values give useful attention from the start: the bias
-    is 1/2 between a token and itself and decreases with the distance, and the factors of Z are 1 / sqrt(key_dim). Drawn
-    from N(0, 0.02^2), as in the authors' code, they would make all attention weights start below 1e-4, because the
+    Queries and keys are affine maps of Z, channel by channel, then rotated; the bias is a `RotaryBias` with the same
+    base (10,000 in a network without rotary positions). The initial values give useful attention from the start: the
+    bias is 1/2 between a token and itself and decreases with distance, and the factors of Z are 1 / sqrt(key_dim).
+    Drawn from N(0, 0.02^2), as in the authors' code, they would start all attention weights below 1e-4, because the
     squared ReLU squares small scores.
     """
 
@@ -85,7 +87,7 @@ class GatedAttention(StateLayer):
         return self.around(gau_attention, x, self.affine_maps(x, positions, 2))
 
     def affine_maps(self, x: Float[Array, "B T D"], positions: Any, count: int) -> list[Array]:
-        """`count` maps of Z, each (B, T, 1, key_dim)."""
+        """Returns `count` maps of Z, each (B, T, 1, key_dim)."""
         d, size = self.dimensions, self.mechanism.key_dim
         z = jax.nn.silu(dense(d, size, ("embed", "head_dim"), name="shared")(x))
         small, zeros = nn.initializers.constant(size**-0.5), nn.initializers.zeros_init()
@@ -95,7 +97,7 @@ class GatedAttention(StateLayer):
         return maps if d.rope_theta is None else [rotate(y, positions, d.rope_theta) for y in maps]
 
     def around(self, function: Any, x: Float[Array, "B T D"], maps: list[Array]) -> StateAttention:
-        """`function` of the maps, with this layer's bias and values."""
+        """Returns `function` of the maps, with this layer's bias and values."""
         m, d = self.mechanism, self.dimensions
         value = self.widened(x, "value")[:, :, None]
         half = nn.initializers.constant((2 * m.key_dim) ** -0.5)
@@ -112,13 +114,13 @@ class GatedAttention(StateLayer):
         return out(self.widened(x, "gate") * attended[:, :, 0])
 
     def widened(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T V"]:
-        """U or V of the formula above."""
+        """Returns U or V of the formula above."""
         d = self.dimensions
         return jax.nn.silu(dense(d, self.mechanism.expansion * d.d_model, ("embed", "mlp"), name=name)(x))
 
 
 class FlashAttention(GatedAttention):
-    """`GatedAttention` with `mixed_chunk_attention`: the queries and keys of both its parts are maps of one Z."""
+    """`GatedAttention` with `mixed_chunk_attention`; queries and keys of both parts are maps of the same Z."""
 
     def init_state(self, batch: int, length: int) -> MixedChunkState:
         m, d = self.mechanism, self.dimensions

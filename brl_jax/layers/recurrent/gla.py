@@ -1,4 +1,4 @@
-"""Gated linear attention as a layer: a state in which each feature of the keys decays by a factor of its own."""
+"""Gated linear attention as a layer: each feature of the keys has its own decay in the state."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class GLAConfig(Mechanism):
     key_dim: int | None = None
     """Features of a head's queries and keys; None for half the head dimension."""
     gate_rank: int = 16
-    """Rank of the map from a token to its decays."""
+    """Rank of the map from tokens to decays."""
     temperature: float = 16.0
-    """The root of the sigmoid that is the decay [tau]; the larger, the slower the decay."""
+    """Decays are the tau-th root of a sigmoid [tau]; larger values decay more slowly."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "gate_rank", "chunk_size")
@@ -50,8 +50,8 @@ class GLAConfig(Mechanism):
 class GLA(StateLayer):
     """out = (swish(X W_r) * norm(attention(X))) W_O, with a norm of each head (section 4.4).
 
-    The decays are sigmoid(x W_1 W_2 + b)^(1/tau) with W_1 of low rank. There are no rotary positions, because decay and
-    recurrence depend on the order of the tokens.
+    The decays are sigmoid(x W_1 W_2 + b)^(1/tau) with W_1 of low rank. It uses no rotary positions, because decay and
+    recurrence already depend on the order of the tokens.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention as a layer: the delta rule on a state whose rows decay each by itself."""
+"""Kimi Delta Attention as a layer: the delta rule on a state in which each row has its own decay."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class KDAConfig(Mechanism):
     any_head_dim: ClassVar[bool] = True
 
     conv_size: int = 4
-    """Tokens that the convolutions of queries, keys and values reach over."""
+    """Width in tokens of the convolutions of queries, keys and values."""
     gate_rank: int | None = None
-    """Width between the two matrices of the decay and of the output gate; None for the size of a head."""
-    # With chunks of 64, XLA's compiler for TPUs aborts where a mesh cuts sequences.
+    """Inner width of the low-rank maps to the decay and to the output gate; None for the width of a head."""
+    # With chunks of 64, XLA's compiler for TPUs aborts when a mesh shards sequences.
     chunk_size: int = 128
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "conv_size", "chunk_size")
@@ -48,12 +48,11 @@ class KDAConfig(Mechanism):
 
 
 class KimiDeltaAttention(ConvolvedLayer):
-    """`kimi_delta_rule` on convolved projections, with a gated norm of each head after it (section 4 of the paper).
+    """`kimi_delta_rule` on convolved projections, followed by a gated norm of each head (section 4 of the paper).
 
-    beta = sigmoid(x W_b) for each key head, and the logarithm of the decay is -exp(rate) softplus(x W_1 W_2 +
-    step_bias) for each feature of its keys. Queries and keys are normalised, and the queries divided by
-    sqrt(head_dim). The output gate is sigmoid(x W_3 W_4). There are no rotary positions: the recurrence itself depends
-    on the order.
+    beta = sigmoid(x W_b) for each key head, and the log decay is -exp(rate) softplus(x W_1 W_2 + step_bias) for each
+    feature of its keys. Queries and keys are normalised, and queries divided by sqrt(head_dim). The output gate is
+    sigmoid(x W_3 W_4). It uses no rotary positions: the recurrence already depends on the order.
     """
 
     def convolved(self) -> dict[str, tuple[int, ...]]:
@@ -100,7 +99,7 @@ class KimiDeltaAttention(ConvolvedLayer):
     def low_rank(
         self, x: Float[Array, "B T D"], name: str, heads: int, axis: str, *, use_bias: bool
     ) -> Float[Array, "B T heads H"]:
-        """x times two matrices, of which the second gives `heads` heads and may have a bias."""
+        """Returns x times two matrices; the second has `heads` heads of outputs and an optional bias."""
         d = self.dimensions
         rank = self.mechanism.gate_rank or d.head_dim
         inner = dense(d, rank, ("embed", "projected"), name=f"{name}_down", use_bias=False)(x)

@@ -24,11 +24,11 @@ class LinearConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     normalize: bool = True
-    """Divide by the sum of the weights."""
+    """Whether to divide by the sum of the weights."""
     feature_map: FeatureMap = "elu+1"
     """Feature map [phi] of the queries and keys."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_choice("feature_map", self.feature_map, get_args(FeatureMap))
@@ -39,7 +39,7 @@ class LinearConfig(Mechanism):
 
 
 class LinearAttention(StateLayer):
-    """`linear_attention`. Rotary positions rotate the features, so that the weights depend on distances only."""
+    """`linear_attention`. Rotary positions rotate the features, so that weights depend on distances only."""
 
     def init_state(self, batch: int, length: int) -> LinearState:
         d = self.dimensions

@@ -33,18 +33,18 @@ from brl_jax.layers.core.protocol import CacheOwner, Dimensions, LayerCall, Mech
 class LunaConfig(Mechanism):
     """Attention through a few packed tokens (Luna, arXiv:2106.01540).
 
-    In an encoder the packed tokens read the tokens, the tokens read them, and they go on to the next layer. In a
-    decoder every layer has the same learned ones (section 3.3)."""
+    In an encoder the packed tokens read the tokens, the tokens read them, and the packed tokens continue to the next
+    layer. In a decoder every layer uses the same learned packed tokens (section 3.3)."""
 
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
-    # The packed tokens of an encoder read its whole row.
+    # An encoder's packed tokens read the whole row.
     packs_bidirectional: ClassVar[bool] = False
 
     num_packed: int = 16
     """Packed tokens [l]."""
     chunk_size: int = 64
-    """Tokens of a chunk in a decoder; changes time and memory, not results."""
+    """Tokens in a chunk of a decoder; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "num_packed", "chunk_size")
@@ -57,13 +57,13 @@ class LunaConfig(Mechanism):
 
 
 class LunaCarrierCache(NamedTuple):
-    """How many tokens there have been: () int32. The packed tokens of a decoder do not depend on them."""
+    """Number of tokens so far, () int32. A decoder's packed tokens do not depend on them."""
 
     num_tokens: Int[Array, ""]
 
 
 class LunaCarrier(CacheOwner):
-    """Owns the packed tokens' learned start, (B, M, D); see `Mechanism.carrier` for the calls."""
+    """Owns the packed tokens' learned initial values (B, M, D); see `Mechanism.carrier` for the calls."""
 
     def init_cache(self, batch: int, length: int) -> LunaCarrierCache:
         return LunaCarrierCache(jnp.zeros((), jnp.int32))
@@ -82,8 +82,8 @@ class LunaCarrier(CacheOwner):
 
 
 class LunaAttention(MechanismLayer):
-    """See `brl_jax.layers.core.protocol` for the call, whose carry are the packed tokens, and `luna_attention` for the
-    mathematics. Where positions are rotary, packed tokens stand evenly spread over an encoder's sequence."""
+    """See `brl_jax.layers.core.protocol` for the call, whose carry is the packed tokens, and `luna_attention` for the
+    mathematics. Rotary positions spread the packed tokens evenly over an encoder's sequence."""
 
     mechanism: LunaConfig
     dimensions: Dimensions
@@ -103,7 +103,7 @@ class LunaAttention(MechanismLayer):
     def _causal(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Any]:
         d, cache = self.dimensions, call.cache
         query, key, value = project_qkv(d, x, None)
-        # The rows of a batch have the same packed tokens.
+        # All rows of the batch have the same packed tokens.
         axes = ("embed", "kv_heads", "head_dim")
         packed = dense(d, (d.num_kv_heads, d.head_dim), axes, name="pack_query")(call.carry[:1])[0]
         packed = scale_scores(packed, d.head_score_factor)
@@ -127,7 +127,7 @@ class LunaAttention(MechanismLayer):
         return merge_heads(d, out), StateCache(state, call.start + call.num_new(x.shape[1]))
 
     def _bidirectional(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Array]:
-        """Eqs. 4 to 8: the tokens' outputs and the next packed tokens."""
+        """Eqs. 4 to 8: returns the tokens' outputs and the next packed tokens."""
         d, packed = self.dimensions, call.carry
         count, length = packed.shape[1], x.shape[1]
         places = spread(count, length, call.lengths)

@@ -1,4 +1,4 @@
-"""Mamba-2's layer: a state space model whose state decays by one factor a head and token."""
+"""Mamba-2's layer: a state space model whose state decays by one factor for each head and token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from brl_jax.attention.core.checks import check_at_least
 from brl_jax.attention.recurrent.linear import LinearState, init_linear_state, linear_attention
-from brl_jax.layers.core.modules import dense, merge_heads, merged_norm, parameter
+from brl_jax.layers.core.modules import dense, merge_heads, parameter
 from brl_jax.layers.core.protocol import Dimensions, Mechanism, Residual
 from brl_jax.layers.recurrent.convolved_layer import Convolutions, ConvolvedLayer
 from brl_jax.layers.recurrent.decay import step_decay
@@ -23,7 +23,7 @@ from brl_jax.layers.recurrent.state_layer import StateAttention
 class Mamba2Config(Mechanism):
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 
-    A layer is its own feed-forward network: d_ff has no effect on it. It has `expansion` times the network's heads."""
+    A layer includes its feed-forward network, so d_ff has no effect. It has `expansion` times the network's heads."""
 
     bidirectional: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
@@ -33,14 +33,14 @@ class Mamba2Config(Mechanism):
     expansion: int = 2
     """Width inside the layer, as a multiple of the model's width."""
     state_size: int = 128
-    """Features of B and C [N]: the queries and keys of linear attention."""
+    """Features of B and C [N], the queries and keys of linear attention."""
     num_groups: int = 1
-    """How many B and C there are; the heads are divided among them."""
+    """Number of distinct B and C, each shared by a group of heads."""
     conv_size: int = 4
-    """Tokens that the short convolutions reach over."""
+    """Width in tokens of the short convolutions."""
     # Chunks of 64 would keep twice as many of its wide states for the backward pass.
     chunk_size: int = 128
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "expansion", "state_size", "num_groups", "conv_size", "chunk_size")
@@ -58,14 +58,14 @@ class Mamba2Config(Mechanism):
 class Mamba2(ConvolvedLayer):
     """y = SSD(x, B, C) + D x, then norm(y * swish(z)) W (section 7.1 and figure 6).
 
-    x, B and C are projections that go through short convolutions and SiLU. With dt = softplus(...) of each head and
-    token, the state decays by exp(-exp(rate) dt), B is its key, dt x its value and C its query. The norm is over all
-    heads together.
+    x, B and C are projections followed by short convolutions and SiLU. With dt = softplus(...) for each head and token,
+    the state decays by exp(-exp(rate) dt); B is its key, dt x its value and C its query. The norm is over the heads
+    of a group together, as in the published weights.
     """
 
     @property
     def num_heads(self) -> int:
-        """Heads of x; each has the network's head dimension."""
+        """Heads of x, each of the network's head dimension."""
         return self.mechanism.expansion * self.dimensions.num_heads
 
     def init_state(self, batch: int, length: int) -> LinearState:
@@ -112,8 +112,13 @@ class Mamba2(ConvolvedLayer):
         return StateAttention(attend, inner)
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        d = self.dimensions
         gated = attended * jax.nn.silu(self._project(x, "gate"))
-        return merge_heads(self.dimensions, merged_norm(self.dimensions, "rms", name="merged_norm")(gated))
+        groups = gated.reshape(*x.shape[:2], self.mechanism.num_groups, -1, d.head_dim)
+        norm = nn.RMSNorm(d.norm_epsilon, d.dtype, use_scale=False, reduction_axes=(-2, -1))
+        sizes = (self.num_heads, d.head_dim)
+        scale = parameter(self, "norm_scale", nn.initializers.ones_init(), sizes, ("heads", "head_dim"))
+        return merge_heads(d, norm(groups).reshape(gated.shape) * scale.astype(d.dtype)[None, None])
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
         sizes = (self.num_heads, self.dimensions.head_dim)

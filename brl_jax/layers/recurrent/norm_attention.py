@@ -19,8 +19,8 @@ from brl_jax.layers.recurrent.state_layer import StateAttention, StateLayer
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig(Mechanism):
-    """Linear attention with a norm over the merged heads in place of the denominator (TransNormer,
-    arXiv:2210.10340, eq. 14)."""
+    """Linear attention with a norm over the merged heads instead of the denominator (TransNormer, arXiv:2210.10340,
+    eq. 14)."""
 
     linear_cost: ClassVar[bool] = True
     packs: ClassVar[bool] = True
@@ -30,7 +30,7 @@ class NormConfig(Mechanism):
     norm: Norm = "rms"
     """The norm over the merged heads."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_choice("feature_map", self.feature_map, get_args(FeatureMap))

@@ -34,12 +34,12 @@ class PerformerConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     num_features: int | None = None
-    """Random features of a head; None for head_dim ln(head_dim), rounded."""
+    """Random features for each head; None for head_dim ln(head_dim), rounded."""
     seed: int = 0
-    """Seed of the random features, which are the same for all heads and layers, in training and in generation. A call
-    of the network with a key "projection" among its rngs draws other features from that key, in each layer its own."""
+    """Seed of the random features, which all heads and layers share, in training and in generation. If the network is
+    called with a key "projection" among its rngs, each layer draws other features from that key."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         if self.num_features is not None and self.num_features < 1:
@@ -47,7 +47,7 @@ class PerformerConfig(Mechanism):
         check_at_least(self, "chunk_size")
 
     def features(self, head_dim: int) -> int:
-        """Random features of a head of this size."""
+        """Returns the number of random features of a head of this size."""
         if self.num_features is None:
             return max(1, round(head_dim * math.log(head_dim)))
         return self.num_features
@@ -78,10 +78,10 @@ class PerformerAttention(StateLayer):
 
 
 def _constant_projection(seed: int, num_features: int, head_dim: int) -> Float[Array, "F H"]:
-    """A projection drawn while tracing: a constant of the program, not work of each of its runs.
+    """Draws a projection while tracing, so that it is a constant of the program instead of work in each run.
 
-    It is drawn in a thread of its own, which no mesh surrounds: the devices of the mesh in use may be those of a
-    described topology, on which nothing runs.
+    A separate thread draws it, outside any mesh: the active mesh may describe a topology whose devices do not exist
+    here, so nothing can run on it.
     """
 
     def draw() -> np.ndarray:

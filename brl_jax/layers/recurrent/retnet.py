@@ -29,7 +29,7 @@ class RetNetConfig(Mechanism):
     expansion: int = 2
     """Width of values and gates, as a multiple of the model's width."""
     chunk_size: int = 64
-    """Tokens of a chunk; changes time and memory, not results."""
+    """Tokens in a chunk; changes time and memory, not results."""
 
     def __post_init__(self):
         check_at_least(self, "expansion", "chunk_size")
@@ -41,8 +41,8 @@ class RetNetConfig(Mechanism):
 class RetNet(StateLayer):
     """out = (swish(X W_G) * norm(retention(X))) W_O (eq. 8), with a norm of each head.
 
-    The state of key head h decays by 1 - 2^(-5 - h) from token to token, and queries and keys are rotated to their
-    positions (eq. 5). Keys are divided by the root of their size, as in the authors' code.
+    The state of key head h decays by 1 - 2^(-5 - h) from token to token, and queries and keys are rotated by their
+    positions (eq. 5). Keys are divided by the square root of their size, as in the authors' code.
     """
 
     def init_state(self, batch: int, length: int) -> LinearState:

@@ -1,4 +1,4 @@
-"""The common part of the layers around recurrent attention functions: their call and their decoding cache."""
+"""The base of layers around recurrent attention functions: their call and their decoding cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from brl_jax.layers.core.protocol import LayerCall, MechanismLayer
 
 
 class StateAttention(NamedTuple):
-    """An attention function whose queries and keys are given.
+    """An attention function with fixed queries and keys.
 
     Attributes:
-      function: function(value, **options) is the attention, where the options are those that `StateLayer.attend` gives.
+      function: function(value, **options) computes the attention; `StateLayer.attend` gives the options.
       value: (B, T, K, V).
-      linear_part: a function like it that is linear in the values, from which the attention matrix is computed; None
-        if `function` itself is.
+      linear_part: a similar function that is linear in the values, for computing the attention matrix; None if
+        `function` itself is linear.
     """
 
     function: Callable[..., Any]
@@ -32,20 +32,20 @@ class StateAttention(NamedTuple):
 class StateLayer(MechanismLayer):
     """A layer whose cache is the state of its attention function; see `brl_jax.layers.core.protocol` for the call.
 
-    A mechanism gives `init_state` and `attention`, and `output` if heads are not just merged. Both methods run inside a
-    compact call, so they may create parameters.
+    A mechanism implements `init_state` and `attention`, and overrides `output` if it does more than merge the heads.
+    `attention` and `output` run inside a compact call, so they may create parameters.
     """
 
     def init_state(self, batch: int, length: int) -> Any:
-        """The attention function's state before the first of up to `length` tokens."""
+        """Returns the attention function's state before the first of up to `length` tokens."""
         raise NotImplementedError
 
     def attention(self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]) -> StateAttention:
-        """The attention function and its values for these tokens."""
+        """Returns the attention function and its values for these tokens."""
         raise NotImplementedError
 
     def output(self, x: Float[Array, "B T D"], attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
-        """The layer's output."""
+        """Returns the layer's output."""
         return merge_heads(self.dimensions, attended)
 
     def init_cache(self, batch: int, length: int) -> Any:  # a `StateCache`
@@ -61,7 +61,7 @@ class StateLayer(MechanismLayer):
     def attend(
         self, attention: StateAttention, call: LayerCall, state: Any
     ) -> tuple[Float[Array, "B T N V"], Any]:
-        """What the tokens of a call attend to, and the state after them; None is that of training."""
+        """Computes a call's attention and the state after its tokens; the state is None in training."""
         d, (function, value, linear_part) = self.dimensions, attention
         options: dict[str, Any] = {"implementation": d.implementation}
         if self.mechanism.bidirectional:
@@ -72,7 +72,7 @@ class StateLayer(MechanismLayer):
             options["key_value_seq_lengths"] = None if d.is_causal else call.lengths
             sow_weights(self, functools.partial(linear_part or function, **options), value)
             return function(value, **options), None
-        # New tokens that do not exist are padding, which leaves no trace in a state.
+        # Invalid new tokens are padding, which a state ignores.
         if call.count is not None:
             options["key_value_seq_lengths"] = jnp.full((value.shape[0],), call.count, jnp.int32)
         return function(value, state=state, return_state=True, **options)

@@ -26,15 +26,15 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 class InformerConfig(Mechanism):
     """Softmax attention for the few queries that differ most from uniform attention (Informer, arXiv:2012.07436).
 
-    The cost is linear but for factors of the length's logarithm."""
+    The cost is linear up to factors of the logarithm of the length."""
 
     linear_cost: ClassVar[bool] = True
 
     factor: int = 5
-    """A query samples this number times ceil(ln length) keys, and as many queries attend."""
+    """Each query samples this number times ceil(ln length) keys, and the same number of queries attend."""
     seed: int = 0
-    """Seed of the samples. Where the network is called with deterministic=False and a key "sample" among its rngs, as
-    in training, each layer draws its samples from that key."""
+    """Seed of the samples. If the network is called with deterministic=False and has a key "sample" among its rngs, as
+    in training, each layer draws its samples from that key instead."""
 
     def __post_init__(self):
         check_at_least(self, "factor")

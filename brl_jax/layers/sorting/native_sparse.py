@@ -34,9 +34,9 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class NativeSparseConfig(Mechanism):
-    """Compressed blocks, the blocks that they choose, and a window (Native Sparse Attention, arXiv:2502.11089).
+    """Compressed blocks, whole blocks that they select, and a window (Native Sparse Attention, arXiv:2502.11089).
 
-    Decoders only. The time for compressed blocks grows with length^2 / stride, and generation keeps all tokens."""
+    For decoders only. The time for compressed blocks grows with length^2 / stride, and generation keeps all tokens."""
 
     bidirectional: ClassVar[bool] = False
     packs: ClassVar[bool] = True
@@ -44,13 +44,13 @@ class NativeSparseConfig(Mechanism):
     window: int = 512
     """Width of the window [w]: a token and those before it."""
     compressed_size: int = 32
-    """Tokens of a compressed block [l]."""
+    """Tokens in a compressed block [l]."""
     stride: int = 16
-    """Tokens from the start of a compressed block to that of the next [d]."""
+    """Tokens from the start of one compressed block to the start of the next [d]."""
     selected_size: int = 64
-    """Tokens of a block that is chosen as a whole [l']."""
+    """Tokens in a block that is selected as a whole [l']."""
     num_selected: int = 16
-    """Blocks that each token reads [n]: its own, the one before it, the first, and the best of the others."""
+    """Blocks that each token reads [n]: its own, the one before it, the first one, and the best of the others."""
 
     def __post_init__(self):
         check_at_least(self, "window", "compressed_size", "stride", "selected_size", "num_selected")
@@ -62,7 +62,7 @@ class NativeSparseConfig(Mechanism):
 
     @property
     def sizes(self) -> BlockSizes:
-        """The sizes as the function takes them."""
+        """The sizes in the form that the function takes."""
         return BlockSizes(self.compressed_size, self.stride, self.selected_size, self.num_selected)
 
     def layer(self, dimensions: Dimensions, **kwargs: Any) -> nn.Module:
@@ -73,10 +73,10 @@ class NativeSparseCache(NamedTuple):
     """A decoding cache.
 
     Attributes:
-      tokens: keys and values of all tokens, of which blocks are chosen.
-      window: those of the window.
-      recent: keys and values to be compressed, of the last compressed_size tokens; the newest come last.
-      compressed: one key and value of each compressed block so far, with room for later ones.
+      tokens: keys and values of all tokens, from which blocks are selected.
+      window: keys and values of the window.
+      recent: keys and values of the last compressed_size tokens, to be compressed; newest last.
+      compressed: one key and value for each compressed block so far, with capacity for later ones.
     """
 
     tokens: KeyValueCache
@@ -86,15 +86,16 @@ class NativeSparseCache(NamedTuple):
 
     @property
     def num_tokens(self) -> Any:
-        """() int32, how many tokens there have been."""
+        """The number of tokens so far, () int32."""
         return self.tokens.num_tokens
 
 
 class NativeSparseAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `native_sparse_attention` for the mathematics.
 
-    Each of the three branches has keys and values of its own. A block is compressed by a network of one hidden layer
-    over its tokens with learned places in the block (eq. 7), alike for all heads; its key stands where it begins.
+    Each of the three branches has separate keys and values. A network with one hidden layer compresses a block, given
+    its tokens and learned positions inside the block (eq. 7); all heads share it. A block's key has the position of its
+    first token.
     """
 
     mechanism: NativeSparseConfig
@@ -156,7 +157,7 @@ class NativeSparseAttention(MechanismLayer):
                 window_key=window.key, window_value=window_value, **options,
             )  # fmt: skip
 
-        # One matrix for the three branches: as if they had the same values, and blocks were compressed to their means.
+        # The three branches have one matrix together, as if they shared values and compressed blocks to their means.
         blocks_of = functools.partial(compression_blocks, sizes=m.sizes, segment_ids=call.segment_ids)
         sow_weights(self, lambda value: attend(value, blocks_of(value).mean(2), value), tokens.value)
         out = attend(tokens.value, compressed.value, window.value)
@@ -167,7 +168,7 @@ class NativeSparseAttention(MechanismLayer):
         return x if theta is None else rotate(x, positions, theta)
 
     def _compress(self, blocks: Tokens, positions: Any) -> Tokens:
-        """One key and value (B, C, K, H) for each block of tokens (B, C, L, K, H), whose first tokens stand at
+        """Returns one key and value (B, C, K, H) for each block of tokens (B, C, L, K, H), whose first tokens are at
         positions (B or 1, C)."""
         d = self.dimensions
 
@@ -185,7 +186,7 @@ class NativeSparseAttention(MechanismLayer):
         return Tokens(self._turn(key, positions), value)
 
     def _step(self, query, tokens, window, raw, gates, call: LayerCall):
-        """The branches' mixed outputs for new tokens, and the new cache."""
+        """Returns the branches' mixed outputs for new tokens, and the new cache."""
         d, m = self.dimensions, self.mechanism
         cache, start, length = call.cache, call.start, query.shape[1]
         count = call.num_new(length)
@@ -227,8 +228,8 @@ class NativeSparseAttention(MechanismLayer):
         return out, NativeSparseCache(kept, new, Tokens(*recent), compressed)
 
     def _append_blocks(self, compressed: Tokens, raw: Tokens, call: LayerCall, length: int) -> Tokens:
-        """The compressed blocks with those that `length` new tokens complete; `raw` are the last compressed_size tokens
-        before them, and they."""
+        """Returns the compressed blocks with those that `length` new tokens complete. `raw` holds the compressed_size
+        tokens before the new ones, then the new ones."""
         m, start = self.mechanism, call.start
         size, room = m.compressed_size, compressed.key.shape[1]
         first = jnp.maximum((start - size + m.stride) // m.stride, 0)

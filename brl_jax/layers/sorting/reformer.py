@@ -1,4 +1,4 @@
-"""Reformer's attention among tokens with the same hash as a layer; its cache has all tokens and their hashes."""
+"""Reformer's attention among tokens with the same hash, as a layer; its cache has all tokens and their hashes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class ReformerConfig(Mechanism):
-    """Softmax attention among the tokens that a random hash puts into one bucket (Reformer, arXiv:2001.04451).
+    """Softmax attention among the tokens that a random hash puts into the same bucket (Reformer, arXiv:2001.04451).
 
-    The cost is linear but for a factor of the length's logarithm; generation keeps all tokens. Queries are keys too.
-    The paper's reversible residual connections, which save memory, are the option `reversible` of the network."""
+    The cost is linear up to a factor of the logarithm of the length; generation keeps all tokens. Queries and keys are
+    the same. The paper's reversible residual connections, which save memory, are the network's option `reversible`."""
 
     linear_cost: ClassVar[bool] = True
 
     num_rounds: int = 4
     """Rounds of hashing."""
     num_buckets: int = 32
-    """Buckets of a round, an even number; the paper's are 2 length / chunk_size."""
+    """Buckets in a round, an even number; the paper uses 2 length / chunk_size."""
     chunk_size: int = 64
-    """Tokens of a chunk. A token sees those of its bucket in its own chunk and in the one before it."""
+    """Tokens in a chunk. A token sees the tokens of its bucket in its chunk and in the one before it."""
     seed: int = 0
-    """Seed of the random directions. Where the network is called with deterministic=False and a key "sample" among its
-    rngs, as in training, each layer draws its directions from that key."""
+    """Seed of the random directions. If the network is called with deterministic=False and has a key "sample" among its
+    rngs, as in training, each layer draws its directions from that key instead."""
 
     def __post_init__(self):
         check_at_least(self, "num_rounds", "chunk_size")
@@ -64,7 +64,7 @@ class ReformerCache(NamedTuple):
 class ReformerAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `lsh_attention` for the mathematics.
 
-    Scores are products with keys of length 1, so that muP's factor for wider heads has nothing to do."""
+    Keys have length 1, so muP's factor for wider heads does not apply."""
 
     mechanism: ReformerConfig
     dimensions: Dimensions

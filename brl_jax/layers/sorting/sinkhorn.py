@@ -1,4 +1,4 @@
-"""Sparse Sinkhorn attention as a layer: the sorting network, and a cache with all tokens and the blocks' logits."""
+"""Sparse Sinkhorn attention as a layer, with its sorting network and a cache of all tokens and the blocks' logits."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class SinkhornConfig(Mechanism):
-    """Attention to the own block and to a learned mixture of blocks (Sparse Sinkhorn Attention, arXiv:2002.11296).
+    """Attention to a token's own block and to a learned mixture of blocks (Sparse Sinkhorn Attention,
+    arXiv:2002.11296).
 
-    Time grows with length^2 / block_size for mixing the blocks, and generation keeps all tokens."""
+    Mixing the blocks takes time that grows with length^2 / block_size, and generation keeps all tokens."""
 
     block_size: int = 64
-    """Tokens of a block."""
+    """Tokens in a block."""
     max_length: int = 4096
-    """Longest sequence; the sorting network has an output for each of its blocks."""
+    """Length of the longest sequence; the sorting network has an output for each of its blocks."""
     iterations: int = 8
-    """How many times Sinkhorn's normalisation divides rows and columns by their sums."""
+    """How often Sinkhorn's normalisation divides rows and columns by their sums."""
     temperature: float = 0.75
-    """Divides the logits of the sorting; smaller ones come nearer to a permutation. Where the network is called with
-    deterministic=False and a key "sample" among its rngs, as in training, Gumbel noise is added before."""
+    """Divides the sorting logits; smaller values come closer to a permutation. If the network is called with
+    deterministic=False and has a key "sample" among its rngs, as in training, Gumbel noise is added first."""
 
     def __post_init__(self):
         check_at_least(self, "block_size", "max_length", "iterations")
@@ -43,10 +44,10 @@ class SinkhornConfig(Mechanism):
         return SinkhornAttention(self, dimensions, **kwargs)
 
     def blocks(self, length: int) -> int:
-        """How many blocks `length` tokens have.
+        """Returns how many blocks `length` tokens have.
 
         Raises:
-          ValueError: more than there are outputs for.
+          ValueError: `length` is above max_length.
         """
         require(
             length <= self.max_length,
@@ -77,7 +78,7 @@ class SinkhornCache(NamedTuple):
 class SinkhornAttention(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `sinkhorn_attention` for the mathematics.
 
-    The logits of the sorting are relu(W_B relu(W_P s + b_P) + b_B) for the sum s of a block's inputs, in float32; in a
+    The sorting logits are relu(W_B relu(W_P s + b_P) + b_B) in float32, where s is the sum of a block's inputs. In a
     decoder s is the sum of all inputs up to the block's first.
     """
 
@@ -87,7 +88,7 @@ class SinkhornAttention(MechanismLayer):
     def init_cache(self, batch: int, length: int) -> SinkhornCache:
         d = self.dimensions
         count = self.mechanism.blocks(length)
-        # Whole blocks, into which `sinkhorn_step` can cut them in place.
+        # Whole blocks, so that `sinkhorn_step` can cut them in place.
         shape = (batch, count * self.mechanism.block_size, d.num_kv_heads, d.head_dim)
         return SinkhornCache(
             KeyValueCache.empty(shape, shape, d.dtype),
@@ -126,7 +127,7 @@ class SinkhornAttention(MechanismLayer):
         return merge_heads(d, attend(value)), None
 
     def _sums(self, x: Float[Array, "B T D"]) -> Float[Array, "B C D"]:
-        """The sum of each block's inputs; in a decoder, of all inputs up to its first."""
+        """Returns the sum of each block's inputs; in a decoder, of all inputs up to its first."""
         batch, length, width = x.shape
         count, size = self.mechanism.blocks(length), self.mechanism.block_size
         x = x.astype(jnp.float32)
@@ -137,9 +138,9 @@ class SinkhornAttention(MechanismLayer):
         return lax.associative_scan(jnp.add, before, axis=1) + blocks[:, :, 0]
 
     def _sort_network(self, sums: Float[Array, "B R D"], count: int) -> Float[Array, "B R K C"]:
-        """The logits of rows for the first `count` blocks."""
+        """Returns the logits of rows for the first `count` blocks."""
         d, m = self.dimensions, self.mechanism
-        # The exponential of the logits would enlarge the rounding of bfloat16, and sums are large.
+        # The sums are large, and the exponential of the logits would amplify bfloat16's rounding.
         exact = dataclasses.replace(d, dtype=jnp.float32, use_bias=True)
         hidden = jax.nn.relu(dense(exact, d.d_model, ("embed", "mlp"), name="sort_hidden")(sums))
         outputs = (m.blocks(m.max_length), d.num_kv_heads)
@@ -147,7 +148,7 @@ class SinkhornAttention(MechanismLayer):
         return jnp.swapaxes(jax.nn.relu(logits[:, :, :count]), 2, 3)
 
     def _begin_blocks(self, x: Float[Array, "B T D"], call: LayerCall) -> tuple[Array, Array]:
-        """The new sum of the inputs, and the logits with the rows of the blocks that begin among the new tokens."""
+        """Returns the new sum of the inputs, and the logits with a row for each block that begins in the new tokens."""
         length, size = x.shape[1], self.mechanism.block_size
         cache = call.cache
         numbers = jnp.arange(length, dtype=jnp.int32)

@@ -17,17 +17,17 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism, Mecha
 
 @dataclasses.dataclass(frozen=True)
 class SliceformerConfig(Mechanism):
-    """Every channel of the values sorted along the sequence (Sliceformer, arXiv:2310.17683); for encoders.
+    """Sorts every channel of the values along the sequence (Sliceformer, arXiv:2310.17683); for encoders.
 
-    The cost is linear but for a factor of the length's logarithm. There are no queries and no keys, so rotary positions
-    have no effect, and neither has the number of key/value heads."""
+    The cost is linear up to a factor of the logarithm of the length. It has neither queries nor keys, so rotary
+    positions and the number of key/value heads have no effect."""
 
     causal: ClassVar[bool] = False
     linear_cost: ClassVar[bool] = True
 
     order: Order = "ascending"
-    """"ascending", "descending", "interleaved" (neighbouring channels in opposite orders) or "max_exchange" (the first
-    token's value and the largest one change places)."""
+    """"ascending", "descending", "interleaved" (neighbouring channels in opposite orders) or "max_exchange" (swaps the
+    first token's value with the largest one)."""
 
     def __post_init__(self):
         check_choice("order", self.order, get_args(Order))
@@ -39,7 +39,7 @@ class SliceformerConfig(Mechanism):
 class Sliceformer(MechanismLayer):
     """See `brl_jax.layers.core.protocol` for the call and `slice_sort` for the mathematics.
 
-    It sows no "weights": every channel has a permutation of its own, not every head a matrix."""
+    It sows no "weights": every channel has its own permutation, so heads have no matrix."""
 
     mechanism: SliceformerConfig
     dimensions: Dimensions

@@ -34,14 +34,14 @@ class BilinearMLRConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     ranks: tuple[int, ...] | None = None
-    """Rank of each level; level l cuts the channels into 2^(l-1) blocks. The ranks sum to the head_dim. None for equal
-    ranks of the fewest levels that give the matrix full rank, as far as the width can be halved."""
+    """Rank of each level; level l cuts the channels into 2^(l-1) blocks. The ranks sum to head_dim. None uses equal
+    ranks for the fewest levels that give the matrix full rank, as far as the width can be halved."""
     normalize: bool = True
-    """Layer norms of each level's query and key features."""
+    """Whether to apply layer norms to each level's query and key features."""
     limit_weights: bool = True
-    """Keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
+    """Whether to keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
     score_scale: float = 1.0
-    """The scores of a level are its products times this, over the square root of its number of features."""
+    """A level's scores are its products times this, over the square root of its number of features."""
 
     def __post_init__(self):
         check_finite(self, "score_scale")
@@ -51,7 +51,7 @@ class BilinearMLRConfig(Mechanism):
             return self.ranks
         width, size = dimensions.d_model, dimensions.head_dim
         levels = 1
-        # Levels of equal rank have (2^levels - 1) / levels of head_dim features in all.
+        # Levels of equal rank have (2^levels - 1) / levels times head_dim features in total.
         while (2**levels - 1) * size < width * levels and levels < size and width % 2**levels == 0:
             levels += 1
         return tuple(size // levels + (level < size % levels) for level in range(levels))
@@ -82,11 +82,11 @@ class BilinearBTTConfig(Mechanism):
     packs: ClassVar[bool] = True
 
     rank: int = 1
-    """The rank t of the block tensor train; the paper has 1 and 2."""
+    """The rank t of the block tensor train; the paper uses 1 and 2."""
     normalize: bool = True
-    """A layer norm of the keys over the width."""
+    """Whether to apply a layer norm to the keys over the width."""
     limit_weights: bool = True
-    """Keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
+    """Whether to keep the RMS of each weight at or below its initial value (arXiv:2509.07963, E.1)."""
     score_scale: float = 1.0
     """Scores are products times this, over the square root of the width."""
 
@@ -111,13 +111,13 @@ class BilinearLayer(AttentionLayer):
     """`feature_attention` on features that the mechanism computes; see `brl_jax.layers.core.protocol` for the call."""
 
     def features(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Query (B, T, N, F), already multiplied by the scale of the scores, and key (B, T, K, F)."""
+        """Returns query (B, T, N, F), already multiplied by the scores' scale, and key (B, T, K, F)."""
         raise NotImplementedError
 
     def weight(
         self, name: str, shape: tuple[int, ...], heads: int, contracted: tuple[int, ...], fan_out: int
     ) -> Array:
-        """A weight with the heads on axis `heads`; products contract the axes `contracted` and have fan_out outputs."""
+        """Returns a weight with heads on axis `heads`; products contract axes `contracted` and have fan_out outputs."""
         fan = math.prod(shape[axis] for axis in contracted), fan_out
         axes: list[str | None] = ["block_in" if axis in contracted else None for axis in range(len(shape))]
         axes[heads] = "heads" if shape[heads] == self.dimensions.num_heads else "kv_heads"
@@ -140,7 +140,7 @@ class BilinearLayer(AttentionLayer):
 
 
 def _rotate_pairs(x: Float[Array, "B T N F"], positions: Any, theta: float) -> Array:
-    """Rotary positions on the features; the last of an odd number is not rotated."""
+    """Rotates the features by their positions, except the last of an odd number."""
     even = x.shape[-1] // 2 * 2
     if even == 0:
         return x
@@ -190,7 +190,7 @@ class BilinearMLRAttention(BilinearLayer):
 
 
 class BilinearBTTAttention(BilinearLayer):
-    """Features as in `bilinear_btt_attention`: a query is the token itself, and each head has its own keys."""
+    """Features as in `bilinear_btt_attention`: a query is the token itself, and each head has different keys."""
 
     mechanism: BilinearBTTConfig
     dimensions: Dimensions

@@ -1,4 +1,4 @@
-"""Heads split into a global part and a window part as a layer; the cache of the window part has only a window's
+"""Heads split into a global part and a window part, as a layer; the cache keeps only a window of the window part's
 keys."""
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
 @dataclasses.dataclass(frozen=True)
 class GlobalWindowConfig(Mechanism):
-    """The sum of two softmax attentions, over the whole sequence and over a window, each on its own slice of the head
-    (a baseline of arXiv:2509.07963)."""
+    """The sum of two softmax attentions, over the whole sequence and over a window, each on its slice of the head (a
+    baseline of arXiv:2509.07963)."""
 
     packs: ClassVar[bool] = True
 
     window: int = 128
-    """Width w: the window has w + 1 keys, a token and the w before it in a decoder, or w // 2 on both sides in an
+    """Width w: the window has w + 1 keys, a token and the w before it in a decoder, or w // 2 on each side in an
     encoder."""
     ranks: tuple[int, int] | None = None
-    """Features of the global and of the window part, which sum to the head dimension; None for halves."""
+    """Features of the global and the window part, which sum to the head dimension; None for halves."""
     score_scale: float | None = None
-    """Scores are products times this, over the part's number of features; 8 is muP's for heads of 64
-    (arXiv:2509.07963, E.2). None: products over the root of that number, as in softmax attention. In smaller heads 8
-    makes scores too sharp to learn from: with heads of 16 a network that recalls without it only guesses
-    (docs/recall.md)."""
+    """Scores are products times this, over the part's number of features; muP uses 8 for heads of 64 (arXiv:2509.07963,
+    E.2). None divides by the root of that number, as softmax attention does. In smaller heads, 8 makes scores too sharp
+    to learn from: with heads of 16, a network that recalls without it only guesses (docs/recall.md)."""
 
     def __post_init__(self):
         check_at_least(self, "window")
@@ -62,7 +61,7 @@ class GlobalWindowCache(NamedTuple):
 
     Attributes:
       past: the global part's keys (B, S, K, R) and the values (B, S, K, H) of all tokens so far.
-      window_key: (B, W, K, H - R), the window part's keys of the last tokens, newest last.
+      window_key: (B, W, K, H - R), the window part's last keys, newest last.
     """
 
     past: KeyValueCache
@@ -80,7 +79,7 @@ class GlobalWindowAttention(AttentionLayer):
     dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> GlobalWindowCache:
-        """Room for the global part's keys and the values of `length` tokens, and for a window of the other keys."""
+        """Returns a cache for `length` tokens: their values and global keys, and a window of the other keys."""
         d, m = self.dimensions, self.mechanism
         ranks = m.parts(d.head_dim)
         shape = (batch, length, d.num_kv_heads)
@@ -89,7 +88,7 @@ class GlobalWindowAttention(AttentionLayer):
         return GlobalWindowCache(past, window_key)
 
     def scales(self) -> tuple[float, float]:
-        """Scales of the two parts' scores."""
+        """Returns the scales of the two parts' scores."""
         m = self.mechanism
         global_rank, window_rank = m.parts(self.dimensions.head_dim)
         if m.score_scale is None:
@@ -113,9 +112,9 @@ class GlobalWindowAttention(AttentionLayer):
         first = m.parts(d.head_dim)[0]
         batch, length = query.shape[:2]
         cache, start, reach = call.cache, call.start, call.cache.window_key.shape[1]
-        # Written before anything reads the values: else XLA copies them.
+        # Write before anything reads the values; otherwise XLA copies them.
         past = cache.past.append(key[..., :first], value, call.count)
-        # Values of the window. Those of places before the first token are any values: no query sees them.
+        # The window's values. Places before the first token may hold anything, as no query sees them.
         recent = jnp.maximum(start - reach + jnp.arange(reach, dtype=jnp.int32), 0)
         near_value = jnp.swapaxes(jnp.take(past.values, recent, axis=2), 1, 2)
         near_key, window_key = slide(cache.window_key, key[..., first:], call.num_new(length))

@@ -23,25 +23,25 @@ from brl_jax.layers.core.protocol import Dimensions, LayerCall, Mechanism
 
 @dataclasses.dataclass(frozen=True)
 class MLRConfig(Mechanism):
-    """Softmax attention whose scores have more features between near tokens than between far ones (MLR attention,
+    """Softmax attention whose scores use more features between near tokens than between far ones (MLR attention,
     arXiv:2509.07963, eq. 9)."""
 
     ranks: tuple[int, ...] | None = None
     """Features of each level, from the coarsest to the finest; they sum to the head dimension. None for 8/16, 2/16,
-    2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves where it is not a multiple of 16."""
+    2/16, 2/16, 1/16, 1/16 of it (32, 8, 8, 8, 4, 4 of 64), or halves if it is not a multiple of 16."""
     context: int | None = None
     """Training context T: level l has blocks of T / 2^(l-1) tokens, except that the first level is always one block
-    over the whole sequence. None for sizes that follow the sequence: T is its length, in generation the cache's.
-    Training a language model sets it to the length of its rows (`Mechanism.for_training`)."""
+    over the whole sequence. None follows the sequence: T is its length, or the cache's in generation. Training a
+    language model sets it to the length of its rows (`Mechanism.for_training`)."""
     block_sizes: tuple[int | None, ...] | None = None
-    """Tokens of a block of each level instead of those that `context` gives, each a multiple of the next; a level with
-    None has one block over the whole sequence."""
+    """Tokens in a block of each level, each a multiple of the next; overrides `context`. None for a
+    level makes it one block over the whole sequence."""
     qk_norm: bool = True
-    """A norm of queries and keys over the whole head, before they are rotated and cut into levels."""
+    """Whether to normalise queries and keys over the whole head before they are rotated and cut into levels."""
     divide_by_levels: bool = False
-    """Divide each score by the number of levels that contribute to it."""
+    """Whether to divide each score by the number of levels that contribute to it."""
     score_scale: float = 1.0
-    """The scores of a level are its products times this, over its rank; 8 is muP's for heads of 64 (arXiv:2509.07963,
+    """A level's scores are its products times this, over its rank; muP uses 8 for heads of 64 (arXiv:2509.07963,
     E.2)."""
 
     def __post_init__(self):
@@ -52,7 +52,9 @@ class MLRConfig(Mechanism):
             raise ValueError(f"context must be at least 1 or None, got {self.context}")
         if self.block_sizes is not None:
             if self.ranks is None:
-                raise ValueError(f"block_sizes need ranks, one for each, got {self.block_sizes} alone")
+                raise ValueError(
+                    f"block_sizes need ranks, one for each size, got only block_sizes={self.block_sizes}"
+                )
             check_block_sizes(self.block_sizes, len(self.ranks))
 
     def check(self, dimensions: Dimensions) -> None:
@@ -67,7 +69,7 @@ class MLRConfig(Mechanism):
         return (head_dim - head_dim // 2, head_dim // 2) if head_dim > 1 else (1,)
 
     def levels(self, head_dim: int, length: int) -> dict[str, Any]:
-        """Arguments of `mlr_attention` that describe the levels, for sequences of `length` tokens."""
+        """Returns the arguments of `mlr_attention` that describe the levels, for sequences of `length` tokens."""
         ranks = self.level_ranks(head_dim)
         sizes = self.block_sizes
         if sizes is None:
@@ -75,7 +77,7 @@ class MLRConfig(Mechanism):
         return {"ranks": ranks, "block_sizes": sizes}
 
     def for_training(self, length: int) -> MLRConfig:
-        # Blocks of other sizes in generation would be another network.
+        # Other block sizes in generation would be a different network.
         free = self.context is None and self.block_sizes is None
         return dataclasses.replace(self, context=length) if free else self
 
@@ -90,7 +92,7 @@ class MLRAttention(AttentionLayer):
     dimensions: Dimensions
 
     def init_cache(self, batch: int, length: int) -> MlrState:
-        """Room for the values of `length` tokens, and for the keys of one block of each level."""
+        """Returns an empty cache for the values of `length` tokens and the keys of one block of each level."""
         d = self.dimensions
         levels = self.mechanism.levels(d.head_dim, length)
         return init_mlr_state(batch, length, d.num_kv_heads, d.head_dim, **levels, dtype=d.dtype)
@@ -104,7 +106,7 @@ class MLRAttention(AttentionLayer):
         return project_qkv(self.dimensions, x, positions, qk_norm=self.mechanism.qk_norm, root_scores=False)
 
     def options(self, length: int) -> dict[str, Any]:
-        """Arguments of the attention functions, for sequences of `length` tokens."""
+        """Returns arguments of the attention functions, for sequences of `length` tokens."""
         m = self.mechanism
         levels = m.levels(self.dimensions.head_dim, length)
         scale = tuple(m.score_scale / rank for rank in levels["ranks"])

@@ -1,4 +1,4 @@
-"""Decoders of Hugging Face's transformers (safetensors and config.json), read as `DecoderLM` and written.
+"""Reads decoders of Hugging Face's transformers (safetensors and config.json) as `DecoderLM`, and writes them.
 
     from brl_jax import generate
     from brl_jax.models import DecoderLM, huggingface
@@ -7,7 +7,7 @@
     generate(DecoderLM(config), {"params": params}, prompts, max_new_tokens=64, temperature=0)
     huggingface.save("path/to/copy", config, params)
 
-Supported are Llama, Mistral, Qwen 2, 3 and 3-Next (dense), and Gemma 1 to 3 (text). docs/huggingface.md lists their
+It supports Llama, Mistral, Qwen 2, 3 and 3-Next (dense), and Gemma 1 to 3 (text); docs/huggingface.md lists their
 options. Needs the extra `hf`.
 """
 
@@ -38,11 +38,11 @@ __all__ = ["ARCHITECTURES", "load", "save"]
 def load(
     path: str | os.PathLike[str], *, dtype: ComputationType = "float32"
 ) -> tuple[DecoderConfig, dict[str, Any]]:
-    """Reads a decoder that transformers saved (`model.save_pretrained(path)`), or that is of its layout.
+    """Reads a decoder that transformers saved with `model.save_pretrained(path)`, or any folder with that layout.
 
     Args:
       path: a folder with config.json and model.safetensors, or shards and their index.
-      dtype: of the computation. Parameters are float32, whatever the file holds.
+      dtype: of the computation. Parameters become float32, whatever the file holds.
 
     Returns:
       The configuration and the parameters, for `DecoderLM(config).apply({"params": params}, tokens)`.
@@ -50,7 +50,7 @@ def load(
     Raises:
       ImportError: the extra `hf` is not installed.
       FileNotFoundError: a file is missing.
-      ValueError: an architecture or an option that is not supported, or weights that do not fit config.json.
+      ValueError: the architecture or an option is not supported, or the weights do not fit config.json.
     """
     folder = Path(path)
     values = read_json(folder / CONFIG)
@@ -71,15 +71,13 @@ def save(
 ) -> str:
     """Writes a decoder in the layout of transformers, for `AutoModelForCausalLM.from_pretrained(path)`.
 
-    Where no supported architecture scales its embeddings as this network does, its table is written twice, once scaled.
-
     Args:
-      path: a new folder, which appears complete or not at all.
-      config, params: of a `DecoderLM`, such as `load` returns or training makes.
+      path: a new folder. It appears once it is complete.
+      config, params: of a `DecoderLM`, for example from `load` or from training.
       tokenizer: a folder whose tokenizer files are copied.
       dtype: of the weights in the file.
-      max_length: what config.json gives as max_position_embeddings; by default 8,192, or with scaled rotary
-        frequencies (llama3, yarn) the original length times the factor. Some releases of transformers take YaRN's
+      max_length: the value of max_position_embeddings in config.json; by default 8,192, or with scaled rotary
+        frequencies (llama3, yarn) the original length times the factor. Some releases of transformers derive YaRN's
         factor from these two lengths.
 
     Returns:
@@ -88,7 +86,9 @@ def save(
     Raises:
       ImportError: the extra `hf` is not installed.
       FileExistsError: the folder exists and is not empty.
-      ValueError: no supported architecture computes this network, or the parameters are not the configuration's.
+      ValueError: no supported architecture computes this network, or the parameters do not fit the configuration.
+
+    If no supported architecture scales its embeddings as this network does, the table is written twice, once scaled.
     """
     params = nn.unbox(params)
     try:
@@ -108,14 +108,14 @@ def save(
         path,
         tensors,
         values,
-        metadata={"format": "pt"},  # transformers reads no other
+        metadata={"format": "pt"},  # the only format that transformers reads
         tokenizer=tokenizer,
     )
     return kind
 
 
 def _untied(config: DecoderConfig, params: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
-    """The same network without a scale of its embedding: two tables, of which the first is scaled."""
+    """Returns the same network without an embedding scale: one scaled table for inputs, one plain table for logits."""
     if config.mup_base_width is not None or "embedding" not in params:
         return config, dict(params)
     scale = math.sqrt(config.d_model) if config.embedding_scale is None else config.embedding_scale

@@ -1,4 +1,4 @@
-"""The architectures of transformers that have a counterpart here."""
+"""The architectures of transformers that have an equivalent here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class Architecture:
     """A decoder of transformers.
 
     Attributes:
-      class_name: its class with logits. activation: the field that names the activation function.
-      defaults: the fields that config.json may lack, with what transformers then takes.
-      norm_offset: the norms' weights are stored without this number.
+      class_name: its class for language modelling.
+      activation: the field that names the activation function.
+      defaults: the fields that config.json may omit, and the values that transformers then uses.
+      norm_offset: number that is subtracted from the norms' weights before they are stored.
       output_norms, qk_norm, qkv_bias, output_gate: whether its blocks have them (see `StackConfig` and
         `SoftmaxConfig`).
-      scales_embedding: embedded tokens are multiplied by the square root of the width.
+      scales_embedding: whether embedded tokens are multiplied by the square root of the width.
     """
 
     class_name: str
@@ -61,7 +62,7 @@ _GEMMA = {
     "layer_types": None,
     "use_bidirectional_attention": None,
 }
-# Qwen3-Next's fields of its mixtures of experts.
+# Qwen3-Next's fields for mixtures of experts.
 EXPERTS = MappingProxyType(
     {
         "num_experts": 512,
@@ -143,10 +144,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def architecture_of(values: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json names.
+    """Returns the architecture that a config.json names.
 
     Raises:
-      ValueError: there is none of that name here.
+      ValueError: the architecture is not supported.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""What the fields of a config.json of transformers mean here, and the config.json of a network of ours."""
+"""Translates a config.json of transformers into a `DecoderConfig`, and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from brl_jax.models.huggingface.rope import (
 LAYER_TYPES: Mapping[type, str] = MappingProxyType(
     {LocalConfig: "sliding_attention", GatedDeltaNetConfig: "linear_attention"}
 )
-#: Their names of the sizes of Gated DeltaNet, in the order of `GatedDeltaNetConfig.sizes`, and of its convolutions.
+#: Their names for Gated DeltaNet's sizes, in the order of `GatedDeltaNetConfig.sizes`, and for its convolutions.
 LINEAR_SIZES: Mapping[str, str] = MappingProxyType(
     {
         "linear_num_key_heads": "num_key_heads",
@@ -39,7 +39,7 @@ LINEAR_SIZES: Mapping[str, str] = MappingProxyType(
 )
 ACTIVATIONS = MappingProxyType({"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "relu": "glu_relu"})
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# What concerns training, generation or the storage of the weights and not what the network computes.
+# Fields for training, generation or storage, which do not affect what the network computes.
 _IGNORED = frozenset([
     "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "bad_words_ids",
     "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
@@ -59,10 +59,10 @@ _IGNORED = frozenset([
 
 
 def read_config(values: Mapping[str, Any], dtype: ComputationType = "float32") -> DecoderConfig:
-    """The configuration of the decoder that a config.json of transformers describes.
+    """Returns the configuration of the decoder that a config.json of transformers describes.
 
     Raises:
-      ValueError: an architecture or an option that has no counterpart here, and fields that are missing or wrong.
+      ValueError: the architecture or an option has no equivalent here, or a field is missing or wrong.
     """
     architecture = architecture_of(values)
     for name in _REQUIRED:
@@ -140,19 +140,19 @@ def _gated_deltanet(field: Mapping[str, Any]) -> GatedDeltaNetConfig:
 
 
 def _check_dense(layers: int, field: Mapping[str, Any]) -> None:
-    """Raises ValueError if a layer has a mixture of experts in place of one feed-forward network."""
+    """Raises ValueError if a layer has a mixture of experts instead of a single feed-forward network."""
     dense, step = field["mlp_only_layers"] or (), field["decoder_sparse_step"]
     sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
     if field["num_experts"] and sparse:
         raise ValueError(
             f"config.json: num_experts={field['num_experts']} makes {len(sparse)} of {layers} layers mixtures of "
-            "experts, which have no counterpart here; num_experts must be 0, or mlp_only_layers must list all layers"
+            "experts, which are not supported; num_experts must be 0, or mlp_only_layers must list all layers"
         )
 
 
 def _feed_forward(values: Mapping[str, Any], architecture: Architecture, activation: Any) -> Any:
     if values["model_type"] == "gemma" and activation == "gelu":
-        activation = "gelu_pytorch_tanh"  # what transformers takes the old name for
+        activation = "gelu_pytorch_tanh"  # transformers reads the old name as this
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"config.json: {architecture.activation} must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
@@ -161,7 +161,7 @@ def _feed_forward(values: Mapping[str, Any], architecture: Architecture, activat
 
 
 def _layer_kinds(values: Mapping[str, Any], field: Mapping[str, Any]) -> list[str]:
-    """ "full", "sliding" or "linear" for each layer."""
+    """Returns "full", "sliding" or "linear" for each layer."""
     layers, kind = values["num_hidden_layers"], values["model_type"]
     types = field.get("layer_types")
     if "full_attention_interval" in field:
@@ -193,7 +193,7 @@ def _layer_kinds(values: Mapping[str, Any], field: Mapping[str, Any]) -> list[st
 
 
 def _named_kinds(types: Sequence[str], layers: int, known: Sequence[str]) -> list[str]:
-    """The kinds of layers that layer_types names."""
+    """Returns the kinds of layers that layer_types lists."""
     names = {f"{kind}_attention": kind for kind in known}
     wrong = [name for name in types if name not in names]
     if wrong or len(types) != layers:
@@ -204,7 +204,7 @@ def _named_kinds(types: Sequence[str], layers: int, known: Sequence[str]) -> lis
 
 
 def _schedule(kinds: Sequence[str], mechanisms: Mapping[str, Mechanism]) -> dict[str, Any]:
-    """The fields of `StackConfig` that give each layer its mechanism."""
+    """Returns the fields of `StackConfig` that give each layer its mechanism."""
     layers, first = len(kinds), kinds[0]
     if len(mechanisms) == 1:
         return {"mechanism": mechanisms[first]}
@@ -222,10 +222,10 @@ def _schedule(kinds: Sequence[str], mechanisms: Mapping[str, Mechanism]) -> dict
 
 
 def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, dict[str, Any]]:
-    """The `model_type` and the config.json of the architecture that computes what the decoder computes.
+    """Returns the `model_type` and the config.json of the architecture that computes the same as the decoder.
 
     Raises:
-      ValueError: there is none; the error names what the nearest one lacks.
+      ValueError: no architecture does; the message names the nearest one and how it differs.
     """
     differing: list[tuple[list[str], str]] = []
     for kind, architecture in ARCHITECTURES.items():
@@ -248,8 +248,8 @@ def write_config(config: DecoderConfig, max_length: int | None) -> tuple[str, di
 
 
 def meaning(config: DecoderConfig) -> dict[str, Any]:
-    """What the network of a configuration computes, by the names of the fields: equal for configurations that give the
-    same network in different words."""
+    """Returns what a configuration's network computes, by field name. Configurations that describe the same network
+    differently give equal results."""
     d = config.dimensions
 
     def resolved(mechanism: Any) -> Any:
@@ -275,7 +275,7 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": d.head_dim,
         "d_ff": d.d_ff,
         "ffn": d.ffn,
-        "rope_theta": d.rope_theta is None,  # its value is in the mechanisms
+        "rope_theta": d.rope_theta is None,  # the mechanisms hold its value
         "norm": d.norm,
         "norm_epsilon": _rounded(d.norm_epsilon),
         "output_norms": d.output_norms,
@@ -293,14 +293,14 @@ def meaning(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Without the last digits, which a square and its root may change."""
+    """Rounds away the last digits, which squaring and taking the root may change."""
     return None if value is None else float(f"{value:.9g}")
 
 
 def _describe(
     kind: str, architecture: Architecture, config: DecoderConfig, max_length: int | None
 ) -> dict[str, Any]:
-    """The config.json of an architecture with a decoder's sizes and options, as far as it has them."""
+    """Returns the config.json of an architecture with the decoder's sizes, and with its options where they exist."""
     d, mechanisms = config.dimensions, config.mechanisms
     full = next((m for m in mechanisms if isinstance(m, FullConfig)), None)
     local = next((m for m in mechanisms if isinstance(m, LocalConfig)), None)
@@ -333,7 +333,7 @@ def _describe(
     }
     scalar = options["query_pre_attn_scalar"]
     if scalar is not None and scalar.is_integer():
-        options["query_pre_attn_scalar"] = int(scalar)  # transformers wants an integer
+        options["query_pre_attn_scalar"] = int(scalar)  # transformers requires an integer
     return {
         "architectures": [architecture.class_name],
         "model_type": kind,

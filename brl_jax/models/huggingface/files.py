@@ -1,4 +1,4 @@
-"""Folders with safetensors and a config.json, read and written."""
+"""Reads and writes folders with safetensors and a config.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 
 
 def safetensors_numpy() -> Any:
-    """The module `safetensors.numpy`.
+    """Returns the module `safetensors.numpy`.
 
     Raises:
       ImportError: it is not installed.
@@ -43,10 +43,11 @@ def safetensors_numpy() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file.
+    """Reads an object from a JSON file.
 
     Raises:
-      FileNotFoundError: there is no such file. ValueError: it does not hold an object.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file does not hold an object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -59,10 +60,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.ndarray]]]:
-    """The names of a folder's tensors, in one file or in the shards of an index, and a function that reads one.
+    """Yields the names of a folder's tensors, from one file or from the shards of an index, and a function that reads
+    one of them.
 
     Raises:
-      FileNotFoundError: neither file is there, or a shard is missing. ValueError: a file is damaged.
+      FileNotFoundError: the folder has neither file, or a shard is missing.
+      ValueError: a file is damaged.
     """
     safetensors_numpy()
     from safetensors import SafetensorError, safe_open
@@ -92,7 +95,7 @@ def open_tensors(folder: Path) -> Iterator[tuple[list[str], Callable[[str], np.n
 
 
 def metadata(folder: Path) -> dict[str, str]:
-    """The metadata of a folder's weights; empty where they are in shards."""
+    """Returns the metadata of a folder's weights; empty if they are in shards."""
     safetensors_numpy()
     from safetensors import safe_open
 
@@ -110,10 +113,10 @@ def write_folder(
     metadata: Mapping[str, str],
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Writes weights, config.json and a tokenizer's files into a new folder, which appears complete or not at all.
+    """Writes weights, config.json and a tokenizer's files into a new folder, which appears once it is complete.
 
     Args:
-      tokenizer: the folder of the tokenizer's files; those of the usual names are copied.
+      tokenizer: a folder; its files with the usual tokenizer names are copied.
 
     Raises:
       FileExistsError: the folder exists and is not empty.
@@ -133,7 +136,7 @@ def write_folder(
                 shutil.copy(source / name, partial / name)
         mask = os.umask(0)
         os.umask(mask)
-        partial.chmod(0o777 & ~mask)  # mkdtemp's folders are their owner's alone
+        partial.chmod(0o777 & ~mask)  # mkdtemp makes folders that only their owner can read
         partial.replace(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

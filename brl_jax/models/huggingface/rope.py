@@ -1,4 +1,4 @@
-"""Rotary positions in the config.json of transformers, in the fields of its releases 4 and 5."""
+"""Rotary positions in a config.json of transformers 4 or 5."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FIELDS = {
 
 
 def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeScaling]:
-    """The base of the frequencies and their scaling in the layers of a kind, "full" or "sliding".
+    """Returns the base of the frequencies and their scaling in layers of a kind, "full" or "sliding".
 
     Raises:
-      ValueError: a scaling that has no counterpart here.
+      ValueError: the scaling has no equivalent here.
     """
     two_bases = values["model_type"] == "gemma3_text"
     parameters = values.get("rope_parameters") or {}
@@ -43,10 +43,11 @@ def layer_rotation(values: Mapping[str, Any], kind: str) -> tuple[float, RopeSca
 
 
 def rotary_dim(values: Mapping[str, Any], head_dim: int) -> int:
-    """How many features of a head are rotated in an architecture that rotates part of them, a quarter by default.
+    """Returns how many features of a head are rotated, in an architecture that rotates some of them (default: a
+    quarter).
 
     Raises:
-      ValueError: a part that is no even number of features.
+      ValueError: the number of features is odd or out of range.
     """
     parameters = values.get("rope_parameters") or {}
     own = parameters.get("partial_rotary_factor") if isinstance(parameters, Mapping) else None
@@ -62,7 +63,7 @@ def rotary_dim(values: Mapping[str, Any], head_dim: int) -> int:
 
 
 def rotary_factor(size: int, head_dim: int) -> float:
-    """The partial_rotary_factor of which `rotary_dim` makes this number of features."""
+    """Returns the partial_rotary_factor that `rotary_dim` turns into `size` features."""
     factor = size / head_dim
     return factor if int(head_dim * factor) == size else math.nextafter(factor, 1.0)
 
@@ -104,7 +105,7 @@ def _scaling(parameters: dict[str, Any]) -> RopeScaling:
 
 
 def longest(mechanism: SoftmaxConfig) -> int:
-    """The tokens that a mechanism's rotary frequencies are scaled for, or 8,192."""
+    """Returns the number of tokens that a mechanism's rotary frequencies are scaled for, or 8,192."""
     scaling = mechanism.rope_scaling
     scaled = scaling.kind in ("llama3", "yarn")
     return round(scaling.factor * scaling.original_length) if scaled else 8192
@@ -113,8 +114,8 @@ def longest(mechanism: SoftmaxConfig) -> int:
 def rotation_fields(
     model_type: str, theta: float, full: SoftmaxConfig | None, local: SoftmaxConfig | None
 ) -> dict[str, Any]:
-    """The fields of config.json for the layers of each kind (None where there are none), in the form of transformers 4,
-    which transformers 5 reads too."""
+    """Returns the rotary fields of config.json from a layer of each kind, or None for a kind that the network lacks.
+    They have the form of transformers 4, which transformers 5 also reads."""
     main = full or local
     fields: dict[str, Any] = {"rope_theta": theta if main is None else main.rope_theta or theta}
     if model_type == "gemma3_text" and local is not None:

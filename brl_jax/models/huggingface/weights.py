@@ -1,4 +1,4 @@
-"""The tensors of a decoder of transformers beside the parameters of ours."""
+"""Maps the tensors of a decoder of transformers to our parameters, and back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ Path = tuple[str, ...]
 
 
 class _Entry(NamedTuple):
-    """A tensor: its name, the paths of the parameters in it, the repeat of its layer in them (None: they are not
-    stacked), its shape, and the functions from its value to those of the parameters and back."""
+    """A tensor of transformers.
+
+    Attributes:
+      paths: the parameters that it holds.
+      repeat: its layer's index in the stacked parameters; None if they are not stacked.
+      to_ours, to_theirs: convert its value to the parameters' values, and back.
+    """
 
     name: str
     paths: tuple[Path, ...]
@@ -30,7 +35,7 @@ class _Entry(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Where a layer stands: its prefix in their names, the path of its block here, and its repeat in the parameters."""
+    """A layer: its prefix in their names, the path of its block in our parameters, and its index in the stack."""
 
     prefix: str
     block: Path
@@ -38,8 +43,8 @@ class _Layer(NamedTuple):
 
 
 def _pairs(head_dim: int, rotated: int) -> Int[np.ndarray, " H"]:
-    """Where our feature is in a head of transformers, whose first `rotated` features are rotated: it rotates feature i
-    with i + rotated / 2, we rotate neighbours."""
+    """Returns, for each of our features, its index in a head of transformers, which rotates the first `rotated`
+    features. It rotates feature i with i + rotated / 2; we rotate neighbours."""
     turned = np.arange(rotated).reshape(2, rotated // 2).T.ravel()
     return np.concatenate([turned, np.arange(rotated, head_dim)])
 
@@ -58,7 +63,7 @@ def _linear(
 
 
 def _scale(name: str, path: Path, repeat: int | None, offset: float, places: Int[np.ndarray, " H"]) -> _Entry:
-    """A norm's weights, ours at these places of theirs, which are less by the offset."""
+    """A norm's weights. Ours are theirs at these places, plus the offset."""
     back = np.argsort(places)
     return _Entry(
         f"{name}.weight",
@@ -71,7 +76,7 @@ def _scale(name: str, path: Path, repeat: int | None, offset: float, places: Int
 
 
 def _heads_out(name: str, path: Path, repeat: int, heads: int, head: int, width: int) -> _Entry:
-    """The projection of merged heads."""
+    """The output projection of merged heads."""
     return _Entry(
         f"{name}.weight",
         ((*path, "kernel"),),
@@ -85,14 +90,14 @@ def _heads_out(name: str, path: Path, repeat: int, heads: int, head: int, width:
 def _softmax(
     config: DecoderConfig, architecture: Architecture, mechanism: Any, at: _Layer
 ) -> Iterator[_Entry]:
-    """The tensors of a layer of softmax attention."""
+    """Yields the tensors of a softmax attention layer."""
     d, name, path = config.dimensions, f"{at.prefix}.self_attn", (*at.block, "mixer")
     head, width = d.head_dim, d.d_model
     bias = d.use_bias if mechanism.qkv_bias is None else mechanism.qkv_bias
     plain, rotated = np.arange(head), _pairs(head, mechanism.rotary_dim or head)
 
     def heads(theirs: str, number: int, **parts: Int[np.ndarray, " H"]) -> Iterator[_Entry]:
-        """The projections named by `parts`, one after the other in each head of theirs; ours at these places."""
+        """Yields the projections in `parts`, which are consecutive in each of their heads; ours are at these places."""
         paths = {part: np.asarray(places) for part, places in parts.items()}
 
         def split(a: np.ndarray) -> list[np.ndarray]:
@@ -129,14 +134,14 @@ def _softmax(
 
 
 def _gated_deltanet(config: DecoderConfig, mechanism: GatedDeltaNetConfig, at: _Layer) -> Iterator[_Entry]:
-    """The tensors of a linear attention layer of Qwen3-Next, in which the projections of a key head and of its value
-    heads stand together, and one convolution has the channels of queries, keys and values."""
+    """Yields the tensors of a linear attention layer of Qwen3-Next. It groups the projections of each key head and its
+    value heads, and has one convolution over the channels of queries, keys and values."""
     d, name, path = config.dimensions, f"{at.prefix}.linear_attn", (*at.block, "mixer")
     keys, values, key_dim, value_dim = mechanism.sizes(d)
     width, each = d.d_model, values // keys
 
     def grouped(theirs: str, sizes: dict[str, tuple[int, ...]]) -> _Entry:
-        """Projections, each with its shape (heads of a key head, features) in the rows of a key head."""
+        """Groups projections by key head; `sizes` gives the shape of each, (heads per key head, features)."""
         lengths = [math.prod(size) for size in sizes.values()]
 
         def split(a: np.ndarray) -> list[np.ndarray]:
@@ -222,18 +227,18 @@ def _entries(config: DecoderConfig, architecture: Architecture) -> Iterator[_Ent
 def to_parameters(
     config: DecoderConfig, architecture: Architecture, names: Any, read: Callable[[str], np.ndarray]
 ) -> dict[str, Any]:
-    """Our parameters, float32, from the tensors that `read` gives for their names.
+    """Returns our parameters in float32, from the tensors that `read` returns for their names.
 
     Raises:
-      ValueError: tensors that are missing, too many, or of another shape; the error names them.
+      ValueError: a tensor is missing, unexpected, or has the wrong shape; the message names it.
     """
     left = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings:
-        left.discard("lm_head.weight")  # some files hold the table twice
+        left.discard("lm_head.weight")  # some files store the table twice
     leaves: dict[Path, Any] = {}
     for entry in _entries(config, architecture):
         if entry.name not in left:
-            raise ValueError(f"the weights lack {entry.name}, which config.json asks for")
+            raise ValueError(f"the weights lack {entry.name}, which config.json requires")
         left.discard(entry.name)
         tensor = read(entry.name)
         if tensor.shape != entry.shape:
@@ -246,7 +251,7 @@ def to_parameters(
                 leaves.setdefault(path, []).append(own)
     if left:
         raise ValueError(
-            f"the weights hold {len(left)} tensors that config.json has no place for, such as {min(left)}"
+            f"the weights hold {len(left)} tensors that config.json does not describe, such as {min(left)}"
         )
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -260,31 +265,31 @@ def to_parameters(
 def to_tensors(
     config: DecoderConfig, architecture: Architecture, params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The tensors of transformers, float32, from our parameters.
+    """Returns the tensors of transformers in float32, from our parameters.
 
     Raises:
-      ValueError: parameters of another network than the configuration's.
+      ValueError: the parameters do not fit the configuration.
     """
     tensors = {}
     for entry in _entries(config, architecture):
         ours = [_leaf(params, path, entry.repeat) for path in entry.paths]
         try:
             theirs = np.ascontiguousarray(entry.to_theirs(*ours))
-        except ValueError:  # shapes that do not go together
+        except ValueError:  # shapes that do not fit together
             theirs = None
         if theirs is None or theirs.shape != entry.shape:
             names = ", ".join("/".join(path) for path in entry.paths)
-            raise ValueError(f"params: {names} has another shape than the configuration's")
+            raise ValueError(f"params: the shape of {names} does not match the configuration")
         tensors[entry.name] = theirs
     return tensors
 
 
 def _leaf(params: Mapping[str, Any], path: Path, repeat: int | None) -> np.ndarray:
-    """One parameter of one layer, float32."""
+    """Returns one parameter of one layer in float32."""
     leaf: Any = params
     for part in path:
         if not isinstance(leaf, Mapping) or part not in leaf:
-            raise ValueError(f"params lack {'/'.join(path)}, which the configuration asks for")
+            raise ValueError(f"params lack {'/'.join(path)}, which the configuration requires")
         leaf = leaf[part]
     leaf = np.asarray(leaf, np.float32)
     return leaf if repeat is None else leaf[repeat]

@@ -1,4 +1,4 @@
-"""The layers of a TLinFormer, as functions of a plain decoder's stacked parameters, and the training pass."""
+"""The layers of a TLinFormer, as functions of a plain decoder's stacked parameters, and its training pass."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from brl_jax.sharding import shard_call
 
 
 class _Mixer(nn.Module):
-    """The projections of a layer of full attention."""
+    """The projections of a full attention layer."""
 
     dimensions: Dimensions
 
     @nn.compact
     def __call__(self, x: Array, positions: Array | None) -> Any:
-        """Query, key and value of rows at `positions`; without positions, the output projection of the heads."""
+        """Returns query, key and value of rows at `positions`; without positions, the output projection of heads x."""
         if positions is None:
             return merge_heads(self.dimensions, x)
         return project_qkv(self.dimensions, x, positions)
 
 
 class _Layer(nn.Module):
-    """A layer of a plain decoder without its attention, which the caller computes; parameters as in `Block`."""
+    """A layer of a plain decoder without its attention, which the caller computes. Parameters are `Block`'s."""
 
     dimensions: Dimensions
 
@@ -57,7 +57,7 @@ class _Layer(nn.Module):
 
 
 def _attend_history(query: Array, key: Array, value: Array, length: Any, implementation: Any) -> Array:
-    """Attention of queries (B, T, N, H) to the first `length` of many keys (B, S, K, H); zeros where length is 0."""
+    """Attends from queries (B, T, N, H) to the first `length` of the keys (B, S, K, H); zeros if length is 0."""
     rows = _rows_of_heads(query, key.shape[2])
     lengths = jnp.broadcast_to(jnp.asarray(length, jnp.int32), query.shape[:1])
     attend = functools.partial(
@@ -71,7 +71,7 @@ def _attend_history(query: Array, key: Array, value: Array, length: Any, impleme
 
 
 def _attend_cache(query: Array, key: Array, value: Array, length: Any) -> Array:
-    """`_attend_history` for keys and values (B, K, S, H) of a cache, which it does not copy."""
+    """`_attend_history` for a cache's keys and values (B, K, S, H), which it does not copy."""
     rows = jnp.swapaxes(_rows_of_heads(query, key.shape[1]), 1, 2)
     attend = functools.partial(read_cache, scale=query.shape[3] ** -0.5)
     names = ("batch", "kv_heads", None, None)
@@ -81,14 +81,14 @@ def _attend_cache(query: Array, key: Array, value: Array, length: Any) -> Array:
 
 
 def _rows_of_heads(query: Array, kv_heads: int) -> Array:
-    """(B, T, N, H) as (B, T * N / K, K, H): the query heads that share a key head become rows of that head."""
+    """Reshapes (B, T, N, H) to (B, T * N / K, K, H): query heads that share a key head become rows of that head."""
     batch, count, heads, width = query.shape
     rows = query.reshape(batch, count, kv_heads, heads // kv_heads, width)
     return jnp.moveaxis(rows, 3, 2).reshape(batch, -1, kv_heads, width)
 
 
 def _heads_of_rows(rows: Array, query: Array) -> Array:
-    """The inverse of `_rows_of_heads`, in the shape of `query`."""
+    """Inverts `_rows_of_heads`, into the shape of `query`."""
     batch, count, heads, width = query.shape
     kv_heads = rows.shape[2]
     return jnp.moveaxis(rows.reshape(batch, count, heads // kv_heads, kv_heads, width), 2, 3).reshape(
@@ -102,12 +102,12 @@ def _compress(rows: Array, key: Array, value: Array, lengths: Array, **options: 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The layers as functions of their stacked parameters; see `_Layer`."""
+    """The layers, as functions of their stacked parameters; see `_Layer`."""
 
     mechanism: TLinFormerConfig
     dimensions: Dimensions
     params: Any
-    key: Array | None = None  # of dropout; None: no dropout
+    key: Array | None = None  # for dropout; None disables it
 
     @property
     def blocks(self) -> range:
@@ -122,14 +122,14 @@ class Layers:
         return self._apply(number, x, positions, method="project")
 
     def finish(self, number: int, x: Array, attended: Array, stream: int = 0) -> Array:
-        """The layer after its attention; `stream` numbers the dropout draws, one for each use of its parameters."""
+        """Finishes the layer after its attention; each use of its parameters needs another `stream` of dropout."""
         if self.key is None:
             return self._apply(number, x, attended, True, method="finish")
         key = jax.random.fold_in(jax.random.fold_in(self.key, number), stream)
         return self._apply(number, x, attended, False, method="finish", rngs={"dropout": key})
 
     def folded(self, number: Any) -> Layers:
-        """The same layers with the dropout draws of window or piece `number`."""
+        """Returns the same layers with the dropout of window or piece `number`."""
         return (
             self if self.key is None else dataclasses.replace(self, key=jax.random.fold_in(self.key, number))
         )
@@ -141,7 +141,7 @@ class Layers:
         return _attend_history(query, key, value, length, self.dimensions.implementation)
 
     def attend_kept(self, query: Array, key: Array, value: Array, length: Any) -> Array:
-        """Attention to the first `length` keys (B, K, S, H) of a cache, which is not copied; zeros for no keys."""
+        """Attends to the first `length` keys (B, K, S, H) of a cache without copying it; zeros if length is 0."""
         if query.shape[1] > 1:
             return _attend_cache(query, key, value, length)
         key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
@@ -155,11 +155,11 @@ class Layers:
     def context(
         self, first: int, x: Array, query: Array, read: Array, positions: Array, count: Any
     ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """The context, passed through a block.
+        """Passes the context through a block.
 
         Args:
           first: number of the block's first layer.
-          x: the context's rows (B, C, D), of which the first `count` exist.
+          x: the context's rows (B, C, D); the first `count` are valid.
           query, read: the context's queries in that layer, and what they read from the history.
 
         Returns:
@@ -178,7 +178,7 @@ class Layers:
         return self.restore(first, x, query, pairs[-1], count), pairs
 
     def restore(self, first: int, x: Array, query: Array, pair: tuple[Array, Array], count: Any) -> Array:
-        """Rows of the history (B, T, D) for the next block; their queries are those of this block's first layer."""
+        """Returns rows of the history (B, T, D) for the next block; `query` comes from this block's first layer."""
         lengths = jnp.broadcast_to(jnp.asarray(count, jnp.int32), x.shape[:1])
         read = self.attend(query, *pair, key_value_seq_lengths=lengths)
         return self.finish(first + self.mechanism.group - 1, x, read, 2)
@@ -191,7 +191,7 @@ def train_window(
     x: Float[Array, "B S D"],
     shared: tuple[Array, ...],
 ) -> Float[Array, "B T D"]:
-    """Outputs of window `number` of a sequence with rows x; `shared` holds its queries, keys and values in layer 0."""
+    """Returns the outputs of window `number`, given the sequence's rows x and its layer-0 queries, keys and values."""
     m = layers.mechanism
     size, history = m.window, number * m.window
     windows = x.shape[1] // size
@@ -239,9 +239,10 @@ def train_window(
 def _restore_all(
     layers: Layers, first: int, number: Array, past: Array, queries: Array, pair: Any, num_context: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """The history for the block after that of layer `first`: its rows, and their queries, keys and values there.
+    """Returns the history for the next block: its rows, and their queries, keys and values there.
 
-    It is computed window by window, up to window `number`; later rows are zeros.
+    `first` is the first layer of the present block. The history is computed window by window, up to window `number`;
+    later rows are zeros.
     """
     m = layers.mechanism
     size = m.window

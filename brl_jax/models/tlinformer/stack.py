@@ -1,18 +1,18 @@
-"""TLinFormer: exact softmax attention over the whole history at a linear cost per window (Tang 2025, arXiv:2508.20407).
+"""TLinFormer: exact softmax attention over the whole history at linear cost per window (Tang 2025, arXiv:2508.20407).
 
-A sequence is cut into windows. While one is processed, the tokens before it are its history, which most layers see only
-through the context, the last few tokens of the history. A block of H + 2 layers
-  compresses   the context's queries read the whole history; the window's queries read the window itself (causally) and,
-               in a second softmax whose result is added, the whole history;
-  H times      the context reads itself, the window reads itself and the context;
-  restores     the history's queries, those of the first layer, read the context: the result is the history for the next
-               block. The last block leaves this out, as nothing reads its result.
-The parameters are those of a plain decoder, and while there is no history the computation is a plain decoder's too.
+A sequence is cut into windows. The tokens before a window are its history. Most layers see the history only through the
+context, which starts as the last few tokens of the history. A block has H + 2 layers:
+  compress   the context's queries read the whole history; the window's queries read the window itself (causally) and,
+             in a second softmax that is added, the whole history;
+  hidden     H times: the context reads itself, the window reads itself and the context;
+  restore    the history's queries, from the first layer, read the context, which gives the history for the next block.
+             The last block skips this, as nothing would read the result.
+The parameters have a plain decoder's structure, and without history the network computes what a plain decoder does.
 
-The windows share the history's queries, keys and values in the first block, which depend on the tokens alone. After the
-first restoring layer every row of the history has read the context, which differs from window to window: nothing of it
-can be kept, and n tokens cost n^2 / (2 window) rows in the later blocks. A decoding cache meets this cost only once a
-window (a miss); within a window (a hit) a token costs its own row.
+In the first block, the history's queries, keys and values depend on the tokens alone, so all windows share them. After
+the first restoring layer every row of the history has read the context, which differs between windows. Nothing can be
+kept, and n tokens cost n^2 / (2 window) rows in the later blocks. A decoding cache pays this cost only once per window
+(a miss); within a window (a hit) a token costs a single row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from brl_jax.models.stack import Stack
 from brl_jax.models.stack_call import Recall, StackCall, check_room
 from brl_jax.models.tlinformer.layers import Layers, train_window
 
-# History rows that a miss restores at a time.
+# How many rows of the history a miss restores at a time.
 _PIECE = 1024
 
 
@@ -51,11 +51,11 @@ class TLinFormerCache(NamedTuple):
 
     Attributes:
       num_tokens: () int32, the tokens so far.
-      window_index: () int32, the window whose history the context and the later blocks hold; window 0 has none.
+      window_index: () int32, the window whose history the context and the later blocks hold; window 0 has no history.
       past: the tokens (B, L) int32, or their embeddings (B, L, D).
       history: for each block, keys and values (B, K, L, H) of the history in its first layer.
       context: for each block, keys and values (H + 1, B, C, K, H) of the context in its other layers.
-      window: keys and values (layers, B, W, K, H) of the present window.
+      window: keys and values (layers, B, W, K, H) of the current window.
     """
 
     num_tokens: Any
@@ -67,11 +67,11 @@ class TLinFormerCache(NamedTuple):
 
 
 class TLinFormerStack(Stack):
-    """A `Stack` whose layers TLinFormer arranges; the same call, and the same parameters as with full attention.
+    """A `Stack` whose layers are arranged as TLinFormer's; call and parameters are as with full attention.
 
     Raises:
-      ValueError: with `cross_attention`, which has no place in its blocks; for a call with a cache, positions, and
-        dropout, which would differ between a token and its later readings.
+      ValueError: `cross_attention` is given, or a call with a cache has positions or dropout. With dropout a token
+        would differ each time it is read.
     """
 
     def __post_init__(self):
@@ -90,12 +90,12 @@ class TLinFormerStack(Stack):
     def init_cache(
         self, batch: int, length: int, *, recalls: bool = False, source: CrossSizes | None = None
     ) -> TLinFormerCache:
-        """A decoding cache for sequences of up to `length` tokens.
+        """Returns an empty decoding cache for sequences of up to `length` tokens.
 
         Args:
-          recalls: every call comes with a `Recall`, and the cache keeps tokens; otherwise it keeps their embeddings,
-            for half as much memory again (and less with more blocks).
-          source: None; there is no cross-attention.
+          recalls: every call comes with a `Recall`, so that the cache keeps tokens. Otherwise it keeps their
+            embeddings, which takes half again the memory (less with more blocks).
+          source: must be None, as cross-attention is not supported.
         """
         d, m = self.dimensions, self._mechanism
         blocks = len(self.mechanisms) // m.group
@@ -131,7 +131,7 @@ class TLinFormerStack(Stack):
                 )
             if self.dimensions.dropout > 0 and not call.get("deterministic", True):
                 raise ValueError(
-                    "deterministic must be True with a cache of TLinFormer, which reads earlier tokens again, got "
+                    "deterministic must be True with a cache of TLinFormer, which rereads earlier tokens, got "
                     "False"
                 )
             check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
@@ -144,10 +144,10 @@ class TLinFormerStack(Stack):
     def absorb(
         self, x: Float[Array, "B T D"], cache: TLinFormerCache, recall: Recall | None = None
     ) -> TLinFormerCache:
-        """The cache after whole windows of tokens whose outputs nobody wants: for each token only the keys and values
-        of the first block are computed.
+        """Returns the cache after whole windows of tokens whose outputs are not needed. For each token it computes only
+        the keys and values of the first block.
 
-        What is absorbed must begin and end, after any number of calls, at the start of a window, and at least one more
+        Absorbed tokens, over any number of calls, must begin and end at the start of a window, and at least one more
         token must follow.
         """
         check_room(x.shape[1], cache.num_tokens, cache.past.shape[1])
@@ -160,7 +160,7 @@ class TLinFormerStack(Stack):
     def _run(self, x, cache, call: StackCall, deterministic):
         if cache is None:
             return super()._run(x, cache, call, deterministic)
-        layers = self._layers(True)  # `__call__` refuses dropout with a cache
+        layers = self._layers(True)  # `__call__` rejects dropout with a cache
         batch, length, _ = x.shape
         count = length if call.count is None else call.count
         index, m = cache.num_tokens, self._mechanism
@@ -172,9 +172,9 @@ class TLinFormerStack(Stack):
         exist = jnp.arange(length, dtype=jnp.int32) < count
         places = index + jnp.arange(length, dtype=jnp.int32)
         first = layers.project(0, x, places[None])
-        # Written before anything reads the history, which ends before: else XLA copies it.
+        # Write before anything reads the history, which ends earlier; otherwise XLA copies it.
         cache = _remember(cache, x, *first[1:], jnp.where(exist, places, room))
-        # A cache for one window never has a history, nor room for a context.
+        # A cache for a single window never has a history, nor space for a context.
         has_history = room > m.window
         if has_history:
             embed = None if call.recall is None else call.recall.embed
@@ -206,7 +206,7 @@ class TLinFormerStack(Stack):
         return self.final_norm(x), cache._replace(window=kept, num_tokens=index + count)
 
     def _aligned_segments(self, x, memory, call, deterministic):
-        """All windows of a sequence for training, each computed again in the backward pass."""
+        """Runs all windows of a sequence for training; the backward pass recomputes each."""
         del memory
         if self.is_initializing():
             return self._run(x, None, call, deterministic)
@@ -216,7 +216,7 @@ class TLinFormerStack(Stack):
         padded = windows * m.window
         x = jnp.pad(x, ((0, 0), (0, padded - length), (0, 0)))
         places = jnp.arange(padded, dtype=jnp.int32)[None]
-        first = layers.project(0, x, places)  # of the first block: the same whatever the window
+        first = layers.project(0, x, places)  # of the first block, which all windows share
         sizes = jnp.asarray(m.context_sizes(windows))
 
         def window(number):
@@ -229,10 +229,10 @@ class TLinFormerStack(Stack):
 
 @dataclasses.dataclass(frozen=True)
 class _Miss:
-    """Brings a cache up to a new window, whose history is the first `history` tokens.
+    """Updates a cache for a new window, whose history is the first `history` tokens.
 
     Attributes:
-      past: as in the cache, in which `embed` is None where it holds embeddings.
+      past: as in the cache; if it holds embeddings, `embed` is None.
     """
 
     layers: Layers
@@ -249,9 +249,9 @@ class _Miss:
         return past if self.embed is None else self.embed(past)
 
     def update(self, cache: TLinFormerCache, window: Array) -> TLinFormerCache:
-        """The cache with the context and the later blocks' history of `window`, unchanged where it has them already.
+        """Returns the cache with the context and the later blocks' history of `window`, computed only if missing.
 
-        Only the loops write arrays that are as long as the history, in place; on a hit they run no iteration.
+        Arrays as long as the history are written in place and only by the loops, which run no iteration on a hit.
         """
         missed = window != cache.window_index
         slots = jnp.arange(cache.context[0].key.shape[2], dtype=jnp.int32)
@@ -273,7 +273,7 @@ class _Miss:
         return cache._replace(history=tuple(histories), context=tuple(contexts), window_index=window)
 
     def _context(self, first: int, places: Array, x: Array, past: KeyValue, _: Any) -> tuple[Array, KeyValue]:
-        """The context through the block of layer `first`: see `Layers.context`."""
+        """Passes the context through the block of layer `first`; see `Layers.context`."""
         query, _, _ = self.layers.project(first, x, places)
         read = self.layers.attend_kept(query, past.key, past.value, self.history)
         x, pairs = self.layers.context(first, x, query, read, places, self.num_context)
@@ -281,7 +281,7 @@ class _Miss:
         return x, KeyValue(jnp.stack(keys), jnp.stack(values))
 
     def _restored(self, pair: KeyValue, contexts: list[KeyValue], missed: Array) -> KeyValue:
-        """The history's keys and values in the block after `contexts`."""
+        """Returns the history's keys and values in the block after `contexts`."""
         room = self.past.shape[1]
         piece = min(_PIECE, room)
 
@@ -289,7 +289,7 @@ class _Miss:
             start = jnp.minimum(i * piece, room - piece)
             here = (start + jnp.arange(piece, dtype=jnp.int32))[None]
             x = self.rows(lax.dynamic_slice_in_dim(self.past, start, piece, axis=1))
-            # Computed again from the tokens for every block: keeping the rows would take as much memory as the history.
+            # Every block starts again from the tokens: keeping the rows would double the memory of the history.
             for block, context in enumerate(contexts):
                 query, _, _ = self.layers.project(block * self.group, x, here)
                 last = (context.key[-1], context.value[-1])
@@ -305,7 +305,7 @@ class _Miss:
 
 
 def _note_tokens(cache: TLinFormerCache, recall: Recall | None) -> TLinFormerCache:
-    """The cache with new tokens in its past, if it keeps tokens."""
+    """Returns the cache with the new tokens in its past, if it keeps tokens."""
     if cache.past.ndim == 3:
         return cache
     if recall is None:
@@ -315,8 +315,8 @@ def _note_tokens(cache: TLinFormerCache, recall: Recall | None) -> TLinFormerCac
 
 
 def _remember(cache: TLinFormerCache, x: Array, key: Array, value: Array, places: Array) -> TLinFormerCache:
-    """The cache with new tokens' embeddings, and their keys and values in the first block, at `places`; those beyond
-    its end are dropped."""
+    """Returns the cache with new tokens' embeddings, and their keys and values in the first block, at `places`; places
+    beyond its end are dropped."""
     first, *later = cache.history
     first = KeyValue(
         write_places(first.key, jnp.swapaxes(key, 1, 2), places, axis=2),

@@ -1,1 +1,1 @@
-"""Every mechanism on small tasks of the Long Range Arena, side by side: see `eval.survey.__main__`."""
+"""Every mechanism on small tasks of the Long Range Arena, side by side: see `eval.studies.survey.main`."""

@@ -1,4 +1,4 @@
-"""Block-sparse attention on TPU: the differentiable call, and what stands in its way."""
+"""Block-sparse attention on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from pallas_kernels.tpu.block.plan import (
 )
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
-from pallas_kernels.tpu.core.heads import pack, pack_rows, unpack, unpack_rows
+from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, pack_rows, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
 from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _packed(query, key, value, bias, hidden, shift, call: BlockCall, with_log_sum: bool):
-    return _packed_fwd(query, key, value, bias, hidden, shift, call, with_log_sum)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _packed(query, key, value, bias, hidden, shift, known, call: BlockCall, with_log_sum: bool):
+    return _packed_fwd(query, key, value, bias, hidden, shift, known, call, with_log_sum)[0]
 
 
-def _packed_fwd(query, key, value, bias, hidden, shift, call: BlockCall, with_log_sum: bool):
-    out, statistics = block_forward(query, key, value, bias, hidden, shift, call)
+def _packed_fwd(query, key, value, bias, hidden, shift, known, call: BlockCall, with_log_sum: bool):
+    if known is None:
+        out, statistics = block_forward(query, key, value, bias, hidden, shift, call)
+    else:
+        out, statistics = known
     result = (out, log_sum_exp(statistics, call.scale)) if with_log_sum else out
     return result, (query, key, value, bias, hidden, shift, out, statistics)
 
@@ -44,7 +47,7 @@ def _packed_fwd(query, key, value, bias, hidden, shift, call: BlockCall, with_lo
 def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
     query, key, value, bias, hidden, shift, out, statistics = residuals
     grad, grad_log_sum = grads if with_log_sum else (grads, None)
-    # A product with ones, not a reduction over (heads, head_dim): that shape would be copied into another layout.
+    # Use a product with ones: XLA would copy the array to another layout for a reduction over (heads, head_dim).
     number = jnp.arange(out.shape[2], dtype=jnp.int32) // call.layout.head_dim
     ones = jax.nn.one_hot(number, out.shape[2] // call.layout.head_dim, dtype=jnp.float32)
     mean = jnp.einsum(
@@ -55,7 +58,7 @@ def _packed_bwd(call: BlockCall, with_log_sum: bool, residuals, grads):
     )
     mean = mean.reshape(*statistics.shape[:2], call.layout.packed, -1)
     grads = block_backward(query, key, value, bias, hidden, shift, grad, statistics, mean, grad_log_sum, call)
-    return *grads, None, None
+    return *grads, None, None, None
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
@@ -74,19 +77,18 @@ def block_obstacle(
     bias: RelativeBias | None = None,
     chip: str | None = None,
 ) -> str | None:
-    """Why `block_attention` cannot serve a call, known from shapes, dtypes and lists without tracing it.
+    """Returns why `block_attention` does not support a call, or None, from shapes, dtypes and lists without tracing it.
 
     Args:
-      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the mesh
-        count.
+      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh matter.
       key_blocks, block_q, block_k, granules, chip: as in `block_attention`.
       chosen_runs: M of its chosen_starts, 0 without them.
-      bias: how many distances its bias has numbers for, and the first of them.
+      bias: the number of distances for which its bias has numbers, and the first of them.
 
     Returns:
-      The message of the error that `block_attention` would raise: a dtype or head dimension that no kernel supports,
-      shapes or lists that do not match, the list of a block that scalar memory does not hold, or too little VMEM. None
-      where nothing stands in the way.
+      The message of the error that `block_attention` would raise: an unsupported dtype or head dimension, shapes or
+      lists that do not match, a block's list that exceeds scalar memory, or too little VMEM. None if the call is
+      supported.
     """
     options: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "granules": granules, "chip": chip}
     options |= {"chosen_runs": chosen_runs, "bias": bias}
@@ -118,38 +120,38 @@ def block_attention(
     query_lengths: Int[Array, " B"] | None = None,
     key_lengths: Int[Array, " B"] | None = None,
     return_log_sum_exp: bool = False,
+    known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
     chip: str | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Softmax attention over any pattern that can be given as a list of key blocks for each block of queries.
+    """Softmax attention over any pattern given as a list of key blocks for each block of queries.
 
-    The cost is proportional to the listed pairs. The mask inside a block is computed from positions, so that no mask
-    takes memory. Differentiable in query, key, value and bias. This is BRL-Attention (Liu et al., OpenReview
-    Vpyg3fqXbl) eq. 1; online softmax and recomputation in the backward pass are those of FlashAttention (Dao et al.,
-    arXiv:2205.14135).
+    The cost is proportional to the listed pairs. Masks inside blocks are computed from positions and take no memory.
+    Differentiable in query, key, value and bias. This is BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl) eq. 1, with
+    FlashAttention's online softmax and recomputation in the backward pass (Dao et al., arXiv:2205.14135).
 
     Args:
       query: (B, T, N, H), float32 or bfloat16, H up to 256.
       key, value: (B, S, K, H), the same dtype, N a multiple of K; query head g reads key head g // (N / K).
-      key_blocks: for each block of `block_q` queries, the blocks of `block_k` keys that it meets, each once. Lists that
-        are too long for scalar memory are divided into several launches.
+      key_blocks: for each block of `block_q` queries, the blocks of `block_k` keys that it reads, each once. Lists too
+        long for scalar memory are divided into several launches.
       block_q, block_k: rows in a block, multiples of 128.
-      mask: maps int32 positions of queries (1, rows) and of keys (rows, 1) to a bool array that is True where the key
-        is seen. It is traced into the kernel; for divisions it must use `pallas_kernels.positions`.
-      granules: visibility that can only be looked up, in addition to the mask: see `Granules`.
+      mask: maps int32 positions of queries (1, rows) and of keys (rows, 1) to a bool array, True where the key is seen.
+        It is traced into the kernel; for divisions it must use `pallas_kernels.positions`.
+      granules: visibility from a table, in addition to the mask: see `Granules`.
       query_position, key_position: positions of the first query and the first key, for the mask and the granules.
-      shift: an int32 scalar that is added to both, where they are known only at run time; not with granules.
-      causal: hides the keys at positions after the query's, in addition to the mask. The shift is then added to the
-        positions of queries alone. A listed pair of blocks in which all keys are hidden costs a grid step but no
-        products, and one in which none is hidden computes no mask.
+      shift: an int32 scalar that is added to both positions if they are known only at run time; not with granules.
+      causal: hides keys at positions after the query's, in addition to the mask. The shift is then added to the
+        queries' positions only. A listed pair of blocks in which all keys are hidden costs a grid step but no products;
+        a pair without hidden keys computes no mask.
       bias: added to the scaled and capped scores: a slope for each query head times the distance of positions, or a
         table of numbers by distance. Differentiable. It costs about as much as a mask, and no memory for pairs.
       chosen_starts: (B, T, K, M) ints, the positions of the first keys of M runs for each query and key head, or any
-        position past the last key: queries see no other keys. The lists are not shortened by them, but where
-        chosen_aligned holds, a pair of blocks of which no query chooses a key costs no products.
+        position past the last key. Queries see only the keys of their runs. Lists are not shortened, but with
+        chosen_aligned a pair of blocks costs no products if no query chooses a key of it.
       chosen_size: keys in a run.
-      chosen_aligned: whether all runs begin at multiples of chosen_size. Where block_k is a multiple of it and it is
-        one of 8, visibility is then computed for whole runs.
+      chosen_aligned: whether all runs begin at multiples of chosen_size. If block_k is a multiple of chosen_size and
+        chosen_size is a multiple of 8, visibility is then computed for whole runs.
       scale, logits_soft_cap, query_segment_ids, key_segment_ids, query_lengths, key_lengths, return_log_sum_exp, chip,
         interpret: as in `window_attention`.
 
@@ -157,9 +159,9 @@ def block_attention(
       As `window_attention`.
 
     Raises:
-      ValueError: on shapes that do not match, a list that names a block that does not exist or names a block twice, the
-        list of a single block that does not fit in scalar memory, or blocks that do not fit in the chip's memory.
-      NotImplementedError: on another dtype or a wider head.
+      ValueError: shapes do not match, a list names a block twice or one that does not exist, a single block's list
+        exceeds scalar memory, or blocks exceed the chip's memory.
+      NotImplementedError: the dtype or the head dimension is not supported.
     """
     call = plan_block(
         query,
@@ -175,7 +177,7 @@ def block_attention(
     )
     heads, head_dim = query.shape[2:]
     if shift is not None and granules is not None:
-        raise ValueError("granules lie at known positions: shift must be None with them")
+        raise ValueError("shift must be None with granules, whose positions are static")
     shift = None if shift is None else jnp.asarray(shift, jnp.int32).reshape(1)
     tokens = mark_tokens(
         query, key, value, query_segment_ids, key_segment_ids, query_lengths, key_lengths, shift
@@ -206,8 +208,11 @@ def block_attention(
             packed_query, packed_key, packed_value, numbers
         )
     hidden = Hidden(tokens.segments, rows)
+    if known is not None:
+        known_out, log_sums = known
+        known = pack_queries(known_out, layout), pack_log_sums(log_sums, scale, layout)
     result = _packed(
-        packed_query, packed_key, packed_value, numbers, hidden, tokens.shift, call, return_log_sum_exp
+        packed_query, packed_key, packed_value, numbers, hidden, tokens.shift, known, call, return_log_sum_exp
     )
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
     out = zero_absent(out, tokens.query_exists)

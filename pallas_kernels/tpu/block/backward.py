@@ -1,5 +1,5 @@
-"""The backward kernels of block-sparse attention: the gradient of the queries runs over the listed pairs by blocks of
-queries, those of keys and values by blocks of keys."""
+"""The backward kernels of block-sparse attention: the queries' gradient loops over the listed pairs by blocks of
+queries, the keys' and values' by blocks of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pallas_kernels.tpu.core.arithmetic import LOG2E, NN, NT
 
 
 class GradientPair(BlockPair):
-    """A pair of blocks with the gradients of the outputs of its queries and their statistics."""
+    """A pair of blocks with the output gradients of its queries and their statistics."""
 
     def __init__(
         self, lists: StepLists, by_key: bool, cut: bool, operands: Sequence[Any], visible: VisibleRefs
@@ -27,8 +27,8 @@ class GradientPair(BlockPair):
         super().__init__(lists, by_key, cut, key, value, visible)
 
     def changes(self, unit: int):
-        """Weights, the gradients of their scores after a cap, which add up to 0 in each row, and those of their
-        products, all transposed, with the queries and their output gradients.
+        """Returns weights, the gradients of the capped scores (which sum to 0 in each row) and of the raw products, all
+        transposed, then the queries and their output gradients.
         """
         q, g = self.rows(self.query, unit), self.rows(self.grad, unit)
         top, log_total, mean, rest = self.statistics(self.row_statistics, unit, 4)
@@ -154,11 +154,11 @@ def block_backward(
     Float[Array, "B S M"],
     Float[Array, "tiles rows lanes"] | None,
 ]:
-    """Gradients of packed arrays and of the bias; `mean` is the sum of weight times change of each row, from the
+    """Returns the gradients of packed arrays and of the bias; `mean` is each row's sum of weight times change, from the
     rounded output.
 
-    The remainder that those rounded sums leave is computed first: where a softmax is almost one-hot, its derivative is
-    a small difference of large numbers, and the rounding of the sums would show in it.
+    The remainder of that rounded sum is computed first. If a softmax is almost one-hot, its derivative is a small
+    difference of large numbers, in which the rounding would show.
     """
     width = call.layout.width
 

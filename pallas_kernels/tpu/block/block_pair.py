@@ -1,7 +1,7 @@
-"""One pair of blocks, of queries and of keys, inside the block-sparse kernels.
+"""One pair of a block of queries and a block of keys, inside the block-sparse kernels.
 
-`StepLists` reads from scalar memory which pair a grid step works on. `BlockPair` gives the queries and keys of that
-pair, tile by tile and head by head, and masks its scores.
+`StepLists` reads from scalar memory which pair a grid step works on. `BlockPair` loads that pair's queries and keys by
+tile and head, and masks its scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.tpu.core.pipeline import pipelined
 
 
 class StepLists:
-    """What a step reads from scalar memory: which blocks it works on, their bits, the shift of positions."""
+    """What a step reads from scalar memory: its pair of blocks, their bits, and the shift of positions."""
 
     def __init__(self, call: BlockCall, refs: Sequence[Any]):
         self.own, self.other, *rest = refs
@@ -33,15 +33,15 @@ class StepLists:
         self.call, self.step = call, pl.program_id(2)
 
     def ends(self):
-        """Whether this step is the first, and the last, of those of its block."""
+        """Whether this step is the first, and the last, for its block."""
         last = pl.num_programs(2) - 1
         own = self.own[self.step]
         first = (self.step == 0) | (self.own[jnp.maximum(self.step - 1, 0)] != own)
         return first, (self.step == last) | (self.own[jnp.minimum(self.step + 1, last)] != own)
 
     def meet(self, by_key: bool, body) -> None:
-        """Runs body(cut), except in the step of a block that meets no other or, in a causal call, only keys after its
-        queries. `cut` is whether some keys come after some queries; without it the body needs no causal mask.
+        """Runs body(cut), unless the block has no partner or, in a causal call, only keys after all its queries. `cut`
+        is whether some keys come after some queries; if not, the body needs no causal mask.
         """
         call = self.call
         meets = None if all(call.listed(by_key)) else self.other[self.step] >= 0
@@ -63,14 +63,14 @@ class StepLists:
             pl.when(runs if meets is None else runs & meets)(functools.partial(body, masked))
 
     def blocks(self, by_key: bool):
-        """(block of queries, block of keys)."""
+        """Returns (block of queries, block of keys)."""
         own, other = self.own[self.step], jnp.maximum(self.other[self.step], 0)
         return (other, own) if by_key else (own, other)
 
 
 class VisibleRefs(NamedTuple):
-    """References to what decides which keys a query sees, and how well: their segment ids, none or two, the runs it
-    chooses, and the bias."""
+    """References that decide which keys a query sees, and how well: segment ids (two or none), the runs that queries
+    choose, and the bias."""
 
     segments: Sequence[Any]
     chosen: Any
@@ -106,7 +106,7 @@ class BlockPair:
             self.granules = [self._chosen_rows(head, queries) for head in range(call.layout.packed)]
 
     def each_unit(self, *stages) -> None:
-        """`pipelined` over the units of this pair, unless no query chooses a key of it."""
+        """Runs `pipelined` over the units of this pair, unless no query chooses a key of it."""
         run = functools.partial(pipelined, self.call.units, *stages)
         if self.granules is None:
             run()
@@ -114,8 +114,8 @@ class BlockPair:
             pl.when(functools.reduce(jnp.maximum, self.granules).max() > 0)(run)
 
     def _chosen_rows(self, head: int, queries: slice) -> Float[Array, "rows queries"]:
-        """1 where a query of one head chooses the keys of a row, else 0: a row for each granule of keys that all runs
-        consist of, or for each key.
+        """Returns 1 where a query of one head chooses a row's keys, else 0. A row is a granule of keys if all runs
+        consist of whole granules, and a single key otherwise.
         """
         chosen = self.call.chosen
         assert chosen is not None
@@ -131,7 +131,7 @@ class BlockPair:
         return found
 
     def _chosen_keys(self, unit: int) -> Bool[Array, "block_k tile"]:
-        """Whether the queries of a unit choose the keys of this pair."""
+        """Whether a unit's queries choose the keys of this pair."""
         head, queries = self.split(unit)
         if self.granules is None:
             return self._chosen_rows(head, queries) > 0
@@ -148,17 +148,17 @@ class BlockPair:
         return arithmetic.rows_below(x, limit) if ragged else x
 
     def split(self, unit: int) -> tuple[int, slice]:
-        """The head of a unit, and the rows of its tile of queries in their block."""
+        """Returns a unit's head, and the rows of its tile of queries in their block."""
         tile, head = divmod(unit, self.call.layout.packed)
         return head, slice(tile * TILE, (tile + 1) * TILE)
 
     def lanes_of(self, unit: int) -> slice:
-        """The lanes of one head, which are rows of arrays that are stored transposed."""
+        """Returns the lanes of one head, which are rows of arrays that are stored transposed."""
         head, size = unit % self.call.layout.packed, self.call.layout.head_dim
         return slice(head * size, (head + 1) * size)
 
     def rows(self, ref, unit: int) -> Float[Array, "tile width"]:
-        """The queries of one head and tile, or the gradients of their outputs."""
+        """Loads the queries, or their output gradients, of one head and tile."""
         head, rows = self.split(unit)
         x = self._below(
             ref[0, rows, :],
@@ -168,7 +168,7 @@ class BlockPair:
         return heads.lanes_of_head(x, head, self.call.layout)
 
     def statistics(self, ref, unit: int, count: int) -> list[Float[Array, "1 tile"]]:
-        """`count` statistics of one head and tile, 0 past the end of the sequence."""
+        """Loads `count` statistics of one head and tile, with 0 past the end of the sequence."""
         head, lanes = self.split(unit)
         packed = self.call.layout.packed
         rows = [ref[0, 0, n * packed + head : n * packed + head + 1, lanes] for n in range(count)]
@@ -179,7 +179,7 @@ class BlockPair:
         return [jnp.where(exists, x, 0.0) for x in rows]
 
     def _bits_at(self, queries, keys) -> Bool[Array, "block_k tile"]:
-        """Whether the bits of this pair are set for positions of queries and keys."""
+        """Whether this pair's bits are set for positions of queries and keys."""
         call, words = self.call, self.lists.words
         assert call.granules is not None
         assert words is not None
@@ -199,18 +199,18 @@ class BlockPair:
         return (found & 1) == 1
 
     def capped(self, scores: Float[Array, "block_k tile"]) -> Float[Array, "block_k tile"]:
-        """The scores, capped where the call has a cap."""
+        """Returns the scores after the call's cap, if any."""
         return scores if self.call.cap is None else arithmetic.soft_cap(scores, self.call.cap)
 
     def biased(self, scores: Float[Array, "block_k tile"], unit: int) -> Float[Array, "block_k tile"]:
-        """The capped scores with their bias, where the call has one."""
+        """Returns the capped scores with the call's bias, if any."""
         if self.bias is None:
             return scores
         tile, head = divmod(unit, self.call.layout.packed)
         return scores + self.bias.refs.scratch[head, self.bias.tile(tile)]
 
     def masked(self, scores: Float[Array, "block_k tile"], unit: int) -> Float[Array, "block_k tile"]:
-        """The scores, and MASKED where a query of the tile does not see a key."""
+        """Returns the scores, with MASKED where a query of the tile does not see a key."""
         call = self.call
         _, rows = self.split(unit)
         keys = self.first_key + jax.lax.broadcasted_iota(jnp.int32, (call.block_k, 1), 0)
@@ -242,7 +242,7 @@ class BlockPair:
 def split_refs(
     call: BlockCall, refs: Sequence[Any], scalars: int, operands: int
 ) -> tuple[StepLists, Sequence[Any], VisibleRefs, Sequence[Any]]:
-    """The references of a kernel: its lists, its operands, what hides keys, and results and scratch."""
+    """Splits a kernel's references into lists, operands, what hides keys, and results with scratch."""
     stop = scalars + operands
     after = stop + (2 if call.segments else 0)
     last = after + (0 if call.chosen is None else 1)

@@ -1,4 +1,4 @@
-"""Biases by distance in the block-sparse kernels: the array of `core.distances` is written for each pair of blocks."""
+"""Biases by distance in the block-sparse kernels: each pair of blocks writes the array of `core.distances`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.tpu.core.heads import LANES
 def lay_out(
     bias: Slopes | DistanceTable, call: BlockCall, shift: Int[Array, "1"] | None
 ) -> Float[Array, "tiles rows lanes"]:
-    """The operand of the kernels; see `core.distances.lay_out`."""
+    """Returns the kernels' operand; see `core.distances.lay_out`."""
     offset = call.query_position - call.key_position + (0 if shift is None or not call.causal else shift[0])
     more = offset - _whole_lanes(offset)
     return distances.lay_out(bias, call.layout, call.scale, *call.bias_extent, more)
@@ -27,7 +27,7 @@ def _whole_lanes(offset):
 
 
 class BiasRefs(NamedTuple):
-    """References of a kernel to the operand that `lay_out` makes, and to scratch of (heads in a tile, rows, TILE)."""
+    """References to the operand from `lay_out`, and to scratch of shape (heads in a tile, rows, TILE)."""
 
     numbers: Any
     scratch: Any
@@ -37,8 +37,8 @@ class PairBias:
     """The bias of one pair of blocks.
 
     Args:
-      first_query, first_key: indices of the first query and the first key of the pair.
-      shift: what is added to the positions of queries alone; None for 0.
+      first_query, first_key: indices of the pair's first query and first key.
+      shift: added to the queries' positions only; None for 0.
     """
 
     def __init__(self, call: BlockCall, first_query, first_key, shift, refs: BiasRefs):
@@ -57,12 +57,13 @@ class PairBias:
             self.refs.scratch[head] = self.rows.expand(self.refs.numbers[0, *place])
 
     def tile(self, unit_tile: int) -> slice:
-        """The rows of the array that are the bias of a tile of queries."""
+        """Returns the rows of the array that hold the bias of a tile of queries."""
         first = self.call.block_q - TILE * (unit_tile + 1)
         return slice(first, first + self.call.block_k)
 
     def add_gradient(self, result, grads) -> None:
-        """Adds to `result`, laid out as the operand is, the gradient that `grads` has in the array's form."""
+        """Adds to `result`, which is laid out like the operand, the gradient in `grads`, which is laid out like the
+        array."""
         for head in range(self.call.layout.packed):
             place = self.rows.place(head)
             result[0, 0, *place] += self.rows.reduce(grads[head])

@@ -81,7 +81,7 @@ def block_forward(
     shift: Int[Array, "1"] | None,
     call: BlockCall,
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles statistics T"]]:
-    """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`."""
+    """Returns output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`."""
     scratch = [(call.layout.width, call.block_q)]
     launch = BlockLaunch(_forward_kernel, "block_attention_forward", call, "qs", scratch)
     out, statistics = launch.run([("q", query), ("k", key), ("k", value)], hidden, shift, bias)

@@ -25,7 +25,7 @@ class Hidden(NamedTuple):
     chosen: Int[Array, "B tiles runs T"] | None
 
 
-#: An array, and what it has rows of: "q" queries, "k" keys, "s" statistics.
+#: An array, and the kind of its rows: "q" queries, "k" keys, "s" statistics.
 Operand = tuple[str, Array]
 
 _ORDER: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary", "arbitrary")
@@ -36,12 +36,12 @@ class BlockLaunch:
     """One kernel over the listed pairs of a call.
 
     Attributes:
-      kernel, name: the function, and what the compiler calls it.
+      kernel, name: the function, and its name for the compiler.
       call: everything static about the call.
-      results: what each result has rows of: "q" queries, "k" keys, "s" two statistics, "r" one statistic; "d" is the
+      results: the kind of each result's rows: "q" queries, "k" keys, "s" two statistics, "r" one statistic; "d" is the
         gradient of a bias.
-      scratch: shapes of float32 scratch, without that of a bias.
-      by_key: whether a block of keys is completed after the other, instead of a block of queries.
+      scratch: shapes of float32 scratch, without a bias's.
+      by_key: whether the grid completes one block of keys after another instead of blocks of queries.
     """
 
     kernel: Callable[..., None]
@@ -58,7 +58,7 @@ class BlockLaunch:
         shift: Int[Array, "1"] | None,
         bias: Float[Array, "tiles rows lanes"] | None,
     ) -> Sequence[Array]:
-        """The results over all pairs; the first two operands are query and key."""
+        """Returns the results over all pairs; the first two operands are query and key."""
         pieces = [
             self._run_piece(steps, operands, hidden, shift, bias) for steps in self.call.pieces(self.by_key)
         ]
@@ -119,8 +119,8 @@ class BlockLaunch:
         )(*vary_alike(*scalars, *(x for _, x in given)))
 
     def _spec(self, kind: str, rows: int | None, first: int) -> pl.BlockSpec:
-        """The spec of an array of a kind ("i" and "j" are ids of queries and keys, "b" and "d" a bias and its gradient)
-        that begins at block `first`."""
+        """Returns the spec of an array that begins at block `first`. Further kinds are "i" and "j", ids of queries and
+        keys, and "b" and "d", a bias and its gradient."""
         call, width, group = self.call, self.call.layout.width, self.call.layout.group
 
         def index(b, t, step, *refs):

@@ -1,4 +1,4 @@
-"""What a call of block-sparse attention does step by step, worked out in Python from shapes and lists alone."""
+"""The steps of a call of block-sparse attention, worked out in Python from shapes and lists alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PositionMask = Callable[[Any, Any], Any]
 WORD = 32
 #: Queries that share one product.
 TILE = 128
-#: Pairs of blocks that one launch lists in scalar memory: 1 MiB, two numbers for each pair, half of it left free.
+#: Pairs of blocks per launch: two numbers each, 512 KiB, which leaves half of a scalar memory of 1 MiB free.
 MAX_PAIRS = 1 << 16
 
 
@@ -32,8 +32,8 @@ class Granules(NamedTuple):
 
     Attributes:
       size: positions in a granule; granules start at multiples of it.
-      bits: one number for each block of queries and each block of keys that it meets. Its bit i * columns + j is set
-        iff the i-th granule of queries that the pair of blocks touches sees the j-th granule of keys.
+      bits: one number for each block of queries and each block of keys that it reads. Bit i * columns + j is set iff
+        the i-th granule of queries that the pair of blocks touches sees the j-th granule of keys.
     """
 
     size: int
@@ -41,16 +41,16 @@ class Granules(NamedTuple):
 
     @staticmethod
     def touched(rows: int, size: int) -> int:
-        """The largest number of granules that `rows` consecutive positions touch."""
+        """Returns the largest number of granules that `rows` consecutive positions touch."""
         return 1 + (rows + size - 2) // size
 
 
 class ChosenKeys(NamedTuple):
-    """Runs of keys that each query sees alone, in addition to the mask.
+    """Runs of keys to which each query is limited, in addition to the mask.
 
     Attributes:
-      size: keys of a run.
-      runs: of a query, some of which may begin past the last key.
+      size: keys in a run.
+      runs: runs of a query, some of which may begin past the last key.
       aligned: whether all begin at multiples of the size.
     """
 
@@ -60,11 +60,12 @@ class ChosenKeys(NamedTuple):
 
 
 class BlockSteps(NamedTuple):
-    """Grid steps of one launch: those of the blocks `first` to `stop` of queries (or of keys).
+    """Grid steps of one launch, for blocks `first` to `stop` of queries (or of keys).
 
     Attributes:
-      own, other: for each step, the block whose result it adds to and the block that this one meets; -1 for none.
-      words: the bits of the pairs, 32 in each word.
+      own, other: for each step, the block whose result it adds to, and the block that it reads; -1 if it reads no
+        block.
+      words: the pairs' bits, 32 in each word.
     """
 
     first: int
@@ -80,22 +81,22 @@ class BlockCall:
 
     Attributes:
       queries, keys: lengths of the sequences.
-      block_q, block_k: rows of a block.
-      rows: for each block of queries, the blocks of keys that it meets.
+      block_q, block_k: rows in a block.
+      rows: for each block of queries, the blocks of keys that it reads.
       granules: which keys a query sees inside those blocks, from bits; None for all.
       layout: how heads lie in lanes.
-      vmem_limit: in bytes, to request from the compiler; None requests none.
+      vmem_limit: in bytes, to request from the compiler; None requests no limit.
       mask: which keys a query sees inside those blocks, from positions; None for all.
       query_position, key_position: positions of the first query and the first key.
       shifted: whether a number known only at run time is added to both positions.
-      causal: whether a query sees the keys at its position and before alone. That number is then added to the positions
-        of queries alone.
+      causal: whether a query sees only keys up to its position. That number is then added to the queries' positions
+        only.
       segments: whether queries and keys have segment ids.
       chosen: the runs of keys that queries see; None for all keys.
       bias: what is added to the scores by distance; None for nothing.
       scale: multiplies the scores; positive.
-      logits_soft_cap: bounds the scaled scores; None for no bound.
-      interpret: as `pl.pallas_call` takes it.
+      logits_soft_cap: bounds the scaled scores; None leaves them unbounded.
+      interpret: passed to `pl.pallas_call`.
     """
 
     queries: int
@@ -120,25 +121,25 @@ class BlockCall:
 
     @property
     def cap(self) -> float | None:
-        """Bounds the scores before they are scaled, as the kernels have them."""
+        """The bound on unscaled scores, which the kernels work with."""
         return None if self.logits_soft_cap is None else self.logits_soft_cap / self.scale
 
     @property
     def units(self) -> int:
-        """Products that a pair of blocks consists of: one for each tile of queries and head."""
+        """The number of products in a pair of blocks: one for each tile of queries and head."""
         return self.block_q // TILE * self.layout.packed
 
     @property
     def granulated(self) -> bool:
-        """Whether each run of keys that a query chooses is a number of whole rows of a block of keys."""
+        """Whether each run of keys that a query chooses is a whole number of rows of a block of keys."""
         chosen = self.chosen
         return chosen is not None and chosen.aligned and self.block_k % chosen.size == chosen.size % 8 == 0
 
     @property
     def bias_extent(self) -> tuple[int, int]:
-        """The first distance and the number of distances in a table, which ends in equal numbers for far blocks.
+        """The first distance and the number of distances in a table, which repeats its end values for far blocks.
 
-        Its distances are smaller than those of positions by what the offset of the positions has beyond a multiple of
+        The table's distances are smaller than those between positions by the remainder of the positions' offset modulo
         the lanes.
         """
         assert self.bias is not None
@@ -168,20 +169,20 @@ class BlockCall:
 
     @property
     def words(self) -> int:
-        """Words that the bits of one pair take."""
+        """Words that hold the bits of one pair."""
         if self.granules is None:
             return 0
         return -(-self.granule_rows * self.granule_columns // WORD)
 
     @property
     def granule_rows(self) -> int:
-        """Granules of queries that a pair touches at most."""
+        """Maximum number of granules of queries that a pair touches."""
         assert self.granules is not None
         return Granules.touched(self.block_q, self.granules.size)
 
     @property
     def granule_columns(self) -> int:
-        """Granules of keys that a pair touches at most."""
+        """Maximum number of granules of keys that a pair touches."""
         assert self.granules is not None
         return Granules.touched(self.block_k, self.granules.size)
 
@@ -191,7 +192,7 @@ class BlockCall:
         return 2 * MAX_PAIRS // (2 + self.words)
 
     def listed(self, by_key: bool) -> list[list[tuple[int, int]]]:
-        """For each block of queries (or of keys) the blocks that it meets, with the bits of each pair."""
+        """Returns, for each block of queries (or of keys), the blocks that it reads, with each pair's bits."""
         bits = None if self.granules is None else self.granules.bits
         lists: list[list[tuple[int, int]]]
         lists = [[] for _ in range(-(-self.keys // self.block_k) if by_key else len(self.rows))]
@@ -201,7 +202,7 @@ class BlockCall:
         return lists
 
     def pieces(self, by_key: bool) -> Iterator[BlockSteps]:
-        """The steps, divided between blocks into launches whose lists fit in scalar memory."""
+        """Yields the steps, divided between blocks into launches whose lists fit in scalar memory."""
         pending: list[tuple[int, int, int]] = []
         first = 0
         for own, pairs in enumerate(self.listed(by_key)):
@@ -222,7 +223,7 @@ class BlockCall:
         return BlockSteps(first, stop, own, other, words)
 
     def check_lists(self) -> None:
-        """Raises ValueError where the list of a single block does not fit in scalar memory."""
+        """Raises ValueError if a single block's list does not fit in scalar memory."""
         limit = self.pairs_in_a_launch
         longest_by_query = max(len(row) for row in self.rows)
         longest_by_key = max(
@@ -231,13 +232,14 @@ class BlockCall:
         for longest, what in ((longest_by_query, "queries"), (longest_by_key, "keys")):
             if longest > limit:
                 raise ValueError(
-                    f"a block of {what} meets {longest} others, scalar memory holds {limit}: choose larger blocks"
+                    f"a block of {what} pairs with {longest} others, but scalar memory holds {limit}: choose larger "
+                    "blocks"
                 )
 
 
 def pair_bytes(block_q: int, block_k: int, width: int, itemsize: int) -> int:
-    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, sums, the scores in
-    flight."""
+    """Returns the VMEM of a step of the backward pass, which needs more than the forward pass: double-buffered blocks,
+    sums, and the scores in flight."""
     rows = (2 * block_q + 4 * block_k) * width * itemsize
     return 2 * rows + 2 * max(block_q, block_k) * width * 4 + 2 * 8 * 4 * block_q + 8 * block_k * 128 * 4
 
@@ -269,10 +271,10 @@ def plan_block(
     chosen_runs: int = 0,
     bias: RelativeBias | None = None,
 ) -> BlockCall:
-    """The part of a call that shapes, dtypes and lists determine; arguments as for `block_attention`.
+    """Returns the part of a call that shapes, dtypes and lists determine; arguments as for `block_attention`.
 
     Raises:
-      ValueError, NotImplementedError: as `block_attention`, for every reason that lies in shapes, dtypes and lists.
+      ValueError, NotImplementedError: as `block_attention`, for all errors in shapes, dtypes and lists.
     """
     check_attention(query, key, value)
     chip = resolve_chip(chip, query)

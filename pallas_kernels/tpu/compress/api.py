@@ -1,4 +1,4 @@
-"""Compression on TPU: the differentiable calls, and what stands in their way."""
+"""Compression on TPU: the differentiable calls, and why a call may be unsupported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _run(
     mask: Bool[Array, "#B #N #M #S"] | None,
     call: CompressCall,
 ) -> Float[Array, "B R M N H"]:
-    """Compression of R sets of queries, each within bounds of its own."""
+    """Compresses R sets of queries, each within its own bounds."""
     batch, groups, count, heads, head_dim = query.shape
     check_score(call.score)
     if (contrast_key is None) != (gamma is None):
@@ -50,7 +50,7 @@ def _run(
     bounds = jnp.broadcast_to(bounds, (batch, *bounds.shape[1:]))[:, :, None, :]
     added = None
     if call.bias is not None:
-        # A bias of blocks is as long as their histories; that of a sequence may have one number for all its keys.
+        # Blocks have a bias as long as their histories; a sequence's bias may have one number for all its keys.
         tokens = bias.shape[3] if bias is not None and call.own_queries else key.shape[1]
         sizes = (call.queries, call.bias_tokens)
         added = lay_out(bias, mask, call.bias, layout, call.scale, (count, tokens), sizes)
@@ -78,16 +78,16 @@ def compress_obstacle(
     block: int | None = None,
     splits: int | None = None,
 ) -> str | None:
-    """Why `compress` cannot serve a call, known from shapes and dtypes without tracing it.
+    """Returns why `compress` does not support a call, or None, from shapes and dtypes without tracing it.
 
     Args:
-      query, key, contrast_key, value, bias, mask: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape,
-        the dtype and the mesh count.
+      query, key, contrast_key, value, bias, mask: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh
+        matter.
       chip, block, splits: as in `compress`.
 
     Returns:
-      The message of the error that `compress` would raise: a dtype or head dimension that no kernel supports, shapes
-      that do not match, too many compressed tokens, or too little VMEM. None where nothing stands in the way.
+      The message of the error that `compress` would raise: an unsupported dtype or head dimension, shapes that do not
+      match, too many compressed tokens, or too little VMEM. None if the call is supported.
     """
     options: dict[str, Any] = {"chip": chip, "block": block, "splits": splits}
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -120,36 +120,35 @@ def compress(
     """Reads S tokens into M compressed tokens: (sigma(scale Q K1^T) - gamma sigma(scale Q K2^T)) V.
 
     This is F_comp of BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl, eqs. 11-12). Both attentions run in one pass
-    that reads each of key, contrast_key and value once. The sequence may be divided into parts that run side by side
-    and are merged by their log-sum-exp. Differentiable in query, both keys, value, gamma and bias.
+    that reads each of key, contrast_key and value once. The sequence may be divided into parts that run in parallel and
+    are merged by their log-sum-exp. Differentiable in query, both keys, value, gamma and bias.
 
     Args:
       query: (B, M, N, H), float32 or bfloat16, M up to 1024, H up to 256.
-      key, contrast_key, value: (B, S, N, H), the same dtype; contrast_key and gamma None for a single attention.
+      key, contrast_key, value: (B, S, N, H), the same dtype; contrast_key and gamma are None for a single attention.
       gamma: (N,), the weight of the second attention.
       scale: multiplies the scores; 1 / (M sqrt(H)) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
-      bias: added to the scaled scores of both attentions; float32 numbers for the kernel to read. Its gradient has
-        numbers for each entry of the batch and head before it is summed over those that share one.
-      mask: where it is False a query does not see a key, as where the bias is -inf. A mask without queries (M = 1)
+      bias: added to the scaled scores of both attentions; float32 numbers that the kernel reads. Its gradient is
+        computed for each entry of the batch and head, then summed over those that share a bias.
+      mask: where it is False, a query does not see a key, as if the bias were -inf. A mask without queries (M = 1)
         takes a number for each key; keys that no query sees must be finite.
       key_lengths: (B,) ints, how many tokens exist; absent tokens never influence a result.
-      axis_name: inside `shard_map`, the mesh axis over which sequences are divided: key, contrast_key and value are the
-        part of this device, query and the result are the same on all devices. Merged as the parts are.
-      chip: "v4", "v5e", "v5p", "v6e" or "7x", whose block sizes are used. None takes the chip of the mesh on which
-        query lies, or of the mesh in use, or of this process; where none of these determines it, sizes that fit every
-        chip.
-      block: tokens in a grid step, a multiple of 128, instead of the chip's.
-      splits: parts of the sequence; by default 1 where the heads of a batch fill two cores, else 2.
+      axis_name: inside `shard_map`, the mesh axis that shards sequences: key, contrast_key and value are this device's
+        part, while query and the result are the same on all devices. The parts are merged as above.
+      chip: "v4", "v5e", "v5p", "v6e" or "7x", for its block sizes. None takes the chip of query's mesh, of the mesh in
+        use, or of this process; if none of these determines it, sizes that fit every chip.
+      block: tokens in a grid step, a multiple of 128; overrides the chip's.
+      splits: parts of the sequence; by default 1 if the heads of a batch occupy two cores, else 2.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
     Returns:
       (B, M, N, H) in query's dtype, zero where no token exists.
 
     Raises:
-      ValueError: on shapes that do not match, an unknown score, more than 1024 compressed tokens, or a block that does
-        not fit in the chip's memory.
-      NotImplementedError: on another dtype or a wider head.
+      ValueError: shapes do not match, the score is unknown, there are more than 1024 compressed tokens, or a block
+        exceeds the chip's memory.
+      NotImplementedError: the dtype or the head dimension is not supported.
     """
     bounded = key_lengths is not None
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -189,15 +188,15 @@ def compress_blocks_obstacle(
     bias: Shaped | None = None,
     chip: str | None = None,
 ) -> str | None:
-    """Why `compress_blocks` cannot serve a call, known from shapes and dtypes without tracing it.
+    """Returns why `compress_blocks` does not support a call, or None, from shapes and dtypes without tracing it.
 
     Args:
       query, key, contrast_key, value, bias: as for `compress_obstacle`.
       block_size, history_size, chip: as in `compress_blocks`.
 
     Returns:
-      The message of the error that `compress_blocks` would raise: those of `compress_obstacle`, and a block size that
-      the kernels do not support. None where nothing stands in the way.
+      The message of the error that `compress_blocks` would raise, as for `compress_obstacle` or because of an
+      unsupported block size. None if the call is supported.
     """
     options: dict[str, Any] = {"block_size": block_size, "history_size": history_size, "chip": chip}
 
@@ -235,16 +234,16 @@ def compress_blocks(
 ) -> Float[Array, "B R M N H"]:
     """`compress` for each of R blocks of a sequence: block r reads history_size tokens from r * block_size on.
 
-    This is the blockwise form of `memory="layer"`: where the first history_size tokens are those that precede block 0,
-    each block reads the tokens that precede it, and all blocks run in parallel.
+    This is the blockwise form of `memory="layer"`. If the first history_size tokens are those before block 0, each
+    block reads the tokens before it, and all blocks run in parallel.
 
     Args:
       query: (B, R, M, N, H), the compressed tokens of each block.
       key, contrast_key, value: (B, S, N, H), S at least history_size + (R - 1) * block_size.
-      block_size: a multiple of 16 where there are several blocks.
+      block_size: a multiple of 16 if there are several blocks.
       history_size: the largest number of tokens that a block reads, at least 1.
-      history_lengths: (B, R) or (1, R) ints, how many of these tokens, the last ones, exist; the others never influence
-        a result, and a block without any gives 0. All exist by default.
+      history_lengths: (B, R) or (1, R) ints; only the last `history_lengths` of these tokens exist, and the others
+        never influence a result. A block without any gives 0. All exist by default.
       gamma, scale, score, chip, interpret: as in `compress`.
       bias: (N, M, history_size), added to the scaled scores of each block. Its gradient stays in VMEM.
 
@@ -252,8 +251,8 @@ def compress_blocks(
       (B, R, M, N, H) in query's dtype.
 
     Raises:
-      ValueError: as `compress`, and on sizes that do not match.
-      NotImplementedError: as `compress`, and on a block size that is not a multiple of 16.
+      ValueError: as `compress`, or sizes do not match.
+      NotImplementedError: as `compress`, or the block size is not a multiple of 16.
     """
     call = plan_compress_blocks(
         query,

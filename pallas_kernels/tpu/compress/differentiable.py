@@ -1,4 +1,4 @@
-"""Compression of packed arrays with its derivative."""
+"""Compression of packed arrays, with its derivative."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def compress_packed(
     bias: Float[Array, "..."] | None,
     call: CompressCall,
 ) -> Float[Array, "B sets Q L"]:
-    """What each set of keys contributes, in float32; differentiable in query, keys, value and a bias with numbers for
-    each compressed token."""
+    """Returns the contribution of each set of keys in float32; differentiable in query, keys, value and a bias with
+    numbers for each compressed token."""
     return _forward(bounds, query, keys, value, bias, call)[0]
 
 
@@ -40,8 +40,8 @@ def _backward(call: CompressCall, residuals, grad):
     bounds, query, keys, value, bias, out, statistics = residuals
     batch, sets, _, lanes = out.shape
     packed, tiles = call.layout.packed, lanes // call.layout.width
-    # The derivative of the softmax needs the sum of weight times change of each row: the output times its gradient,
-    # rounded as it is for the kernel.
+    # The softmax's derivative needs each row's sum of weight times change, which is the output times its gradient.
+    # Round the gradient as for the kernel.
     grad = grad.astype(query.dtype)
     mean = (
         (out * grad.astype(jnp.float32))
@@ -75,14 +75,14 @@ compress_packed.defvjp(_forward, _backward)
 
 
 def _to_rows(x: Float[Array, "B tiles R width lanes"], call: CompressCall) -> Float[Array, "B sets Q L"]:
-    """Transposed results as (batch, set of keys, readers * queries, tiles * width)."""
+    """Returns transposed results as (batch, set of keys, readers * queries, tiles * width)."""
     batch, tiles, readers, width, lanes = x.shape
     x = x.reshape(batch, tiles, readers, width, lanes // call.queries, call.queries)
     return x.transpose(0, 4, 2, 5, 1, 3).reshape(batch, -1, readers * call.queries, tiles * width)
 
 
 def _covered(call: CompressCall) -> Bool[np.ndarray, "slots S"]:
-    """Which tokens some reader of a slot reads."""
+    """Returns which tokens some reader of each slot reads."""
     covered = np.zeros((call.slots, call.length), bool)
     for reader in range(call.readers):
         first = reader * call.stride * call.block

@@ -67,11 +67,11 @@ def compress_forward(
     bias: Float[Array, "..."] | None,
     call: CompressCall,
 ) -> tuple[Float[Array, "B tiles R width lanes"], Float[Array, "B tiles R statistics lanes"]]:
-    """For each reader, transposed: weighted sums of the values, and (largest score, sum of exponentials relative to
-    it).
+    """Returns for each reader, transposed, the weighted sums of the values, and (largest score, sum of exponentials
+    relative to it).
 
-    Queries are laid out (batch, readers * queries, tiles * width); the lanes of the results are (set of keys, query).
-    The bounds of a reader are the first token that it reads and the one before which it stops.
+    Queries are laid out as (batch, readers * queries, tiles * width), the lanes of the results as (set of keys, query).
+    A reader's bounds are the first token that it reads and the first one after it stops.
     """
     outer = (query.shape[0], query.shape[2] // call.layout.width, call.readers)
     lanes, rows = call.keys * call.queries, 2 * call.layout.packed
@@ -92,8 +92,8 @@ def merge_readers(
     statistics: Float[Array, "B tiles R statistics lanes"],
     call: CompressCall,
 ) -> tuple[Float[Array, "B tiles #R width lanes"], Float[Array, "B tiles #R statistics lanes"]]:
-    """Merges the results of all readers into one (R = 1), unless each has queries of its own: normalised sums; largest
-    score and base-2 log of the total."""
+    """Merges the results of all readers into one (R = 1), unless each reader has its own queries: normalised sums;
+    largest score and base-2 log of the total."""
     packed, head_dim = call.layout.packed, call.layout.head_dim
     share, sum_readers = not call.own_queries, call.sum_readers
     if call.score != "softmax":

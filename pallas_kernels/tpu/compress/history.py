@@ -1,7 +1,7 @@
 """One grid step over a block of the history, and the launch of a kernel over the steps of all readers.
 
-Both attentions of the differential form run over the same block of keys and values while it is in VMEM, so that each of
-K1, K2 and V is read from HBM once. Scores are stored transposed (history in rows, compressed tokens in lanes).
+Both attentions of the differential form use a block of keys and values while it is in VMEM, so each of K1, K2 and V is
+read from HBM once. Scores are stored transposed (history in rows, compressed tokens in lanes).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pallas_kernels.varying import result_like
 
 
 def split_refs(call: CompressCall, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The references that every kernel starts with (bounds, queries, sets of keys, values, bias), and the others."""
+    """Splits references into those that every kernel starts with (bounds, queries, sets of keys, values, bias) and the
+    rest."""
     first = call.keys + 3 + (call.bias is not None)
     return refs[:first], refs[first:]
 
@@ -35,12 +36,12 @@ def split_refs(call: CompressCall, refs: Sequence[Any]) -> tuple[Sequence[Any], 
 class HistoryStep:
     """A block of keys and values inside a kernel, zero outside the bounds of its reader.
 
-    A unit is one head of a tile with one set of keys, in a strip of the block's rows: the more units, the less of a
-    step is the start and the end of its pipeline. Where heads share a tile, there are enough of them, and a strip is
-    the block.
+    A unit is one head of a tile with one set of keys, in a strip of the block's rows. More units make the start and end
+    of the pipeline a smaller part of a step. If heads share a tile there are enough units, and the strip is the whole
+    block.
     """
 
-    #: Rows of a strip. In blocks of 1,024 the forward kernel takes 15% (v5e) and 8% (v6e) fewer bundles than without.
+    #: Rows in a strip. In blocks of 1,024, the forward kernel takes 15% (v5e) and 8% (v6e) fewer bundles than without.
     strip = 256
 
     def __init__(self, call: CompressCall, refs: Sequence[Any]):
@@ -54,7 +55,7 @@ class HistoryStep:
 
     @property
     def units(self) -> int:
-        """How many units a step consists of."""
+        """The number of units in a step."""
         return self.call.block // self._strip * self.call.layout.packed * self.call.keys
 
     @property
@@ -63,24 +64,24 @@ class HistoryStep:
         return self.call.block if whole else self.strip
 
     def rows(self, unit: int) -> slice:
-        """The rows of the block that a unit is about."""
+        """Returns a unit's rows of the block."""
         first = unit // (self.call.layout.packed * self.call.keys) * self._strip
         return slice(first, first + self._strip)
 
     def split(self, unit: int) -> tuple[int, int, slice]:
-        """The head in the tile, the set of keys, and the lanes of this pair's statistics."""
+        """Returns the head in the tile, the set of keys, and the lanes of this pair's statistics."""
         head, which = divmod(unit % (self.call.layout.packed * self.call.keys), self.call.keys)
         return head, which, slice(which * self.call.queries, (which + 1) * self.call.queries)
 
     def lanes_of(self, unit: int) -> slice:
-        """The lanes of a unit's head, which are rows of arrays that are stored transposed."""
+        """Returns the lanes of a unit's head, which are rows of arrays that are stored transposed."""
         head, size = self.split(unit)[0], self.call.layout.head_dim
         return slice(head * size, (head + 1) * size)
 
     def within(
         self, x: Float[Array, "rows lanes"], otherwise: float = 0.0, first: int = 0
     ) -> Float[Array, "rows lanes"]:
-        """x with `otherwise` in the rows out of bounds; `first` is its first row in the block."""
+        """Returns x with `otherwise` in the rows out of bounds; `first` is its first row in the block."""
         row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) + first
         outsides = (
             None if self._start is None else row < self._start,
@@ -91,11 +92,11 @@ class HistoryStep:
         return x
 
     def queries(self, unit: int) -> Float[Array, "queries width"]:
-        """The queries of a unit, zero in the lanes of other heads."""
+        """Returns a unit's queries, zero in the lanes of other heads."""
         return heads.lanes_of_head(self.query[0], self.split(unit)[0], self.call.layout)
 
     def products(self, unit: int, queries: Float[Array, "queries width"]) -> Float[Array, "rows queries"]:
-        """Unscaled scores of a unit, with their bias."""
+        """Returns a unit's unscaled scores, with their bias."""
         (head, which, _), rows = self.split(unit), self.rows(unit)
         scores = arithmetic.dot(self.keys[which][rows], queries, NT)
         if self._bias is None:
@@ -108,13 +109,13 @@ class HistoryStep:
         return scores + jnp.concatenate([column] * (self.call.queries // LANES), axis=1)
 
     def weights(self, unit: int, products: Float[Array, "rows queries"]) -> Float[Array, "rows queries"]:
-        """Weights of a score that is not normalised, 0 out of bounds."""
+        """Returns the weights of a score that is not normalised, 0 out of bounds."""
         weights = elementwise_weights(self.call.score, products * self.call.scale)
         return self.within(weights, first=self.rows(unit).start)
 
 
 def history_specs(call: CompressCall) -> list[pl.BlockSpec]:
-    """Block specs of bounds, queries, each set of keys, values, and the bias."""
+    """Returns block specs of bounds, queries, each set of keys, values, and the bias."""
     width, own = call.layout.width, call.own_queries
     of_history = pl.BlockSpec((1, call.block, width), lambda b, t, r, s: (b, call.history_block(r, s), t))
     return [
@@ -126,7 +127,7 @@ def history_specs(call: CompressCall) -> list[pl.BlockSpec]:
 
 
 def bias_spec(call: CompressCall, bias: ScoreBias) -> pl.BlockSpec:
-    """The block spec of a bias; see `score_bias.lay_out`."""
+    """Returns the block spec of a bias; see `score_bias.lay_out`."""
 
     def index(b, t, r, s):
         place = (b if bias.batches else 0, t if bias.heads else 0, 0, call.bias_block(r, s))
@@ -137,7 +138,7 @@ def bias_spec(call: CompressCall, bias: ScoreBias) -> pl.BlockSpec:
 
 
 def slot_spec(call: CompressCall) -> pl.BlockSpec:
-    """The block spec of a gradient over the history, of which each slot of readers has its own."""
+    """Returns the block spec of a gradient over the history, with one entry for each slot of readers."""
     return pl.BlockSpec(
         (1, 1, call.block, call.layout.width),
         lambda b, t, r, s: (jax.lax.rem(r, np.int32(call.slots)), b, call.history_block(r, s), t),
@@ -145,7 +146,7 @@ def slot_spec(call: CompressCall) -> pl.BlockSpec:
 
 
 def reader_spec(rows: int, lanes: int, shared: bool = False) -> pl.BlockSpec:
-    """The block spec of an array (batch, tiles, readers, rows, lanes); `shared` of one in which all readers share an
+    """Returns the block spec of an array (batch, tiles, readers, rows, lanes); `shared` if all readers share an
     entry."""
     return pl.BlockSpec((1, 1, 1, rows, lanes), lambda b, t, r, s: (b, t, 0 if shared else r, 0, 0))
 
@@ -161,7 +162,7 @@ def launch(
     in_order: bool = False,
 ) -> Sequence[Array]:
     """Runs a kernel over the steps of every reader; `results` are shapes and dtypes. `in_order` is for results to which
-    one reader after the other adds."""
+    the readers add one after another."""
     query = operands[1]
     return pl.pallas_call(
         functools.partial(kernel, call=call),

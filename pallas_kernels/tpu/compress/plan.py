@@ -1,7 +1,7 @@
-"""What a call of compress does step by step: its readers, its block sizes, and their VMEM.
+"""The steps of a call of compress: its readers, its block sizes, and their VMEM.
 
-A reader is one run over one stretch of the history: a part of the sequence (the results of the parts are merged by
-their log-sum-exp), or the history of one block of a long sequence.
+A reader is one pass over one segment of the history: a part of the sequence (the parts' results are merged by their
+log-sum-exp), or the history of one block of a long sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.tpu.core.inputs import (
 )
 from pallas_kernels.tpu.core.score_bias import ScoreBias
 
-#: Blocks of a sequence start at multiples of this number: the rows of a register of bfloat16.
+#: Blocks of a sequence start at multiples of this number, the rows of a bfloat16 register.
 _ROWS = 16
 
 
@@ -35,22 +35,21 @@ class CompressCall:
 
     Attributes:
       length: tokens in the sequence.
-      count: compressed tokens. queries: the same, rounded up to whole lanes.
+      count: compressed tokens. `queries` rounds them up to whole lanes.
       keys: sets of keys, one or two.
       layout: how heads lie in lanes.
       block: tokens in a grid step.
-      readers, steps: runs over the history, and grid steps of each.
+      readers, steps: passes over the history, and grid steps of each.
       stride: reader r begins at block r * stride.
-      own_queries: whether every reader has queries and bounds of its own; otherwise all share one set.
+      own_queries: whether every reader has its own queries and bounds; otherwise all share one set.
       slots: two readers whose numbers differ by a multiple of `slots` never read the same block.
       above, below: whether a block may hold tokens at or after the end of a reader's bounds, or before their start.
-      vmem_limit: in bytes, to request from the compiler; None requests none.
+      vmem_limit: in bytes, to request from the compiler; None requests no limit.
       bias: what is added to the scores of both sets of keys; None for nothing.
-      axis_name: the mesh axis over which the sequence is divided, whose devices read the other parts; None for one
-        device.
+      axis_name: the mesh axis that shards the sequence, whose devices read the other parts; None for one device.
       scale: multiplies the scores; positive.
       score: the score function.
-      interpret: as `pl.pallas_call` takes it.
+      interpret: passed to `pl.pallas_call`.
     """
 
     length: int
@@ -78,21 +77,21 @@ class CompressCall:
         return _whole_lanes(self.count)
 
     def history_block(self, reader, step):
-        """The block of the history that a reader reads in a step."""
+        """Returns the block of the history that a reader reads in a step."""
         return reader * self.stride + step
 
     @property
     def bias_tokens(self) -> int:
-        """Tokens of the bias: those of the sequence, or of the history of each reader."""
+        """The bias's number of tokens: the sequence's, or those in each reader's history."""
         return self.steps * self.block if self.own_queries else self.length
 
     def bias_block(self, reader, step):
-        """The block of the bias that a reader takes in a step."""
+        """Returns the block of the bias that a reader uses in a step."""
         return step if self.own_queries else self.history_block(reader, step)
 
     def bounds(self, ref) -> tuple[Int[Array, ""] | None, Int[Array, ""] | None]:
-        """The first row of this step's block that its reader reads, and the row before which it stops; None for no
-        bound."""
+        """Returns the first row of this step's block that its reader reads, and the first row after it stops; None for
+        no bound."""
         first = self.history_block(pl.program_id(2), pl.program_id(3)) * self.block
         return (
             ref[0, 0, 0, 0] - first if self.below else None,
@@ -100,7 +99,7 @@ class CompressCall:
         )
 
     def sum_readers(self, x: Float[Array, "B tiles R rows lanes"]) -> Float[Array, "B tiles #R rows lanes"]:
-        """The sum over all readers that share a set of queries."""
+        """Sums over all readers that share a set of queries."""
         x = x if self.own_queries else x.sum(axis=2, keepdims=True)
         return x if self.axis_name is None else jax.lax.psum(x, self.axis_name)
 
@@ -112,10 +111,10 @@ def _whole_lanes(count: int) -> int:
 def compress_bytes(
     block: int, queries: int, width: int, itemsize: int, keys: int, packed: int, bias_blocks: int
 ) -> int:
-    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, results, the scores in
-    flight, and `bias_blocks` arrays as large as the scores of a head.
+    """Returns the VMEM of a step of the backward pass, which needs more than the forward pass: double-buffered blocks,
+    results, the scores in flight, and `bias_blocks` arrays as large as the scores of a head.
 
-    Products of float32 are made of several of bfloat16: the compiler keeps their parts for all packed heads.
+    A float32 product consists of several bfloat16 products, whose parts the compiler keeps for all packed heads.
     """
     history = (2 * keys + 2) * block * width * itemsize
     resident = queries * width * (itemsize * (1 + keys) + 4 * (1 + keys)) + 8 * 4 * packed * keys * queries
@@ -126,10 +125,10 @@ def compress_bytes(
 def compress_block(
     length: int, queries: int, head_dim: int, width: int, itemsize: int, keys: int, bias_blocks: int
 ) -> int:
-    """Tokens in a grid step, halved until they fit in the VMEM that every kernel is granted.
+    """Returns the tokens in a grid step, halved until they fit in the VMEM that every kernel is granted.
 
-    Heads of fewer than 32 dimensions count as if they filled a tile without padding: with the number that really share
-    a tile the estimate is too low, and the compiler refuses some of the blocks (4 dimensions, 384 compressed tokens).
+    Heads of fewer than 32 dimensions count as if they filled a tile without padding. With the number that really share
+    a tile, the estimate is too low and the compiler rejects some blocks (4 dimensions, 384 compressed tokens).
     """
     packed = max(1, LANES // head_dim)
     block, most = 2048, GRANTED_MIB * MIB * 7 // 8
@@ -160,7 +159,7 @@ class _CompressSizes:
 
     @property
     def bias_blocks(self) -> int:
-        """A block of the bias for each packed head, and of its gradient."""
+        """A block of the bias for each packed head, and the same for its gradient."""
         if self.bias is None:
             return 0
         return 2 * self.layout.packed if self.bias.queries else 1
@@ -177,10 +176,10 @@ class _CompressSizes:
         )
 
     def limit(self, block: int, resident: int = 0) -> int | None:
-        """The VMEM limit to request for a block, and for `resident` bytes that every step needs.
+        """Returns the VMEM limit to request for a block, plus `resident` bytes that every step needs.
 
         Raises:
-          ValueError: where the chip has too little.
+          ValueError: the chip has too little.
         """
         needed = compress_bytes(
             block,
@@ -229,13 +228,13 @@ def plan_compress(
     splits: int | None,
     bias: ScoreBias | None = None,
 ) -> CompressCall:
-    """The part of a call that shapes and dtypes determine; arguments as for `compress`.
+    """Returns the part of a call that shapes and dtypes determine; arguments as for `compress`.
 
     Args:
-      bounded: whether there are lengths of the history.
+      bounded: whether the history has lengths.
 
     Raises:
-      ValueError, NotImplementedError: as `compress`, for every reason that lies in shapes and dtypes.
+      ValueError, NotImplementedError: as `compress`, for all errors in shapes and dtypes.
     """
     if len(query.shape) != 4:
         raise ValueError(f"query must have shape (batch, length, heads, head_dim), got {query.shape}")
@@ -247,7 +246,7 @@ def plan_compress(
     length = sizes.length
     size = block or sizes.largest_block(length)
     parts = splits or (1 if math.prod(query.shape) // sizes.count >= 2 * sizes.layout.width else 2)
-    # Parts are equal: each block of keys belongs to one, and has its gradient written once.
+    # Parts are equal, so each block of keys belongs to one part and its gradient is written once.
     while size > LANES and -(-length // size) % parts:
         size //= 2
     blocks = -(-length // size)
@@ -282,13 +281,13 @@ def plan_compress_blocks(
     chip: str | None,
     bias: ScoreBias | None = None,
 ) -> CompressCall:
-    """The part of a call that shapes and dtypes determine; arguments as for `compress_blocks`.
+    """Returns the part of a call that shapes and dtypes determine; arguments as for `compress_blocks`.
 
     Args:
-      bounded: whether there are lengths of the histories.
+      bounded: whether the histories have lengths.
 
     Raises:
-      ValueError, NotImplementedError: as `compress_blocks`, for every reason that lies in shapes and dtypes.
+      ValueError, NotImplementedError: as `compress_blocks`, for all errors in shapes and dtypes.
     """
     if len(query.shape) != 5:
         raise ValueError(f"query must have shape (batch, blocks, length, heads, head_dim), got {query.shape}")
@@ -319,7 +318,7 @@ def plan_compress_blocks(
         slots=min(-(-steps // stride), readers),
         above=history_size % size != 0,
         below=bounded,
-        # The gradient of a bias, which all readers share, stays in VMEM.
+        # All readers share the gradient of a bias, which stays in VMEM.
         vmem_limit=sizes.limit(size, 4 * sizes.bias_blocks * steps * size * sizes.queries),
         bias=bias,
     )

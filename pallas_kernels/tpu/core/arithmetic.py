@@ -1,5 +1,4 @@
-"""Arithmetic inside the kernels: products, softmax derivatives, masks of rows, and the constants that stand for
-infinities."""
+"""Arithmetic inside the kernels: products, softmax derivatives, row masks, and finite replacements for infinity."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-#: Replaces -inf in scores. It is finite, so that a row whose scores are all masked gives no NaN.
+#: Replaces -inf in scores. It is finite, so that a row whose scores are all masked does not become NaN.
 MASKED = -2.0e38
-#: The running maximum of a row without any score so far: masked scores lie so far below it that their weight is 0.
+#: The running maximum of a row without any score so far. Masked scores are so far below it that their weight is 0.
 NONE_YET = 0.5 * MASKED
-#: The log of the sum in a row that sees nothing: exp2(score - EMPTY) is 0 for every score.
+#: The log of the sum of a row that sees nothing: exp2(score - EMPTY) is 0 for every score.
 EMPTY = 1.0e30
 LOG2E = 1.4426950408889634
 
@@ -26,24 +25,24 @@ TN = (((0,), (0,)), ((), ()))
 
 
 def dot(a: Float[Array, "..."], b: Float[Array, "..."], dims) -> Float[Array, "..."]:
-    """Matrix product accumulated in float32. Operands in float32 are multiplied in full precision, not as
+    """Returns a matrix product accumulated in float32. Float32 operands are multiplied in full precision, not as
     bfloat16."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def column(row: Int[Array, "1 rows"], lanes: int) -> Int[Array, "rows lanes"]:
-    """A row of numbers as a column, repeated over lanes."""
+    """Returns a row of numbers as a column, repeated over lanes."""
     return jnp.broadcast_to(row, (lanes, row.shape[1])).T
 
 
-# JAX 0.12 has it in another module.
+# JAX 0.12 moved it to another module.
 _reciprocal = pltpu.reciprocal if hasattr(pltpu, "reciprocal") else pl.reciprocal
 
 
 def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / x for x >= 1, from the hardware's estimate and two Newton steps: a fifth of the instructions of an exact
-    division."""
+    """Returns 1 / x for x >= 1, from the hardware's estimate and two Newton steps, which takes a fifth of the
+    instructions of an exact division."""
     estimate = _reciprocal(x, approx=True)
     for _ in range(2):
         estimate = estimate * (2.0 - x * estimate)
@@ -51,19 +50,19 @@ def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def rows_below(x: Float[Array, "rows width"], limit) -> Float[Array, "rows width"]:
-    """x with the rows from `limit` on set to zero. Memory past the end of an array may hold NaN, and 0 * NaN is
+    """Returns x with zeros in the rows from `limit` on. Memory past the end of an array may hold NaN, and 0 * NaN is
     NaN."""
     row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(row < limit, x, jnp.zeros_like(x))
 
 
 def soft_cap(products: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """cap tanh(products / cap)."""
+    """Returns cap tanh(products / cap)."""
     return cap * jnp.tanh(products * (1.0 / cap))
 
 
 def soft_cap_slope(capped: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """The derivative of `soft_cap`, from its result; 0 where that was masked."""
+    """Returns the derivative of `soft_cap`, from its result; 0 where that was masked."""
     slope = capped * (1.0 / cap)
     return jnp.maximum(1.0 - slope * slope, 0.0)
 
@@ -71,8 +70,8 @@ def soft_cap_slope(capped: Float[Array, "..."], cap: float) -> Float[Array, "...
 def log_sum_exp(
     statistics: Float[Array, "B tiles statistics T"], scale: float
 ) -> Float[Array, "B tiles packed T"]:
-    """Natural log-sum-exp from the kernels' statistics (the largest score, then the base-2 log of the sum relative to
-    it)."""
+    """Returns the natural log-sum-exp, from the kernels' statistics (the largest score, then the base-2 log of the sum
+    relative to it)."""
     top, log_total = jnp.split(statistics, 2, axis=2)
     return jnp.where(log_total == EMPTY, -jnp.inf, top * scale + log_total / LOG2E)
 
@@ -83,10 +82,11 @@ def softmax_changes(
     grad_log_sum: Float[Array, "1 columns"] | None,
     exact: bool,
 ) -> list[Float[Array, "rows columns"]]:
-    """Gradients of the scores whose softmax, over all rows of a list of arrays, is `weights`: w (g - sum(w g)).
+    """Returns the gradients w (g - sum(w g)) of the scores whose softmax, over all rows of a list of arrays, is
+    `weights`.
 
-    Where a softmax is almost one-hot, this is a small difference of large numbers. With `exact`, the remainder that the
-    rounded sum leaves is computed and subtracted as well, so that the rounding of the sum does not show.
+    If a softmax is almost one-hot, this is a small difference of large numbers. With `exact`, the remainder of the
+    rounded sum is computed and subtracted too, so that the sum's rounding does not show.
     """
 
     def total(products):

@@ -7,15 +7,15 @@ from jaxtyping import Array
 
 MIB = 1 << 20
 
-#: VMEM of one core in MiB. A chip that is not listed counts as having the smallest VMEM of all.
+#: VMEM of one core in MiB. Chips that are not listed count as having the smallest VMEM of all.
 VMEM_MIB = {"v4": 16, "v5e": 128, "v5p": 64, "v6e": 128, "7x": 64}
 SMALLEST_VMEM_MIB = 16
-#: VMEM in MiB that the compiler grants a kernel which requests no limit of its own.
+#: VMEM in MiB that the compiler grants a kernel that requests no limit.
 GRANTED_MIB = 16
 
 
 def chip_name(device_kind: str) -> str | None:
-    """The name that `VMEM_MIB` uses for a `jax.Device.device_kind` ("TPU v5 lite", ...); None for other devices."""
+    """Returns `VMEM_MIB`'s name for a `jax.Device.device_kind` ("TPU v5 lite", ...); None for other devices."""
     names = {
         "TPU v4": "v4",
         "TPU v5": "v5p",
@@ -30,13 +30,13 @@ def chip_name(device_kind: str) -> str | None:
 
 
 def resolve_chip(chip: str | None, x: Array | jax.ShapeDtypeStruct) -> str | None:
-    """The chip to choose block sizes for.
+    """Returns the chip to choose block sizes for.
 
-    It is the requested chip, otherwise that of the mesh on which x lies, of the mesh in use, or of this process. The
-    result is None where none of these determines it.
+    It is the requested chip, otherwise the chip of x's mesh, of the mesh in use, or of this process. None if none of
+    these determines it.
 
     Raises:
-      ValueError: for a chip that is not in `VMEM_MIB`.
+      ValueError: the chip is not in `VMEM_MIB`.
     """
     if chip is not None and chip not in VMEM_MIB:
         raise ValueError(f"chip must be None or one of {sorted(VMEM_MIB)}, got {chip!r}")
@@ -49,17 +49,17 @@ def resolve_chip(chip: str | None, x: Array | jax.ShapeDtypeStruct) -> str | Non
 
 
 def vmem_mib(chip: str | None) -> int:
-    """VMEM of one core of a chip in MiB; that of the smallest chip for None."""
+    """Returns the VMEM of one core of a chip in MiB; for None, the smallest chip's."""
     return VMEM_MIB.get(chip or "", SMALLEST_VMEM_MIB)
 
 
 def vmem_limit(kernel: str, needed: int, chip: str | None, advice: str) -> int | None:
-    """The VMEM limit in bytes to request from the compiler for a kernel that needs `needed` bytes.
+    """Returns the VMEM limit in bytes to request from the compiler for a kernel that needs `needed` bytes.
 
-    None where the limit that every kernel is granted suffices.
+    None if the limit that every kernel is granted suffices.
 
     Raises:
-      ValueError: when the chip has less than `needed`; the message gives both numbers and the `advice`.
+      ValueError: the chip has less than `needed`; the message gives both numbers and the `advice`.
     """
     capacity = vmem_mib(chip) * MIB
     if needed > capacity:

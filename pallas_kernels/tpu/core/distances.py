@@ -1,13 +1,14 @@
-"""Biases that depend on the distance between a query and a key alone, inside the kernels.
+"""Biases that depend only on the distance between a query and a key, inside the kernels.
 
-The bias of queries and keys that lie side by side is a Toeplitz matrix. It is written for a tile of as many queries as
-a register has lanes, and for the keys before and after it, as rows of one array; the bias of each other tile of queries
-is a slice of these rows:
+For consecutive queries and keys, such a bias is a Toeplitz matrix. The kernels write it for one tile of queries, as
+wide as a register, and for the keys before and after the tile, as the rows of one array. The bias of every other tile
+of queries is a slice of these rows:
 
     array[m, q] = bias(first + q - m)
 
-The rows come from a slope and the distances, or from a table of numbers by distance that lies in HBM eight times, each
-time moved by one lane: eight rows of the array are then a slice of lanes of it. Gradients go the same way back.
+The rows come from a slope and the distances, or from a table of numbers by distance. HBM holds the table eight times,
+each copy shifted by one lane, so that eight rows of the array are one slice of its lanes. Gradients take the same way
+back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.core.heads import LANES, HeadLayout
 
-#: Rows of a register, for each of which a table has a copy.
+#: Rows of a register; a table has one copy for each.
 COPIES = 8
 
 
@@ -39,11 +40,11 @@ class Slopes(NamedTuple):
 
 
 class DistanceTable(NamedTuple):
-    """A number for each query head and distance, the position of the query minus that of the key.
+    """A number for each query head and distance, which is the query's position minus the key's.
 
     Attributes:
-      numbers: those of the distances `first`, `first` + 1, ...; smaller distances have the first number and larger
-        distances the last one.
+      numbers: for the distances `first`, `first` + 1, ...; smaller distances use the first number and larger distances
+        the last one.
       first: a distance.
     """
 
@@ -52,10 +53,10 @@ class DistanceTable(NamedTuple):
 
 
 class RelativeBias(NamedTuple):
-    """What a plan knows of a bias by distance.
+    """What a plan knows about a bias by distance.
 
     Attributes:
-      distances: how many have numbers of their own, 0 where the bias is a slope times the distance.
+      distances: how many have separate numbers, 0 if the bias is a slope times the distance.
       first: the first of them.
     """
 
@@ -63,20 +64,21 @@ class RelativeBias(NamedTuple):
     first: int = 0
 
     def operand(self, layout: HeadLayout, lanes: int) -> tuple[int, int]:
-        """Rows and lanes of the operand of a tile of heads, whose table has `lanes` distances; see `lay_out`."""
+        """Returns rows and lanes of the operand of a tile of heads, whose table has `lanes` distances; see
+        `lay_out`."""
         return (layout.packed * COPIES, lanes) if self.distances else (layout.packed, LANES)
 
     def operand_bytes(self, layout: HeadLayout, lanes: int) -> int:
-        """VMEM of that operand, which is double-buffered."""
+        """Returns the VMEM of that operand, which is double-buffered."""
         rows, lanes = self.operand(layout, lanes)
         return 2 * 4 * max(rows, COPIES) * lanes
 
 
 def described(bias: Slopes | DistanceTable | None, heads: int) -> RelativeBias | None:
-    """What a plan needs to know of a bias; None without one.
+    """Returns what a plan needs to know about a bias; None without one.
 
     Raises:
-      ValueError: unless it has a slope, or a row of numbers, for each query head.
+      ValueError: the bias does not have a slope, or a row of numbers, for each query head.
     """
     if bias is None:
         return None
@@ -95,10 +97,11 @@ def lay_out(
     lanes: int,
     more: int | Int[Array, ""] = 0,
 ) -> Float[Array, "tiles rows lanes"]:
-    """The operand of the kernels, in the unit of scores that are not yet scaled. JAX differentiates this function.
+    """Returns the kernels' operand, in the unit of unscaled scores. JAX differentiates this function.
 
-    It is a row of equal slopes for each head, or for each head eight rows of numbers, of which row c has that of the
-    distance `first` + `more` + lane - c in each lane. `more` is from 0 to LANES - 1, and may be known only at run time.
+    For slopes it is a row of equal numbers for each head. For a table it is eight rows for each head; in lane l, row c
+    has the number of the distance `first` + `more` + l - c. `more` is from 0 to LANES - 1, and may be known only at run
+    time.
     """
     rows = -bias.slopes[:, None] if isinstance(bias, Slopes) else bias.numbers
     rows = rows.astype(jnp.float32) / scale
@@ -106,7 +109,7 @@ def lay_out(
     if isinstance(bias, Slopes):
         rows = jnp.broadcast_to(rows, (rows.shape[0], LANES))
         return rows.reshape(-1, layout.packed, LANES)
-    # Slices of a row, and no look-up in it, whose derivative would add one number after the other.
+    # Slices instead of a look-up, whose derivative would add one number after another.
     last = COPIES - 1
     rows = _between(
         rows, bias.first, first - last, first + lanes + (LANES if not isinstance(more, int) else more)
@@ -119,7 +122,7 @@ def lay_out(
 def _between(
     numbers: Float[Array, "N distances"], first: int, low: int, high: int
 ) -> Float[Array, "N between"]:
-    """The numbers of the distances from `low` to `high` - 1, from those of `first` and the distances that follow."""
+    """Returns the numbers of the distances `low` to `high` - 1, given those from the distance `first` on."""
     size, count = numbers.shape[1], high - low
     start, stop = (min(max(at - first, 0), size - 1) for at in (low, high - 1))
     inner = numbers[:, start : stop + 1]
@@ -128,13 +131,13 @@ def _between(
 
 
 class DistanceRows:
-    """The array of a tile of heads, inside a kernel; see the head of this file."""
+    """The array of a tile of heads, inside a kernel; see the module's docstring."""
 
     def __init__(self, bias: RelativeBias, rows: int, first, start=0):
         """Places the array.
 
         Args:
-          bias: what the plan knows of it.
+          bias: the plan's description of it.
           rows: of the array, a multiple of LANES.
           first: the distance of its first element, which may be known only at run time.
           start: the lane of a table's operand whose first copy has the number of the distance `first` - rows, a
@@ -144,13 +147,13 @@ class DistanceRows:
         self.lanes = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, LANES), rows + LANES)
 
     def place(self, head: int) -> tuple[Any, Any]:
-        """The rows and lanes of the operand from which the array of a packed head comes."""
+        """Returns the rows and lanes of the operand from which a packed head's array comes."""
         if self.bias.distances == 0:
             return slice(head, head + 1), slice(None)
         return slice(head * COPIES, (head + 1) * COPIES), self.lanes
 
     def expand(self, numbers: Float[Array, "copies lanes"]) -> Float[Array, "rows 128"]:
-        """The array, from the part of the operand at `place`."""
+        """Returns the array, from the part of the operand at `place`."""
         if self.bias.distances == 0:
             slopes = jnp.broadcast_to(numbers, (COPIES, LANES))
             return jnp.concatenate([slopes * rows for rows in self._distances()], axis=0)
@@ -159,7 +162,7 @@ class DistanceRows:
         return jnp.concatenate([x[:, start : start + LANES] for start in starts for x in turned], axis=0)
 
     def reduce(self, grads: Float[Array, "rows 128"]) -> Float[Array, "copies lanes"]:
-        """The gradient of the part of the operand at `place`, from that of the array."""
+        """Returns the gradient of the part of the operand at `place`, given the array's gradient."""
         groups = [grads[n * COPIES : (n + 1) * COPIES] for n in range(self.rows // COPIES)]
         if self.bias.distances == 0:
             total = functools.reduce(jnp.add, map(jnp.multiply, groups, self._distances()))
@@ -172,7 +175,7 @@ class DistanceRows:
         return functools.reduce(jnp.add, parts)
 
     def _distances(self) -> Iterator[Float[Array, "8 128"]]:
-        """The absolute distances in the array, eight rows at a time: two instructions for each."""
+        """Yields the absolute distances in the array, eight rows at a time, with two instructions each."""
         shape = (COPIES, LANES)
         there = jax.lax.broadcasted_iota(jnp.int32, shape, 1) - jax.lax.broadcasted_iota(jnp.int32, shape, 0)
         there = there.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Checks of arguments, obstacles, and absent tokens, given by lengths and by segment ids."""
+"""Checks of arguments, reasons why a call is not supported, and absent tokens, given by lengths and segment ids."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pallas_kernels.absent import mark_absent
 from pallas_kernels.tpu.core.heads import MAX_HEAD_DIM
 from pallas_kernels.varying import vary_alike
 
-#: Compressed tokens that compress and propagate keep in VMEM.
+#: Maximum number of compressed tokens that compress and propagate keep in VMEM.
 MAX_COMPRESSED = 1024
 
-#: What the plan of a call is made from: only the shape, the dtype and the mesh of an array count.
+#: The arrays for a call's plan, of which only shape, dtype and mesh matter.
 Shaped = Array | jax.ShapeDtypeStruct
 
 
 def obstacle_of(plan_call: Callable[..., object], *arguments: Any, **options: Any) -> str | None:
-    """The message of the error with which `plan_call` refuses its arguments; None where it accepts them."""
+    """Returns the message of the error that `plan_call` raises for these arguments; None if it accepts them."""
     try:
         plan_call(*arguments, **options)
     except (ValueError, NotImplementedError) as error:
@@ -31,12 +31,11 @@ def obstacle_of(plan_call: Callable[..., object], *arguments: Any, **options: An
 
 
 def check_arrays(arrays: dict[str, Shaped]) -> None:
-    """Checks that all arrays have four axes, none of them empty, and one dtype and head dimension that the kernels
-    support.
+    """Checks that all arrays have four axes, none empty, and share a dtype and head dimension that the kernels support.
 
     Raises:
-      ValueError: on shapes that differ or are empty, and on dtypes that differ.
-      NotImplementedError: on a dtype or a head dimension that no kernel supports.
+      ValueError: shapes differ or are empty, or dtypes differ.
+      NotImplementedError: no kernel supports the dtype or the head dimension.
     """
     first_name, first = next(iter(arrays.items()))
     for name, x in arrays.items():
@@ -56,11 +55,13 @@ def check_arrays(arrays: dict[str, Shaped]) -> None:
             f"TPU kernels compute in float32 or bfloat16, got {first_name} of {first.dtype}"
         )
     if first.shape[3] > MAX_HEAD_DIM:
-        raise NotImplementedError(f"TPU kernels take a head_dim up to {MAX_HEAD_DIM}, got {first.shape[3]}")
+        raise NotImplementedError(
+            f"TPU kernels support a head_dim up to {MAX_HEAD_DIM}, got {first.shape[3]}"
+        )
 
 
 def check_attention(query: Shaped, key: Shaped, value: Shaped) -> None:
-    """`check_arrays` for attention: key and value of one shape, whose heads divide those of the query.
+    """`check_arrays` for attention: key and value have the same shape, and their heads divide the query's.
 
     Raises:
       ValueError, NotImplementedError: as `check_arrays`.
@@ -82,18 +83,18 @@ def check_multiple_of_128(**sizes: int) -> None:
 
 
 def check_compressed(name: str, count: int) -> None:
-    """Raises ValueError for more compressed tokens than the kernels keep in VMEM."""
+    """Raises ValueError if there are more compressed tokens than the kernels keep in VMEM."""
     if count > MAX_COMPRESSED:
         raise ValueError(f"{name} must hold at most {MAX_COMPRESSED} compressed tokens, got {count}")
 
 
 def positive_scale(query: Float[Array, "..."], scale: float | None) -> tuple[Float[Array, "..."], float]:
-    """(query, scale) with a positive scale that gives the same scores; the default is 1 / sqrt(head_dim).
+    """Returns (query, scale) with a positive scale that gives the same scores; the default is 1 / sqrt(head_dim).
 
-    The kernels take the maximum of a row before they scale it, so that the scale and log2(e) are one multiplication.
+    The kernels take a row's maximum before they scale it, so that the scale and log2(e) are one multiplication.
 
     Raises:
-      ValueError: for a scale that is infinite or NaN.
+      ValueError: the scale is infinite or NaN.
     """
     if scale is None:
         return query, 1.0 / math.sqrt(query.shape[-1])
@@ -114,7 +115,7 @@ def _check_ids(name: str, ids: Int[Array, "B T"] | None, batch: int, length: int
 def _existing(
     name: str, lengths: Int[Array, " B"] | None, batch: int, length: int
 ) -> Bool[Array, "B T"] | None:
-    """Which tokens exist; None for all of them."""
+    """Returns which tokens exist; None for all."""
     if lengths is None:
         return None
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -125,17 +126,16 @@ def _existing(
 
 
 def zero_absent(x: Float[Array, "B T N H"], exists: Bool[Array, "B T"] | None) -> Float[Array, "B T N H"]:
-    """x with zeros where no token exists: an absent token may hold NaN, which must reach neither a sum nor a
-    gradient."""
+    """Returns x with zeros at absent tokens, which may hold NaN that must not reach a sum or a gradient."""
     return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
 class MarkedTokens(NamedTuple):
-    """The arrays of a call, in which absent tokens are zero and have segment ids of their own.
+    """A call's arrays, in which absent tokens are zero and have separate segment ids.
 
     Attributes:
-      query, key, value: absent tokens are zero.
-      segments: ids of the queries and of the keys; None where all tokens exist and see each other.
+      query, key, value: with zeros at absent tokens.
+      segments: ids of queries and keys; None if all tokens exist and see each other.
       shift: as given. All arrays vary over the same mesh axes.
       query_exists: which queries exist; None for all.
     """
@@ -161,7 +161,7 @@ def mark_tokens(
     """Combines segment ids and lengths into one pair of segment ids.
 
     Raises:
-      ValueError: on segment ids of queries without those of keys or the reverse, and on wrong shapes or dtypes.
+      ValueError: only queries or only keys have segment ids, or a shape or dtype is wrong.
     """
     if (query_segment_ids is None) != (key_segment_ids is None):
         raise ValueError("query_segment_ids and key_segment_ids belong together: give both or neither")

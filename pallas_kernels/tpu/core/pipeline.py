@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 def pipelined(units: int, *stages) -> None:
-    """Runs stage t of unit u beside stage t + 1 of unit u - 1, which gives the scheduler independent work to
+    """Runs stage t of unit u together with stage t + 1 of unit u - 1, which gives the scheduler independent work to
     interleave.
 
-    The compiler keeps close to program order, so that a unit which ran from start to end alone would leave the matrix
-    units idle during its softmax.
+    The compiler stays close to program order, so running each unit from start to end would leave the matrix units idle
+    during its softmax.
 
     Args:
-      units: how many units of work there are.
-      stages: functions of the unit's number and of what the stage before returned for this unit, a tuple.
+      units: the number of units of work.
+      stages: functions of the unit's number and of the tuple that the previous stage returned for this unit.
     """
     waiting: list[dict[int, tuple]] = [{} for _ in stages]
     for step in range(units + len(stages) - 1):

@@ -1,6 +1,6 @@
-"""Biases of scores between tokens and compressed tokens: their checks, and the layout in which kernels read them.
+"""Biases of the scores between tokens and compressed tokens: their checks, and their layout for the kernels.
 
-Unlike a bias by distance, such a bias is an array of all pairs, which are linear in the number of tokens.
+Unlike a bias by distance, such a bias is an array over all pairs, whose number is linear in the number of tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pallas_kernels.tpu.core.inputs import Shaped
 
 
 class ScoreBias(NamedTuple):
-    """What a plan knows of a bias, which hides keys where it is -inf.
+    """What a plan knows about a bias, which hides keys where it is -inf.
 
     Attributes:
-      batches, heads, queries: whether each entry of the batch, each head and each query has numbers of its own. The
-        numbers of a bias without `queries` lie in lanes, and have no gradient.
+      batches, heads, queries: whether each entry of the batch, each head and each query has separate numbers. A bias
+        without `queries` lies in lanes and has no gradient.
     """
 
     batches: bool
@@ -28,10 +28,10 @@ class ScoreBias(NamedTuple):
 
 
 def described(bias: Shaped | None, mask: Shaped | None, full: tuple[int, int, int, int]) -> ScoreBias | None:
-    """What a plan needs to know of a bias and a mask; None without them.
+    """Returns what a plan needs to know about a bias and a mask; None without them.
 
     Raises:
-      ValueError: unless both have four axes, each that of `full`, which is (B, N, queries, keys), or 1.
+      ValueError: one of them does not broadcast to `full`, which is (B, N, queries, keys).
     """
     given = [(name, x) for name, x in (("bias", bias), ("mask", mask)) if x is not None]
     for name, x in given:
@@ -52,10 +52,10 @@ def lay_out(
     shape: tuple[int, int],
     padded: tuple[int, int],
 ) -> Float[Array, "..."]:
-    """The operand of the kernels, in the unit of scores that are not yet scaled. JAX differentiates this function.
+    """Returns the kernels' operand, in the unit of unscaled scores. JAX differentiates this function.
 
     Its shape is (batch or 1, tiles or 1, packed heads or 1, keys, queries), or lacks the last axis. `shape` has the
-    numbers of queries and keys, and `padded` those of the operand.
+    numbers of queries and keys, `padded` the operand's.
     """
     added = jnp.zeros((1, 1, 1, 1), jnp.float32) if bias is None else bias.astype(jnp.float32) / scale
     if mask is not None:
@@ -72,7 +72,7 @@ def lay_out(
 def gradient_like(
     bias: Float[Array, "..."], grad: Float[Array, "B tiles packed keys queries"] | None, scale: float
 ) -> Float[Array, "..."]:
-    """The gradient of an operand that `lay_out` made, from those of the scores of each entry of the batch and head;
+    """Returns the gradient of `lay_out`'s operand, given the scores' gradients for each entry of the batch and head;
     zeros without them."""
     if grad is None:
         return jnp.zeros_like(bias)

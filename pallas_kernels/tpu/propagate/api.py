@@ -1,4 +1,4 @@
-"""Propagation on TPU: the differentiable call, and what stands in its way."""
+"""Propagation on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 
@@ -47,16 +47,15 @@ def propagate_obstacle(
     chip: str | None = None,
     block: int | None = None,
 ) -> str | None:
-    """Why `propagate` cannot serve a call, known from shapes and dtypes without tracing it.
+    """Returns why `propagate` does not support a call, or None, from shapes and dtypes without tracing it.
 
     Args:
-      query, key, value, bias: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the
-        mesh count.
+      query, key, value, bias: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh matter.
       chip, block: as in `propagate`.
 
     Returns:
-      The message of the error that `propagate` would raise: a dtype or head dimension that no kernel supports, shapes
-      that do not match, too many compressed tokens, or too little VMEM. None where nothing stands in the way.
+      The message of the error that `propagate` would raise: an unsupported dtype or head dimension, shapes that do not
+      match, too many compressed tokens, or too little VMEM. None if the call is supported.
     """
 
     def plan():
@@ -86,8 +85,8 @@ def propagate(
 ) -> Float[Array, "B T N H"]:
     """Reads M compressed tokens from T positions: strength * sigma(scale query key^T) value.
 
-    This is F_prop of BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl, eqs. 8-9). The compressed tokens stay in VMEM;
-    the queries pass through once, forward and backward, and nothing but the inputs is kept for the backward pass.
+    This is F_prop of BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl, eqs. 8-9). The compressed tokens stay in VMEM
+    while the queries pass through once, forward and backward; only the inputs are kept for the backward pass.
     Differentiable in query, key, value, strength and bias.
 
     Args:
@@ -96,21 +95,20 @@ def propagate(
       strength: (N,), one factor for each head.
       scale: multiplies the scores; 1 / sqrt(H) by default.
       score: "softmax", or "relu2" and "laplace", which are not normalised.
-      bias: added to the scaled scores, in float32; a query does not see a key where it is -inf. Its gradient has
-        numbers for each entry of the batch and head before it is summed over those that share one.
-      chip: "v4", "v5e", "v5p", "v6e" or "7x", whose block sizes are used. None takes the chip of the mesh on which
-        query lies, or of the mesh in use, or of this process; where none of these determines it, sizes that fit every
-        chip.
-      block: queries in a grid step, a multiple of 128, instead of the chip's.
+      bias: added to the scaled scores, in float32; a query does not see a key where it is -inf. Its gradient is
+        computed for each entry of the batch and head, then summed over those that share a bias.
+      chip: "v4", "v5e", "v5p", "v6e" or "7x", for its block sizes. None takes the chip of query's mesh, of the mesh in
+        use, or of this process; if none of these determines it, sizes that fit every chip.
+      block: queries in a grid step, a multiple of 128; overrides the chip's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
     Returns:
       (B, T, N, H) in query's dtype.
 
     Raises:
-      ValueError: on shapes that do not match, an unknown score, more than 1024 compressed tokens, or a block that does
-        not fit in the chip's memory.
-      NotImplementedError: on another dtype or a wider head.
+      ValueError: shapes do not match, the score is unknown, there are more than 1024 compressed tokens, or a block
+        exceeds the chip's memory.
+      NotImplementedError: the dtype or the head dimension is not supported.
     """
     check_score(score)
     kind = described(bias, None, _pairs(query, key))

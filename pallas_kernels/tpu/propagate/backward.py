@@ -73,8 +73,8 @@ def propagate_backward(
     Float[Array, "B M L"],
     Float[Array, "B tiles packed M T"] | None,
 ]:
-    """Gradients of packed arrays, those of key and value in their own dtype, summed in float32, and that of the bias in
-    the unit of scaled scores."""
+    """Returns the gradients of packed arrays (key's and value's are summed in float32 and cast), and of the bias in the
+    unit of scaled scores."""
     by_query, by_key = call.specs()
     given, specs, results = [], [], []
     if bias is not None and call.bias is not None:

@@ -47,7 +47,7 @@ def propagate_forward(
     bias: Float[Array, "..."] | None,
     call: PropagateCall,
 ) -> Float[Array, "B T L"]:
-    """The output of packed arrays; see `heads.pack`."""
+    """Returns the output of packed arrays; see `heads.pack`."""
     by_query, by_key = call.specs()
     specs = [] if call.bias is None else [call.bias_spec(call.bias, gradient=False)]
     return pl.pallas_call(

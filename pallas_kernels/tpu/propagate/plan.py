@@ -1,4 +1,4 @@
-"""What a call of propagate does step by step: its block sizes, their VMEM, and what a grid step loads."""
+"""The steps of a call of propagate: its block sizes, their VMEM, and what a grid step loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pallas_kernels.tpu.core.inputs import (
 )
 from pallas_kernels.tpu.core.score_bias import ScoreBias
 
-#: The compressed tokens are padded to a multiple of this number of rows: the rows of a register of bfloat16.
+#: The compressed tokens are padded to a multiple of this number of rows, those of a bfloat16 register.
 _ROWS = 16
 
 
@@ -33,13 +33,14 @@ class PropagateCall:
     """Everything static about one call. A grid step processes `block` queries in tiles of `tile`.
 
     Attributes:
-      length: queries. keys: compressed tokens. padded_keys: the same with padding.
+      length: queries.
+      keys, padded_keys: compressed tokens, without and with padding.
       layout: how heads lie in lanes.
-      vmem_limit: in bytes, to request from the compiler; None requests none.
+      vmem_limit: in bytes, to request from the compiler; None requests no limit.
       bias: what is added to the scores; None for nothing.
       scale: multiplies the scores; positive.
       score: the score function.
-      interpret: as `pl.pallas_call` takes it.
+      interpret: passed to `pl.pallas_call`.
     """
 
     length: int
@@ -61,15 +62,15 @@ class PropagateCall:
 
     @property
     def units(self) -> int:
-        """Products of a grid step: one for each tile of queries and head."""
+        """Products in a grid step: one for each tile of queries and head."""
         return self.block // self.tile * self.layout.packed
 
     def grid(self, query: Float[Array, "B T L"]) -> tuple[int, int, int]:
-        """Batch, tiles of heads, blocks of queries."""
+        """Returns batch, tiles of heads, blocks of queries."""
         return query.shape[0], query.shape[2] // self.layout.width, -(-self.length // self.block)
 
     def specs(self) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-        """Specs of an array with rows of queries and of one with rows of compressed tokens."""
+        """Returns the specs of an array with rows of queries and of one with rows of compressed tokens."""
         width = self.layout.width
         return (
             pl.BlockSpec((1, self.block, width), lambda b, t, i: (b, i, t)),
@@ -77,7 +78,7 @@ class PropagateCall:
         )
 
     def bias_spec(self, bias: ScoreBias, gradient: bool) -> pl.BlockSpec:
-        """The spec of a bias, see `score_bias.lay_out`, or of its gradient."""
+        """Returns the spec of a bias (see `score_bias.lay_out`) or of its gradient."""
         batches, heads = gradient or bias.batches, gradient or bias.heads
         return pl.BlockSpec(
             (1, 1, self.layout.packed if heads else 1, self.padded_keys, self.block),
@@ -85,7 +86,7 @@ class PropagateCall:
         )
 
     def biased(self, products: Float[Array, "m tile"], ref, unit: int) -> Float[Array, "m tile"]:
-        """Unscaled scores with their bias, which is `ref`'s; None without one."""
+        """Returns unscaled scores plus the bias in `ref`, if any."""
         if ref is None:
             return products
         assert self.bias is not None
@@ -98,7 +99,7 @@ class PropagateCall:
         return products + bias
 
     def load(self, ref, unit: int) -> tuple[Float[Array, "tile width"], slice]:
-        """The queries (or output gradients) of one head and tile, zero past the end of the sequence, and their
+        """Returns the queries (or output gradients) of one head and tile, zero past the end of the sequence, and their
         rows."""
         tile, head = divmod(unit, self.layout.packed)
         rows = slice(tile * self.tile, (tile + 1) * self.tile)
@@ -108,7 +109,7 @@ class PropagateCall:
         return heads.lanes_of_head(x, head, self.layout), rows
 
     def weights(self, products: Float[Array, "m tile"]) -> Float[Array, "m tile"]:
-        """Weights of the keys, in rows, from unscaled scores; rows of padding have weight 0."""
+        """Returns the keys' weights, in rows, from unscaled scores; padding has weight 0."""
         exists = None
         if products.shape[0] != self.keys:
             exists = jax.lax.broadcasted_iota(jnp.int32, products.shape, 0) < self.keys
@@ -126,10 +127,10 @@ class PropagateCall:
 
 
 def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int, bias_heads: int) -> int:
-    """VMEM of a step of the backward pass, which is the larger one: double-buffered blocks, among them a bias with its
-    gradient for each of `bias_heads` heads, and the scores in flight.
+    """Returns the VMEM of a step of the backward pass, which needs more than the forward pass: double-buffered blocks
+    (including a bias and its gradient for each of `bias_heads` heads) and the scores in flight.
 
-    For float32 the compiler keeps the scores of all packed heads where there are many keys.
+    In float32 with many keys, the compiler keeps the scores of all packed heads.
     """
     scores = 56 if itemsize == 4 and keys > 256 else 8
     blocks = 3 * block * width * itemsize + keys * width * (2 * itemsize + 8) + 8 * bias_heads * keys * block
@@ -137,10 +138,10 @@ def propagate_bytes(block: int, tile: int, keys: int, width: int, itemsize: int,
 
 
 def propagate_blocks(length: int, keys: int, width: int, itemsize: int, bias_heads: int) -> tuple[int, int]:
-    """(tile, block): queries in one product and in a grid step.
+    """Returns (tile, block): queries in one product and in a grid step.
 
-    The block is halved until it fits in the VMEM that every kernel is granted, and until the end of the sequence leaves
-    less than an eighth of the work empty.
+    The block is halved until it fits in the VMEM that every kernel is granted, and until padding at the end of the
+    sequence is at most an eighth of its length.
     """
     tile, block, most = 256 if keys <= 256 else 128, 4096, GRANTED_MIB * MIB * 3 // 4
     while block > tile and (
@@ -160,10 +161,10 @@ def plan_propagate(
     chip: str | None,
     bias: ScoreBias | None = None,
 ) -> PropagateCall:
-    """The part of a call that shapes and dtypes determine; arguments as for `propagate`.
+    """Returns the part of a call that shapes and dtypes determine; arguments as for `propagate`.
 
     Raises:
-      ValueError, NotImplementedError: as `propagate`, for every reason that lies in shapes and dtypes.
+      ValueError, NotImplementedError: as `propagate`, for all errors in shapes and dtypes.
     """
     check_attention(query, key, value)
     chip = resolve_chip(chip, query)

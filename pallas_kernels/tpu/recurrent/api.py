@@ -1,4 +1,4 @@
-"""Recurrences over chunks on TPU: the differentiable call, and what stands in its way."""
+"""Recurrences over chunks on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Factors(NamedTuple):
     """Numbers of each token and chunk of `recurrence`; None for the value that changes nothing.
 
     Attributes:
-      start: how much of the state a token reads. end: how much of it is added to the state of the chunk's end.
+      start: factor on the state that a token reads.
+      end: factor on a token's contribution to the state at the end of its chunk.
       log_decay: the logarithm, at most 0 and finite, of the factor by which the state shrinks before the token.
       beta: the strength of the delta rule; None adds outer products without correcting them.
-      total: by which the state shrinks over a chunk of `CHUNK` tokens.
+      total: factor by which the state shrinks over a chunk of `CHUNK` tokens.
     """
 
     start: Float[Array, "B T K"] | None = None
@@ -36,10 +37,11 @@ class Factors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What `recurrence` returns.
+    """The results of `recurrence`.
 
     Attributes:
-      total: the weighted sums of the values. weight: those of the weights, or None.
+      total: the weighted sums of the values.
+      weight: the sums of the weights, or None.
       key_value, key: the state after the last token.
     """
 
@@ -74,7 +76,7 @@ _walk.defvjp(_walk_fwd, _walk_bwd)
 def recurrence_obstacle(
     query: Shaped, key: Shaped, value: Shaped, *, delta: bool = False, chip: str | None = None
 ) -> str | None:
-    """Why `recurrence` cannot serve a call, known from shapes and dtypes without tracing it; None if it can."""
+    """Returns why `recurrence` does not support a call, from shapes and dtypes without tracing it; None if it does."""
     numbers = NUMBERS if delta else NUMBERS[:-1]
     most = {"totals": True, "weighs": True, "segments": True}
     return obstacle_of(plan_recurrent, query, key, value, numbers=numbers, **most, chip=chip)
@@ -101,15 +103,15 @@ def recurrence(
         S      = factor S + (end K)^T U
         z      = factor z + (end K)^T 1
 
-    U is V; with beta it is (I + A)^-1 diag(beta) (V - start K S), A the strictly lower part of diag(beta) (K K^T * D)
-    (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3).
+    U is V; with beta it is (I + A)^-1 diag(beta) (V - start K S), where A is the strictly lower part of
+    diag(beta) (K K^T * D) (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3).
 
     Args:
       query: (B, T, N, F), features; key: (B, T, K, F), K divides N; value: (B, T, K, V), all float32 or bfloat16.
         Products are computed in this dtype and summed in float32.
       key_value: S, (B, K, F, V) float32, before the first token. key_sum: z, (B, K, F), or None without weights.
       factors: see `Factors`. They also separate segments: a token that does not read the state has start 0.
-      segments: (B, T) ints; a token sees those of its own segment only. Below 0 is padding, which nobody sees.
+      segments: (B, T) ints; a token sees only its own segment. Negative numbers mark padding, which no token sees.
       chip: as in `propagate`.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
@@ -117,7 +119,7 @@ def recurrence(
       `Sums` in float32.
 
     Raises:
-      NotImplementedError, ValueError: a dtype, or sizes, that no kernel supports.
+      NotImplementedError, ValueError: the dtype or a size is not supported.
     """
     numbers = tuple(name for name in NUMBERS if getattr(factors, name) is not None)
     given = {

@@ -1,7 +1,7 @@
 """Consecutive chunks of a recurrence in VMEM: their outputs and the state after them.
 
-The backward kernel differentiates these functions inside itself, so that every operation in them has a derivative that
-the compiler for TPUs accepts.
+The backward kernel differentiates these functions inside the kernel, so every operation must have a derivative that the
+TPU compiler accepts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.tpu.core import arithmetic
 from pallas_kernels.tpu.core.arithmetic import NN, NT, TN
 
-#: Tokens of a chunk: the lanes of a register.
+#: Tokens in a chunk: the lanes of a register.
 CHUNK = 128
-#: Rows of an array whose rows are all alike: the sublanes of a register.
+#: Rows of an array with identical rows: the sublanes of a register.
 ROWS = 8
 
 
 class State(NamedTuple):
-    """The state of a head: the sum of the products of keys and values, and that of the keys or None."""
+    """The state of a head: the sum of the products of keys and values, and the sum of the keys or None."""
 
     key_value: Float[Array, "F V"]
     key: Float[Array, "rows F"] | None
@@ -33,12 +33,12 @@ class Chunk(NamedTuple):
     """The arrays of one chunk and head.
 
     Attributes:
-      query: of each head that shares the key.
-      start, end: factors by which a token's query reads the state, and its key is added to it; None for 1.
-      log_decay: by which the state shrinks before each token; None without decay.
+      query: one array for each query head that shares the key.
+      start, end: factors on the state that a token's query reads, and on its key's contribution; None for 1.
+      log_decay: log of the factor by which the state shrinks before each token; None without decay.
       beta: the strengths of the delta rule; None for sums.
-      total: the factor of the state, repeated for each of its columns; None for 1.
-      segment: of each token, below 0 for padding; None where all tokens see each other.
+      total: the state's factor over the chunk, repeated for each of its columns; None for 1.
+      segment: each token's segment, negative for padding; None if all tokens see each other.
     """
 
     query: tuple[Float[Array, "C F"], ...]
@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a chunk gives for each query: the sums of the values, and those of the weights or None."""
+    """A chunk's outputs for each query: the sums of the values, and of the weights or None."""
 
     total: list[Float[Array, "C V"]]
     weight: list[Float[Array, "rows C"]] | None
@@ -82,15 +82,15 @@ product.defvjp(_product_fwd, _product_bwd)
 
 
 def _pairs() -> tuple[Int[Array, "C C"], Int[Array, "C C"]]:
-    """The numbers of the query, in rows, and of the key of each pair."""
+    """Returns each pair's query number, which is the row, and key number."""
     shape = (CHUNK, CHUNK)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 def _between(log_decay: Float[Array, "1 C"]) -> Float[Array, "C C"]:
-    """The sums of the logarithms from after the key to the query; 0 where the key comes later.
+    """Returns the sums of the logarithms from after the key to the query; 0 if the key comes later.
 
-    Each sum is over its own tokens, as in `brl_jax.attention.recurrent.decay`.
+    Each sum is computed from its own tokens, as in `brl_jax.attention.recurrent.decay`.
     """
     row, column = _pairs()
     up_to = jnp.where(column <= row, jnp.broadcast_to(log_decay, (CHUNK, CHUNK)), 0.0)
@@ -98,7 +98,7 @@ def _between(log_decay: Float[Array, "1 C"]) -> Float[Array, "C C"]:
 
 
 def _seen(chunk: Chunk) -> Bool[Array, "C C"]:
-    """Whether the query of a row sees the key of a column."""
+    """Returns whether the query of each row sees the key of each column."""
     row, column = _pairs()
     if chunk.segment is None:
         return column <= row
@@ -108,11 +108,10 @@ def _seen(chunk: Chunk) -> Bool[Array, "C C"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def inverses(lowers: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array, "C C"]]:
-    """(I + lower)^-1 for strictly lower matrices, from the inverses of blocks of doubling size.
+    """Returns (I + lower)^-1 for strictly lower matrices, from the inverses of blocks of doubling size.
 
-    In bfloat16 a step of Newton's method follows, X + X (I - (I + lower) X), whose residual is computed from both
-    halves of its operands. It squares the error of an inverse in bfloat16, for a quarter of the passes of products in
-    float32.
+    In bfloat16 a step of Newton's method follows, X + X (I - (I + lower) X), whose residual uses both halves of its
+    operands. It squares the error of a bfloat16 inverse, with a quarter of the passes of float32 products.
     """
     row, column = _pairs()
     one = jnp.where(row == column, 1.0, 0.0)
@@ -138,7 +137,7 @@ def inverses(lowers: list[Float[Array, "C C"]], dtype: Any) -> list[Float[Array,
 
 
 def _halves(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """x in bfloat16, and what that leaves out."""
+    """Returns x in bfloat16, and the remainder."""
     high = x.astype(jnp.bfloat16).astype(jnp.float32)
     return high, x - high
 
@@ -159,11 +158,11 @@ inverses.defvjp(_inverses_fwd, _inverses_bwd)
 def walk(
     heads: list[list[Chunk]], states: list[State], dtype: Any
 ) -> tuple[list[list[Outputs]], list[State]]:
-    """The outputs of the consecutive chunks of each head, and the states after them.
+    """Returns the outputs of each head's consecutive chunks, and the states after them.
 
-    All arrays are float32; products are multiplied in `dtype`. Every quantity is computed for all chunks before the
-    next, because the compiler keeps close to the order of the program, and products that wait for each other leave the
-    matrix units idle. Only the state goes from chunk to chunk.
+    All arrays are float32; products are multiplied in `dtype`. Each quantity is computed for all chunks before the next
+    quantity: the compiler stays close to program order, and products that wait for each other leave the matrix units
+    idle. Only the state passes from chunk to chunk.
     """
     times = functools.partial(product, dtype=dtype)
     count = len(heads[0])
@@ -194,7 +193,7 @@ def walk(
         added = [times(key, value, TN) for key, value in zip(keys, values)]
     sums = None if states[0].key is None else [times(ones, key, NN) for key in keys]
     before, last = [], list(states)
-    for number in range(count):  # heads side by side, because a chunk waits for the one before it
+    for number in range(count):  # interleave the heads, because a chunk waits for the one before it
         for head in range(len(heads)):
             at, state = head * count + number, last[head]
             before.append((at, state))

@@ -1,4 +1,4 @@
-"""The kernels of the recurrence: one walk from the first chunk to the last, and one back, with the state in VMEM."""
+"""The kernels of the recurrence: one pass from the first chunk to the last, and one back, with the state in VMEM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pallas_kernels.varying import result_like
 
 #: Arrays by name: query, key and value are (batch, tokens, heads * size); numbers (batch, key heads, rows, tokens);
 #: totals (batch, key heads, blocks, chunks, value_dim); segment (batch, 1, 1, tokens). The state is key_value
-#: (batch, key heads, features, value_dim) and, where weights are summed, key (batch, key heads, rows, features).
+#: (batch, key heads, features, value_dim) and, if weights are summed, key (batch, key heads, rows, features).
 Arrays = dict[str, Array]
 
 
@@ -45,7 +45,7 @@ def _input_specs(call: RecurrentCall, *, backward: bool) -> dict[str, pl.BlockSp
 
 
 def _output_specs(call: RecurrentCall, *, backward: bool) -> list[pl.BlockSpec]:
-    """Of the sums of the values and of the weights."""
+    """Returns the specs of the values' and the weights' sums."""
     total = call.by_token(call.group * call.value_dim, backward=backward)
     return [total, call.by_row(call.group, backward=backward)] if call.weighs else [total]
 
@@ -55,7 +55,7 @@ def _state_shapes(call: RecurrentCall) -> list[tuple[int, int]]:
 
 
 def _load(refs: dict[str, Any], call: RecurrentCall) -> list[list[Chunk]]:
-    """The chunks of each head of a grid step, in float32."""
+    """Returns the chunks of each head in a grid step, in float32."""
 
     def head(h: int, number: int) -> Chunk:
         tokens = slice(number * CHUNK, (number + 1) * CHUNK)
@@ -86,7 +86,7 @@ def _load(refs: dict[str, Any], call: RecurrentCall) -> list[list[Chunk]]:
 
 
 def _get_states(refs: Any, call: RecurrentCall, *, block: bool = False) -> list[State]:
-    """The states of the heads, from references to (1, heads, ...) or to (1, heads, 1, ...)."""
+    """Returns the heads' states, from references to (1, heads, ...) or to (1, heads, 1, ...)."""
     at = (0,) if block else ()
     return [
         State(*(ref[(0, h, *at)] for ref in refs), *([None] * (2 - len(refs)))) for h in range(call.heads)
@@ -131,7 +131,7 @@ def _forward_kernel(*refs, call: RecurrentCall):
 
 
 def recurrent_forward(state: Arrays, arrays: Arrays, call: RecurrentCall) -> tuple[list, Arrays, Arrays]:
-    """The sums of the values and of the weights, the last state and the states before all grid steps."""
+    """Returns the sums of values and weights, the last state, and the states before all grid steps."""
     key, names, shapes = arrays["key"], _state_names(call), _state_shapes(call)
     batch, heads = state["key_value"].shape[:2]
     padded = key.shape[1]
@@ -232,7 +232,7 @@ def _store(results: dict[str, Any], h: int, number: int, chunk: Chunk, call: Rec
 def recurrent_backward(
     before: Arrays, grads: list[Float[Array, "..."]], grads_last: Arrays, arrays: Arrays, call: RecurrentCall
 ) -> tuple[Arrays, Arrays]:
-    """The gradients of the first state and of the arrays, without that of the segments."""
+    """Returns the gradients of the first state and of the arrays except the segments."""
     names, shapes = _state_names(call), _state_shapes(call)
     batch, heads = before["key_value"].shape[:2]
     specs = _input_specs(call, backward=True)

@@ -1,4 +1,4 @@
-"""What a call of the recurrence does step by step: its block of tokens and heads, and what a grid step loads."""
+"""The steps of a call of the recurrence: its block of tokens and heads, and what a grid step loads."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ class RecurrentCall:
     """Everything static about one call. A grid step processes `chunks` chunks of one row and `heads` key heads.
 
     Attributes:
-      heads: key heads whose features fill whole registers side by side. group: query heads for each of them.
+      heads: key heads in a grid step, whose features together fill whole registers.
+      group: query heads for each key head.
       features, value_dim: of a head.
-      chunks: of a grid step. blocks: grid steps for a row and its heads.
-      numbers: those that each token has, a subset of `NUMBERS`.
+      chunks: in a grid step.
+      blocks: grid steps for a row and its heads.
+      numbers: the numbers that each token has, a subset of `NUMBERS`.
       totals: whether the state shrinks from chunk to chunk.
-      weighs: whether the sums of the weights are wanted.
+      weighs: whether to sum the weights.
       segments: whether tokens have segments.
-      vmem_limit: in bytes, to request from the compiler; None requests none.
-      interpret: as `pl.pallas_call` takes it.
+      vmem_limit: in bytes, to request from the compiler; None requests no limit.
+      interpret: passed to `pl.pallas_call`.
     """
 
     heads: int
@@ -49,16 +51,16 @@ class RecurrentCall:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a grid step."""
+        """Tokens in a grid step."""
         return self.chunks * CHUNK
 
     def by_token(self, size: int, *, backward: bool) -> pl.BlockSpec:
-        """That of (batch, tokens, heads * size)."""
+        """Returns the spec of (batch, tokens, heads * size)."""
         step = self._step(backward)
         return pl.BlockSpec((1, self.tokens, self.heads * size), lambda b, h, i: (b, step(i), h))
 
     def by_row(self, *rows: int, backward: bool, by_head: bool = True) -> pl.BlockSpec:
-        """That of (batch, heads, *rows, tokens)."""
+        """Returns the spec of (batch, heads, *rows, tokens)."""
         step, zeros = self._step(backward), (0,) * len(rows)
         heads = self.heads if by_head else 1
         return pl.BlockSpec(
@@ -66,12 +68,12 @@ class RecurrentCall:
         )
 
     def by_head(self, *shape: int) -> pl.BlockSpec:
-        """That of (batch, heads, *shape)."""
+        """Returns the spec of (batch, heads, *shape)."""
         zeros = (0,) * len(shape)
         return pl.BlockSpec((1, self.heads, *shape), lambda b, h, i: (b, h, *zeros))
 
     def by_block(self, *shape: int, backward: bool) -> pl.BlockSpec:
-        """That of (batch, heads, blocks, *shape), with an entry for each grid step."""
+        """Returns the spec of (batch, heads, blocks, *shape), with an entry for each grid step."""
         step, zeros = self._step(backward), (0,) * len(shape)
         return pl.BlockSpec((1, self.heads, 1, *shape), lambda b, h, i: (b, h, step(i), *zeros))
 
@@ -81,21 +83,20 @@ class RecurrentCall:
 
 
 def padded_size(size: int) -> int:
-    """The features of a head with those of padding: a power of two, so that whole heads fill registers, or whole
-    registers."""
+    """Returns a head's padded features: a power of two, so that whole heads fill registers, or whole registers."""
     if size >= _LANES:
         return -(-size // _LANES) * _LANES
     return max(ROWS, 1 << (size - 1).bit_length())
 
 
 def heads_together(heads: int, features: int, value_dim: int) -> int:
-    """The key heads of a grid step."""
+    """Returns the key heads in a grid step."""
     together = max(1, _LANES // min(features, value_dim))
     return together if heads % together == 0 else heads
 
 
 def recurrent_bytes(call: RecurrentCall) -> int:
-    """VMEM of a step of the backward pass, the larger one: double-buffered blocks in float32, and what is in flight."""
+    """Returns the VMEM of a step of the backward pass: double-buffered float32 blocks, and what is in flight."""
     units = call.heads * call.chunks
     width = call.heads * (call.group * (call.features + call.value_dim) + call.features + call.value_dim)
     blocks = 2 * 4 * call.tokens * 2 * (width + 2 * ROWS * call.heads)
@@ -116,17 +117,17 @@ def plan_recurrent(
     segments: bool,
     chip: str | None,
 ) -> RecurrentCall:
-    """The part of a call that shapes and dtypes determine.
+    """Returns the part of a call that shapes and dtypes determine.
 
     Raises:
-      ValueError, NotImplementedError: arrays that the kernels do not take.
+      ValueError, NotImplementedError: the kernels do not support the arrays.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(f"TPU kernels compute in float32 or bfloat16, got {name} of {x.dtype}")
         if x.shape[3] > MAX_HEAD_DIM:
             raise NotImplementedError(
-                f"TPU kernels take up to {MAX_HEAD_DIM} features of a head, got {name} with {x.shape[3]}"
+                f"TPU kernels support up to {MAX_HEAD_DIM} features of a head, got {name} with {x.shape[3]}"
             )
     features, value_dim = padded_size(key.shape[3]), padded_size(value.shape[3])
     group, count = query.shape[2] // key.shape[2], -(-key.shape[1] // CHUNK)

@@ -1,4 +1,4 @@
-"""Sliding-window attention on TPU: the differentiable call, and what stands in its way."""
+"""Sliding-window attention on TPU: the differentiable call, and why a call may be unsupported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.core.arithmetic import log_sum_exp
 from pallas_kernels.tpu.core.distances import DistanceTable, RelativeBias, Slopes, described
-from pallas_kernels.tpu.core.heads import pack, unpack, unpack_rows
+from pallas_kernels.tpu.core.heads import pack, pack_log_sums, pack_queries, unpack, unpack_rows
 from pallas_kernels.tpu.core.inputs import Shaped, mark_tokens, obstacle_of, positive_scale, zero_absent
 from pallas_kernels.tpu.window.backward import window_backward
 from pallas_kernels.tpu.window.bias import lay_out
@@ -22,14 +22,17 @@ from pallas_kernels.tpu.window.sizes import WindowBlocks, plan_window
 from pallas_kernels.varying import vary_alike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _packed(query, key, value, bias, segments, call: WindowCall):
-    return _packed_fwd(query, key, value, bias, segments, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _packed(query, key, value, bias, segments, known, call: WindowCall):
+    return _packed_fwd(query, key, value, bias, segments, known, call)[0]
 
 
-def _packed_fwd(query, key, value, bias, segments, call: WindowCall):
-    operand = None if bias is None else lay_out(bias, call, call.forward)
-    out, statistics = window_forward(query, key, value, segments, operand, call)
+def _packed_fwd(query, key, value, bias, segments, known, call: WindowCall):
+    if known is None:
+        operand = None if bias is None else lay_out(bias, call, call.forward)
+        out, statistics = window_forward(query, key, value, segments, operand, call)
+    else:
+        out, statistics = known
     result = (out, log_sum_exp(statistics, call.scale)) if call.with_log_sum else out
     return result, (query, key, value, bias, segments, statistics)
 
@@ -43,7 +46,7 @@ def _packed_bwd(call: WindowCall, residuals, grads):
     *of_arrays, grad_operand = window_backward(
         query, key, value, segments, operand, statistics, grad_log_sum, grad, call
     )
-    return *of_arrays, None if pull is None else pull(grad_operand)[0], None
+    return *of_arrays, None if pull is None else pull(grad_operand)[0], None, None
 
 
 _packed.defvjp(_packed_fwd, _packed_bwd)
@@ -60,18 +63,17 @@ def window_obstacle(
     chip: str | None = None,
     blocks: WindowBlocks | None = None,
 ) -> str | None:
-    """Why `window_attention` cannot serve a call, known from shapes and dtypes without tracing it.
+    """Returns why `window_attention` does not support a call, or None, from shapes and dtypes without tracing it.
 
     Args:
-      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`, of which only the shape, the dtype and the mesh
-        count.
+      query, key, value: arrays, tracers or `jax.ShapeDtypeStruct`; only shape, dtype and mesh matter.
       left, right, chip, blocks: as in `window_attention`.
-      bias: how many distances its bias has numbers for, and the first of them.
+      bias: the number of distances for which its bias has numbers, and the first of them.
 
     Returns:
-      The message of the error that `window_attention` would raise: a dtype or head dimension that no kernel supports,
-      shapes that do not match, a window that is too wide (`block_attention` serves those), or too little VMEM. None
-      where nothing stands in the way.
+      The message of the error that `window_attention` would raise: an unsupported dtype or head dimension, shapes that
+      do not match, a window that is too wide (`block_attention` supports it), or too little VMEM. None if the call is
+      supported.
     """
     options: dict[str, Any] = {"left": left, "right": right, "chip": chip, "blocks": blocks, "bias": bias}
     return obstacle_of(plan_window, query, key, value, **options)
@@ -92,34 +94,36 @@ def window_attention(
     query_lengths: Int[Array, " B"] | None = None,
     key_lengths: Int[Array, " B"] | None = None,
     return_log_sum_exp: bool = False,
+    known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
     chip: str | None = None,
     blocks: WindowBlocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Softmax attention in which query i sees keys i - left to i + right, at linear cost and memory.
 
-    One softmax pass runs over the window of each query. Each block of keys is read once, and once more as the halo of
-    its neighbours, as far as a side of the window reaches. Differentiable in query, key, value and bias. This is
-    BRL-Attention (Liu et al., OpenReview Vpyg3fqXbl) eq. 1 over a sliding window; the backward pass recomputes the
-    weights from the log-sum-exp, as FlashAttention does (Dao et al., arXiv:2205.14135).
+    One softmax pass runs over each query's window. Each block of keys is read once, and once more as the halo of its
+    neighbours, as far as the window reaches. Differentiable in query, key, value and bias. This is BRL-Attention (Liu
+    et al., OpenReview Vpyg3fqXbl) eq. 1 over a sliding window; the backward pass recomputes the weights from the
+    log-sum-exp, as FlashAttention does (Dao et al., arXiv:2205.14135).
 
     Args:
       query: (B, T, N, H), float32 or bfloat16, H up to 256.
       key, value: (B, T, K, H), the same dtype, N a multiple of K; query head g reads key head g // (N / K).
       left, right: how many keys a query sees before and after its own. Causal attention over w keys is (w - 1, 0).
-      bias: added to the scaled and capped scores: a slope for each query head times the distance of the query and the
-        key, or a table of numbers by distance, in which -inf hides keys. Differentiable. It costs an addition for each
-        score, and no memory for pairs.
+      bias: added to the scaled and capped scores: a slope for each query head times the distance of query and key, or a
+        table of numbers by distance, in which -inf hides keys. Differentiable. It costs an addition for each score, and
+        no memory for pairs.
       scale: multiplies the scores; 1 / sqrt(H) by default.
-      logits_soft_cap: c > 0, with which the scaled scores s become c tanh(s / c).
+      logits_soft_cap: c > 0, replaces the scaled scores s by c tanh(s / c).
       query_segment_ids, key_segment_ids: (B, T) ints of any value, both or neither; a query sees the keys of its own
         segment.
       query_lengths, key_lengths: (B,) ints, how many tokens exist; absent tokens never influence a result.
-      return_log_sum_exp: also return the natural log of the sum of exponentials of each row.
-      chip: "v4", "v5e", "v5p", "v6e" or "7x", whose block sizes are used. None takes the chip of the mesh on which
-        query lies, or of the mesh in use, or of this process; where none of these determines it, sizes that fit every
-        chip.
-      blocks: block sizes to use instead of the chip's.
+      return_log_sum_exp: also return the natural log of each row's sum of exponentials.
+      known: the result of an earlier call, with its log-sum-exp. The forward kernel is then skipped, and the gradient
+        is the earlier call's.
+      chip: "v4", "v5e", "v5p", "v6e" or "7x", for its block sizes. None takes the chip of query's mesh, of the mesh in
+        use, or of this process; if none of these determines it, sizes that fit every chip.
+      blocks: block sizes; override the chip's.
       interpret: True, or `pltpu.InterpretParams(...)`, runs the kernels on a CPU.
 
     Returns:
@@ -127,10 +131,10 @@ def window_attention(
       -inf where a query sees nothing.
 
     Raises:
-      ValueError: on shapes that do not match, those of the bias included, segment ids of queries without those of keys
-        or the reverse, a negative window side, a window that is too wide for the kernel, blocks that do not hold the
-        window or do not fit in the chip's memory.
-      NotImplementedError: on another dtype or a wider head.
+      ValueError: shapes do not match (including the bias's), only queries or only keys have segment ids, a window side
+        is negative, the window is too wide for the kernel, or blocks do not hold the window or exceed the chip's
+        memory.
+      NotImplementedError: the dtype or the head dimension is not supported.
     """
     kind = described(bias, query.shape[2])
     call = plan_window(query, key, value, left=left, right=right, chip=chip, blocks=blocks, bias=kind)
@@ -151,7 +155,10 @@ def window_attention(
         packed_query, packed_key, packed_value, numbers = vary_alike(
             packed_query, packed_key, packed_value, bias.slopes if isinstance(bias, Slopes) else bias.numbers
         )
-    result = _packed(packed_query, packed_key, packed_value, numbers, tokens.segments, call)
+    if known is not None:
+        known_out, log_sums = known
+        known = pack_queries(known_out, layout), pack_log_sums(log_sums, scale, layout)
+    result = _packed(packed_query, packed_key, packed_value, numbers, tokens.segments, known, call)
     out = unpack(result[0] if return_log_sum_exp else result, layout, heads, head_dim)
     out = zero_absent(out, tokens.query_exists)
     if not return_log_sum_exp:

@@ -1,8 +1,8 @@
-"""The backward kernel of sliding-window attention: one sweep over the sequence gives all three gradients.
+"""The backward kernel of sliding-window attention: one sweep over the sequence computes all three gradients.
 
-A step recomputes the weights of its queries over their whole window, so that the sum over keys that the derivative of
-the softmax needs is available, and the only results of the forward pass that it reads are the statistics. Keys near the
-ends of a block are also seen by the queries of a neighbouring block: `key_gradient_sums` adds the contributions.
+A step recomputes its queries' weights over their whole window. The sum over keys that the softmax's derivative needs is
+then available, and the statistics are the only result of the forward pass that the step reads. Queries of a
+neighbouring block also see the keys near the ends of a block; `key_gradient_sums` adds their contributions.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
                 scores[d] = tiles.scores(keys, q, tile, d)
                 grads[d] = arithmetic.dot(tiles.load(values, tile + d), g, NT)
             capped = tiles.fold(scores, MASKED)
-            # The bias is added here, beside another unit's softmax: there it would take five times as many bundles.
+            # Add the bias here, not in the stage of another unit's softmax, where it would take five times the bundles.
             return capped, capped if bias is None else bias.add(capped, head), tiles.fold(grads, 0.0)
 
         def differentiate(unit, capped, scores, grads):
@@ -118,11 +118,11 @@ def _backward_kernel(*refs, call: WindowCall, segments: bool, with_grad_log_sum:
                     add_to_keys(ready, meets.pop(ready))
 
         def add_to_keys(tile, met):
-            """Adds the contribution of this step's queries to one tile of keys: for each head one product over all
-            queries that see it.
+            """Adds the contribution of this step's queries to one tile of keys, with one product for each head over all
+            queries that see the tile.
 
-            Where heads share lanes, the product is transposed: its columns are keys, which fill the matrix unit, and
-            not the lanes of one head.
+            If heads share lanes, the product is transposed, so that its columns are keys, which fill the matrix unit,
+            instead of one head's lanes.
             """
             sums = []
             for kind in range(2):
@@ -166,14 +166,14 @@ def window_backward(
     Float[Array, "B T M"],
     Float[Array, "tiles rows lanes"] | None,
 ]:
-    """Gradients of packed arrays and of the bias, which `bias.lay_out` makes, from the gradients of the output and of
-    the natural log-sum-exp."""
+    """Returns the gradients of packed arrays and of the bias from `bias.lay_out`, given the gradients of the output and
+    of the natural log-sum-exp."""
     plan, layout = call.backward, call.layout
     batch, _length, lanes = query.shape
     tiles = lanes // layout.width
 
     def head_of(t, i, r):
-        # The additional last step only writes the gradients of keys and values: it stays on the query block before it.
+        # The extra last step only writes the gradients of keys and values, and stays on the previous block of queries.
         return t * layout.group + (jnp.where(i == plan.blocks, layout.group - 1, r) if plan.late else r)
 
     def by_statistic(rows):

@@ -1,9 +1,9 @@
 """Biases by distance in the sliding-window kernels.
 
-How far the query and the key of an entry of a tile of scores lie apart is the same in every tile of queries. The bias
-of one tile of queries is therefore written to VMEM once for each head, in the columns of the plan, and added to the
-scores of all of them. Gradients are summed over the tiles of queries first, entry by entry, and by distance once for
-each head.
+The distance between query and key at an entry of a tile of scores is the same in every tile of queries. The kernels
+therefore write the bias of one tile of queries to VMEM once for each head, in the plan's columns, and add it to the
+scores of all tiles. Gradients are summed entry by entry over the tiles of queries, and then by distance once for each
+head.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pallas_kernels.tpu.window.tiles import WindowTiles
 
 
 def rows_of(plan: WindowPlan) -> int:
-    """Rows of the array (see `core.distances`) that holds the bias of a tile of queries and all keys that it meets."""
+    """Returns the rows of the array (see `core.distances`) with the bias of a tile of queries and all keys it reads."""
     return (len(plan.distances()) + 1) * plan.tile - LANES
 
 
 def _first(plan: WindowPlan) -> int:
-    """The distance of the first element of that array."""
+    """Returns the distance of that array's first element."""
     return (plan.before + 1) * plan.tile - LANES
 
 
 def lay_out(
     numbers: Float[Array, "..."], call: WindowCall, plan: WindowPlan
 ) -> Float[Array, "tiles rows lanes"]:
-    """The operand of a kernel, from the numbers of a bias; JAX differentiates this function.
+    """Returns a kernel's operand from the numbers of a bias; JAX differentiates this function.
 
-    -inf, which hides keys, becomes a number that can be added to MASKED, and that no score raises above half of it.
+    -inf, which hides keys, becomes a number that can be added to MASKED, and that no score raises above half of MASKED.
     """
     assert call.bias is not None
     bias = DistanceTable(numbers, call.bias.first) if call.bias.distances else Slopes(numbers)
@@ -50,12 +50,12 @@ def lay_out(
 
 
 def scratch_shape(plan: WindowPlan, layout: HeadLayout) -> tuple[int, int, int, int]:
-    """The shape of the scratch for the bias; its gradient takes as much."""
+    """Returns the shape of the scratch for the bias; its gradient needs the same."""
     return layout.group, layout.packed * len(plan.columns()), plan.tile, plan.tile
 
 
 def bias_bytes(plan: WindowPlan, layout: HeadLayout, bias: RelativeBias | None, *, backward: bool) -> int:
-    """VMEM of a bias: its operand and its tiles, those of the gradient, and the array while it is written."""
+    """Returns the VMEM of a bias: its operand and tiles, its gradient's, and the array while it is written."""
     if bias is None:
         return 0
     rows = rows_of(plan)
@@ -66,24 +66,24 @@ def bias_bytes(plan: WindowPlan, layout: HeadLayout, bias: RelativeBias | None, 
 
 
 def operand_spec(operand: Float[Array, "tiles rows lanes"], layout: HeadLayout) -> pl.BlockSpec:
-    """The spec of what `lay_out` makes: the heads of a group together."""
+    """Returns the spec of `lay_out`'s operand: the heads of a group together."""
     return pl.BlockSpec((layout.group, *operand.shape[1:]), lambda b, t, i, r: (t, 0, 0))
 
 
 def gradient_spec(operand: Float[Array, "tiles rows lanes"], layout: HeadLayout) -> pl.BlockSpec:
-    """The spec of its gradient, (batch, tiles, rows, lanes)."""
+    """Returns the spec of its gradient, (batch, tiles, rows, lanes)."""
     return pl.BlockSpec((1, layout.group, *operand.shape[1:]), lambda b, t, i, r: (b, t, 0, 0))
 
 
 class GradientRefs(NamedTuple):
-    """References to the gradient of the operand, and to the scratch in which it is summed."""
+    """References to the gradient of the operand, and to the scratch that sums it."""
 
     result: Any
     sums: Any
 
 
 class WindowBias:
-    """The bias of the head, or of the packed heads, that a step works on."""
+    """The bias of a step's head or packed heads."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class WindowBias:
         refs: tuple[Any, Any],
         gradient: GradientRefs | None = None,
     ):
-        """`step`: counts the blocks of queries from 0. `refs`: references to the operand and to scratch."""
+        """`step` counts the blocks of queries from 0; `refs` are references to the operand and to scratch."""
         self.layout, self.tiles, self.plan, self.step = layout, tiles, tiles.plan, step
         self.operand, self.scratch = refs
         self.gradient = gradient
@@ -102,7 +102,7 @@ class WindowBias:
         self.rows = DistanceRows(bias, rows_of(tiles.plan), _first(tiles.plan))
 
     def open(self) -> None:
-        """Runs before anything else in a step: the first one of a head writes its tiles."""
+        """Call first in a step; in a head's first step it writes the tiles."""
 
         @pl.when(self.step == 0)
         def _():
@@ -115,17 +115,17 @@ class WindowBias:
                 self.gradient.sums[self.member] = jnp.zeros_like(self.gradient.sums[self.member])
 
     def add(self, scores: Sequence[Float[Array, "tile tile"]], head: int) -> list[Float[Array, "tile tile"]]:
-        """The columns of scores of a tile of queries with their bias."""
+        """Returns the columns of a tile of queries' scores with their bias."""
         return [x + self.scratch[self.member, self._at(head, n)] for n, x in enumerate(scores)]
 
     def add_gradient(self, changes: Sequence[Float[Array, "tile tile"]], head: int) -> None:
-        """Adds the gradients of the biased scores of a tile of queries."""
+        """Adds the gradients of a tile of queries' biased scores."""
         assert self.gradient is not None
         for n, change in enumerate(changes):
             self.gradient.sums[self.member, self._at(head, n)] += change
 
     def close(self) -> None:
-        """Runs after all gradients of a step: the last one of a head sums by distance."""
+        """Call after all gradients of a step; in a head's last step it sums them by distance."""
         gradient = self.gradient
         assert gradient is not None
 
@@ -143,11 +143,11 @@ class WindowBias:
         return head * len(self.plan.columns()) + column
 
     def _row(self, distance: int, part: int) -> int:
-        """The first row of the array for the keys at a distance and one of the parts, of LANES queries, of a tile."""
+        """Returns the first row of the array for the keys at a distance and one part, of LANES queries, of a tile."""
         return (distance + self.plan.before + 1) * self.plan.tile - (part + 1) * LANES
 
     def _tile(self, array: Float[Array, "rows 128"], distance: int) -> Float[Array, "tile tile"]:
-        """The bias of a tile of queries and the tile of keys at a distance."""
+        """Returns the bias of a tile of queries and the tile of keys at a distance."""
         rows = [self._row(distance, part) for part in range(self.plan.tile // LANES)]
         return jnp.concatenate([array[row : row + self.plan.tile] for row in rows], axis=1)
 

@@ -1,7 +1,7 @@
 """The forward kernel of sliding-window attention: one softmax pass over the window of each tile of queries.
 
 Scores are stored transposed (keys in rows, queries in lanes). The softmax then reduces over rows, which needs no
-shuffle between lanes, and its statistics are rows that lie in memory as they are stored.
+shuffle between lanes, and its statistics are rows that can be stored directly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _forward_kernel(*refs, call: WindowCall, segments: bool):
     if call.bias is not None:
         bias = WindowBias(call.bias, layout, tiles, pl.program_id(2), (operand, *scratch))
         bias.open()
-    # All keys that a query sees may be of other segments, or be hidden by -inf in a table.
+    # A query may see no key at all if segment ids or -inf in a table hide them.
     may_see_nothing = segments or (call.bias is not None and call.bias.distances > 0)
     parts: dict[int, list[Array]] = {}
 
@@ -76,7 +76,7 @@ def _forward_kernel(*refs, call: WindowCall, segments: bool):
 
 
 def _in_order(step):
-    """The forward pass takes the blocks in order."""
+    """The forward pass visits the blocks in order."""
     return step
 
 
@@ -88,11 +88,11 @@ def window_forward(
     bias: Float[Array, "tiles rows lanes"] | None,
     call: WindowCall,
 ) -> tuple[Float[Array, "B T L"], Float[Array, "B tiles statistics T"]]:
-    """Output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`. `bias` is what
-    `bias.lay_out` makes.
+    """Returns output and statistics of packed arrays; see `heads.pack` and `arithmetic.log_sum_exp`. `bias` comes from
+    `bias.lay_out`.
 
-    The statistics are, for each packed head, the largest score before scaling, then the base-2 log of the sum of the
-    exponentials relative to it. One number for both would round away what the backward pass needs at large scores.
+    The statistics are, for each packed head, the largest unscaled score, then the base-2 log of the sum of exponentials
+    relative to it. A single number for both would round away what the backward pass needs when scores are large.
     """
     plan, layout = call.forward, call.layout
     batch, length, lanes = query.shape
@@ -109,7 +109,7 @@ def window_forward(
     if bias is not None:
         specs.append(operand_spec(bias, layout))
         operands.append(bias)
-    # The steps of a head share what the first one writes.
+    # The first step of a head writes what its other steps read.
     order: Literal["parallel", "arbitrary"] = "parallel" if bias is None else "arbitrary"
     pairs = pairs_computed(plan, batch, tiles * layout.packed)
     return pl.pallas_call(

@@ -1,9 +1,9 @@
 """Sums of the gradients of keys and values in the backward pass of sliding-window attention.
 
-The queries of several grid steps see one key. `WindowPlan.late` determines the order of the steps, and so when the sum
-of a block of keys is complete. Between steps, sums wait in VMEM scratch of `scratch_rows` rows. Each class below takes
-pairs of scratch and output, opens a step, adds to tiles of keys (tile 0 is the first of the step's own block), and
-closes the step.
+Queries of several grid steps see the same key. `WindowPlan.late` determines the order of the steps, and so when the sum
+for a block of keys is complete. Between steps, sums wait in VMEM scratch of `scratch_rows` rows. Each class below takes
+pairs of scratch and output. A step opens it, adds to tiles of keys (tile 0 is the first of the step's own block), and
+closes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.tpu.window.plan import WindowPlan
 
 
 def scratch_rows(plan: WindowPlan, group: int) -> int:
-    """Rows of float32 scratch, one tile wide, for the gradient of the keys; that of the values takes as many."""
+    """Returns the rows of float32 scratch, one tile wide, for the keys' gradient; the values' needs the same."""
     before, after = plan.before * plan.tile, plan.after * plan.tile
     if plan.late:
         return (2 if group > 1 else 1) * plan.block + after
@@ -32,24 +32,24 @@ class KeyGradientSums:
     """The interface of the sums, and what they share."""
 
     def __init__(self, plan: WindowPlan, group: int, pairs: Sequence[tuple[Any, Any]]):
-        """`pairs`: references to scratch and to the output that it becomes."""
+        """`pairs` are references to scratch and to the output for which it collects."""
         self.plan, self.group, self.pairs = plan, group, pairs
         self.step = pl.program_id(2)
 
     def open(self) -> None:
-        """Runs before anything is added in a step."""
+        """Call before anything is added in a step."""
 
     def add(self, tile: int, sums: Sequence[Float[Array, "tile width"]]) -> None:
-        """Adds the contribution of all queries of a step to one tile of keys, one array for each pair."""
+        """Adds the contribution of all of a step's queries to one tile of keys, one array for each pair."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Runs after everything is added in a step."""
+        """Call after everything is added in a step."""
 
 
 class EarlySums(KeyGradientSums):
-    """Blocks from the last to the first. Scratch holds the tiles before two blocks: that of the previous step, and that
-    of this step."""
+    """Sums for blocks from the last to the first. Scratch holds the tiles before two blocks, the previous step's and
+    this step's."""
 
     def add(self, tile, sums):
         size, before = self.plan.tile, self.plan.before
@@ -66,11 +66,11 @@ class EarlySums(KeyGradientSums):
 
 
 class LateSums(KeyGradientSums):
-    """Blocks in order. Scratch holds the block before that of this step, and the tiles that follow it."""
+    """Sums for blocks in order. Scratch holds the block before this step's, and the tiles that follow it."""
 
     def open(self):
-        # Nothing more is added to the first rows of scratch. Step 0 reads rows that were never written, and step 1
-        # writes the same block again.
+        # The first rows of scratch are complete. Step 0 reads rows that were never written, but step 1 writes the same
+        # block again.
         whole = self.plan.block - self.plan.before * self.plan.tile
         if whole:
             for scratch, out in self.pairs:
@@ -96,8 +96,8 @@ class LateSums(KeyGradientSums):
 
 
 class GroupedSums(KeyGradientSums):
-    """Either order, where several heads add to the same keys one after the other. Scratch holds all keys that they
-    see."""
+    """Sums in either order, for several heads that add to the same keys one after another. Scratch holds all keys that
+    they see."""
 
     def __init__(self, plan, group, pairs):
         super().__init__(plan, group, pairs)
@@ -106,7 +106,7 @@ class GroupedSums(KeyGradientSums):
         self.own = plan.block if plan.late else plan.before * plan.tile
 
     def open(self):
-        """Moves what the previous step left for the keys of this step to their rows."""
+        """Moves the previous step's sums for the keys of this step to their rows."""
         block, late = self.plan.block, self.plan.late
 
         @pl.when(self.member == 0)

@@ -1,4 +1,4 @@
-"""What a call of sliding-window attention does step by step, worked out in Python from shapes alone."""
+"""The steps of a call of sliding-window attention, worked out in Python from shapes alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pallas_kernels.tpu.core.heads import HeadLayout
 class WindowPlan:
     """Query i sees key j iff i - left <= j <= i + right. A grid step processes `block` queries in tiles of `tile`.
 
-    A step is unrolled over its tiles, and a tile of queries meets the tiles of keys at distances `before` to `after`.
-    The two tiles at the ends of the window are usually half visible each, in complementary halves: such a pair is
+    A step is unrolled over its tiles, and a tile of queries reads the tiles of keys at distances `before` to `after`.
+    The two tiles at the ends of the window are usually half visible each, in complementary halves. Such a pair is
     folded into one tile of scores, which halves the exponentials spent on masked entries.
     """
 
@@ -54,12 +54,12 @@ class WindowPlan:
 
     @property
     def before(self) -> int:
-        """Tiles of keys before its own that a tile of queries meets."""
+        """Tiles of keys before its own that a tile of queries reads."""
         return -(-self.left // self.tile)
 
     @property
     def after(self) -> int:
-        """Tiles of keys after its own that a tile of queries meets."""
+        """Tiles of keys after its own that a tile of queries reads."""
         return -(-self.right // self.tile)
 
     @property
@@ -70,36 +70,35 @@ class WindowPlan:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """The blocks of keys that a step reads: its own (0), and where needed those before (-1) and after (1)."""
+        """The blocks of keys that a step reads: its own (0) and, if needed, those before (-1) and after (1)."""
         return (0, *((-1,) if self.left else ()), *((1,) if self.right else ()))
 
     @property
     def unrolled(self) -> int:
-        """Pairs of tiles that a step is unrolled over."""
+        """Number of pairs of tiles over which a step is unrolled."""
         return self.tiles * len(self.distances())
 
     @property
     def late(self) -> bool:
-        """Whether the gradients of a block of keys wait for the queries of the next step.
+        """Whether the gradients of a block of keys wait for the next step's queries.
 
-        Where no query sees a key after it, the backward pass takes the blocks from the last to the first, and a block
-        of keys has met all later queries when the step of its own block begins. Otherwise it takes the blocks in order
-        and needs one step more.
+        If no query sees a key after it, the backward pass visits the blocks from the last to the first, and a block of
+        keys has seen all later queries when its own step begins. Otherwise it visits the blocks in order and needs one
+        more step.
         """
         return self.right > 0
 
     @property
     def backward_steps(self) -> int:
-        """Steps of the backward pass."""
+        """Number of steps of the backward pass."""
         return self.blocks + self.late
 
     def backward_block(self, step):
-        """The block of queries that a step of the backward pass takes; the additional last step stays on the last
-        block."""
+        """Returns a backward step's block of queries; the extra last step stays on the last block."""
         return jnp.minimum(step, self.blocks - 1) if self.late else self.blocks - 1 - step
 
     def written_block(self, step):
-        """The block of keys whose gradients a step of the backward pass writes."""
+        """Returns the block of keys whose gradients a backward step writes."""
         return jnp.maximum(step - 1, 0) if self.late else self.blocks - 1 - step
 
     @property
@@ -108,22 +107,23 @@ class WindowPlan:
         return self.length % self.block != 0
 
     def distances(self) -> range:
-        """Distances, in tiles, from a tile of queries to the tiles of keys that it meets."""
+        """Returns the distances, in tiles, from a tile of queries to the tiles of keys that it reads."""
         return range(-self.before, self.after + 1)
 
     def _seen(self, distance: int) -> Bool[np.ndarray, "tile tile"]:
-        """(key, query) mask inside one pair of tiles."""
+        """Returns the (key, query) mask inside one pair of tiles."""
         index = np.arange(self.tile)
         offset = distance * self.tile + index[:, None] - index[None, :]
         return (offset >= -self.left) & (offset <= self.right)
 
     def columns(self) -> tuple[tuple[tuple[int, ...], bool], ...]:
-        """Tiles of scores after folding: the distances that share a tile, and whether some entry of it stays
+        """Returns the tiles of scores after folding: which distances share a tile, and whether some entry stays
         masked."""
         return _columns(self)
 
     def visible(self, distance: int, offset: Int[Array, "tile tile"]) -> Bool[Array, "tile tile"] | None:
-        """The mask at a distance, from key-minus-query offsets inside the tile; None when everything is visible."""
+        """Returns the mask at a distance, from key-minus-query offsets inside the tile; None if everything is
+        visible."""
         low, high = distance * self.tile - (self.tile - 1), distance * self.tile + (self.tile - 1)
         mask = None
         if low < -self.left:
@@ -156,7 +156,7 @@ def _columns(plan: WindowPlan) -> tuple[tuple[tuple[int, ...], bool], ...]:
 
 
 def tile_offsets(tile: int) -> Int[Array, "tile tile"]:
-    """Key index minus query index inside a pair of tiles, keys in rows."""
+    """Returns key index minus query index inside a pair of tiles, keys in rows."""
     shape = (tile, tile)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
@@ -167,13 +167,13 @@ class WindowCall:
 
     Attributes:
       forward, backward: the plans of the two passes.
-      forward_limit, backward_limit: VMEM limits in bytes to request from the compiler; None requests none.
+      forward_limit, backward_limit: VMEM limits in bytes to request from the compiler; None requests no limit.
       layout: how heads lie in lanes.
       bias: what is added to the scores by distance; None for nothing.
       scale: multiplies the scores; positive.
-      logits_soft_cap: bounds the scaled scores; None for no bound.
-      with_log_sum: whether the log-sum-exp is a result too.
-      interpret: as `pl.pallas_call` takes it.
+      logits_soft_cap: bounds the scaled scores; None leaves them unbounded.
+      with_log_sum: whether to return the log-sum-exp too.
+      interpret: passed to `pl.pallas_call`.
     """
 
     forward: WindowPlan
@@ -189,5 +189,5 @@ class WindowCall:
 
     @property
     def cap(self) -> float | None:
-        """Bounds the scores before they are scaled, as the kernels have them."""
+        """The bound on unscaled scores, which the kernels work with."""
         return None if self.logits_soft_cap is None else self.logits_soft_cap / self.scale

@@ -17,10 +17,10 @@ from pallas_kernels.tpu.window.bias import bias_bytes
 from pallas_kernels.tpu.window.key_gradient_sums import scratch_rows
 from pallas_kernels.tpu.window.plan import WindowCall, WindowPlan
 
-#: Pairs of tiles in one unrolled step: beyond this number the program, not its data, grows too large.
+#: Pairs of tiles in one unrolled step; beyond this number the program, not its data, grows too large.
 MAX_UNROLLED = 96
 
-#: Tile sizes: wide matrix units need wide tiles, and narrow units waste less on narrow ones.
+#: Tile sizes: wide matrix units need wide tiles, while narrow units waste less on narrow ones.
 _TILES = {"v6e": 256, "7x": 256}
 _DEFAULT_TILE = 128
 _BLOCKS = {"v6e": 2048, "7x": 2048}
@@ -46,10 +46,11 @@ class WindowBlocks:
 
 
 def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backward: bool) -> int:
-    """VMEM of a step of the window kernels without a bias: double-buffered blocks, scratch and the scores in flight.
+    """Returns the VMEM of a step of the window kernels without a bias: double-buffered blocks, scratch and the scores
+    in flight.
 
-    Products of float32 are made of several of bfloat16. The compiler keeps their parts for all packed heads: 20 to 33
-    tiles for each head and pair of tiles in the shapes that tests/pallas_kernels/tpu/test_compile.py compiles.
+    A float32 product consists of several bfloat16 products, whose parts the compiler keeps for all packed heads: 20 to
+    33 tiles for each head and pair of tiles in the shapes that tests/pallas_kernels/tpu/test_compile.py compiles.
     """
     width, group = layout.width, layout.group
     row = width * itemsize
@@ -60,7 +61,7 @@ def window_bytes(plan: WindowPlan, layout: HeadLayout, itemsize: int, *, backwar
     wide = itemsize == 4
     tiles = 8 + 26 * layout.packed if wide else 6 if backward else 4
     if backward and not wide and plan.tile == 128 and layout.packed > 1:
-        # Of small tiles, the compiler keeps those of several heads in flight: 17 MiB for windows of 1,024.
+        # The compiler keeps small tiles of several heads in flight: 17 MiB for windows of 1,024.
         tiles *= 3
     scores = tiles * len(plan.distances()) * plan.tile**2 * 4
     total = 2 * blocks * row + statistics + scratch + scores
@@ -76,11 +77,11 @@ def window_blocks(
     chip: str | None,
     bias: RelativeBias | None,
 ) -> WindowBlocks | None:
-    """The chip's block sizes, halved until they fit in the VMEM that every kernel is granted; where none fit, in twice
-    as much, if the chip has it; and for float32, which needs more, in the chip's whole VMEM. A bias comes on top, if
-    the chip has that much.
+    """Returns the chip's block sizes, halved until they fit. They must fit in the VMEM that every kernel is granted or,
+    if none do, in twice that (if the chip has it). Float32 needs more and may use the chip's whole VMEM. A bias comes
+    on top, if the chip has enough.
 
-    None when the window is so wide that no block that holds its sides fits.
+    None if the window is so wide that no block that holds its sides fits.
     """
     wide = itemsize == 4
 
@@ -90,8 +91,8 @@ def window_blocks(
             tile //= 2
         block = _BLOCKS.get(chip or "", _DEFAULT_BLOCK)
         if not (backward or wide):
-            # To fill and drain the software pipeline takes as long as a sixth of a forward step of this size, in which
-            # the matrix units idle: a step of twice the size is better, as long as its program is not too large.
+            # Filling and draining the software pipeline takes a sixth of a forward step of this size, in which the
+            # matrix units idle. A step of twice the size is better unless its program grows too large.
             distances = 1 + -(-left // tile) + -(-right // tile)
             if 2 * block // tile * distances * layout.packed <= MAX_UNROLLED:
                 block *= 2
@@ -132,10 +133,10 @@ def plan_window(
     blocks: WindowBlocks | None,
     bias: RelativeBias | None = None,
 ) -> WindowCall:
-    """The part of a call that shapes and dtypes determine; arguments as for `window_attention`.
+    """Returns the part of a call that shapes and dtypes determine; arguments as for `window_attention`.
 
     Raises:
-      ValueError, NotImplementedError: as `window_attention`, for every reason that lies in shapes and dtypes.
+      ValueError, NotImplementedError: as `window_attention`, for all errors in shapes and dtypes.
     """
     check_attention(query, key, value)
     chip = resolve_chip(chip, query)
@@ -146,14 +147,14 @@ def plan_window(
             raise ValueError(f"{name} must be an int of at least 0, got {side!r}")
     _, length, heads, head_dim = query.shape
     itemsize, layout = query.dtype.itemsize, layout_of(heads, key.shape[2], head_dim)
-    # A window never reaches further than the sequence: keys beyond its ends would only cost tiles.
+    # Clip the window to the sequence: keys beyond its ends would only cost tiles.
     left, right = min(int(left), length - 1), min(int(right), length - 1)
     if blocks is None:
         blocks = window_blocks(left, right, length, layout, itemsize, chip, bias)
     if blocks is None:
         raise ValueError(
             f"a window of {left} keys before and {right} after is too wide for the window kernel "
-            f"(head width {layout.width}, {itemsize} bytes a number): use the block-sparse kernel"
+            f"(head width {layout.width}, {itemsize} bytes per number): use the block-sparse kernel"
         )
     forward = WindowPlan(left, right, length, blocks.tile, blocks.block)
     backward = WindowPlan(left, right, length, blocks.backward_tile, blocks.backward_block)
@@ -165,7 +166,7 @@ def plan_window(
         advice = f"choose a block below {plan.block}"
         requested = vmem_limit(f"window_attention's {name} pass", needed, chip, advice)
         if requested is not None and itemsize < 4:
-            # Packed heads keep more scores in flight than are counted.
+            # Packed heads keep more scores in flight than the estimate counts.
             requested = max(requested, 2 * GRANTED_MIB * MIB)
         if not added:
             return requested

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel of sliding-window attention share: the tiles of keys around one block of
+"""Shared by the forward and backward kernels of sliding-window attention: the tiles of keys around one block of
 queries, and the block specs that fetch them."""
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class WindowTiles:
     """The tiles of keys around one block of queries, inside a kernel: where they lie, their edges, their segments."""
 
     def __init__(self, plan: WindowPlan, block_index: Int[Array, ""], segments: Any, cap: float | None):
-        """`segments`: references to the ids of the queries and, by side, of the keys; None without ids.
+        """`segments` are references to the ids of the queries and, by side, of the keys; None without ids.
 
-        `cap`: bounds the scores before they are scaled; None for no bound.
+        `cap` bounds unscaled scores; None leaves them unbounded.
         """
         self.plan, self.block_index, self.segments, self.cap = plan, block_index, segments, cap
         offsets = tile_offsets(plan.tile)
@@ -30,7 +30,7 @@ class WindowTiles:
         self._columns: dict[int, Array] = {}
 
     def place(self, tile: int) -> tuple[int, int]:
-        """The block (own 0, before -1, after 1) that holds a tile of keys, and the tile's first row there."""
+        """Returns the block (own 0, before -1, after 1) that holds a tile of keys, and the tile's first row there."""
         plan = self.plan
         if tile < 0:
             return -1, plan.halo + tile * plan.tile
@@ -39,7 +39,7 @@ class WindowTiles:
         return 1, (tile - plan.tiles) * plan.tile
 
     def load(self, refs, tile: int) -> Float[Array, "tile width"]:
-        """One tile of keys or values; rows past the end of the sequence read as zero."""
+        """Loads one tile of keys or values; rows past the end of the sequence read as zero."""
         side, row = self.place(tile)
         x = refs[side][0, row : row + self.plan.tile, :]
         if self.plan.ragged and tile >= 0:
@@ -50,12 +50,12 @@ class WindowTiles:
         return x
 
     def first_row(self, tile: int) -> Int[Array, ""]:
-        """The position of a tile's first token in the sequence."""
+        """Returns the position of a tile's first token in the sequence."""
         return self.block_index * self.plan.block + tile * self.plan.tile
 
     def scores(self, keys, query: Float[Array, "tile width"], tile: int, distance: int):
-        """Scores, keys in rows, of a tile of queries and the tile of keys at a distance; MASKED where the key does not
-        exist or belongs to another segment. `fold` masks what lies outside the window."""
+        """Returns the scores, keys in rows, of a tile of queries and the tile of keys at a distance; MASKED where the
+        key does not exist or belongs to another segment. `fold` masks what is outside the window."""
         size = self.plan.tile
         other = tile + distance
         scores = arithmetic.dot(self.load(keys, other), query, NT)
@@ -72,7 +72,7 @@ class WindowTiles:
         return jnp.where(self._columns[other] == query_segments[0, :, rows], scores, MASKED)
 
     def _guard(self, scores: Float[Array, "tile tile"], tile: int) -> Float[Array, "tile tile"]:
-        """Masks a tile of scores whose keys lie before the first token or after the last."""
+        """Masks a tile of scores whose keys are before the first token or after the last."""
         plan = self.plan
         if tile < 0:
             scores += jnp.where(self.first_row(tile) < 0, MASKED, 0.0).astype(jnp.float32)
@@ -86,7 +86,7 @@ class WindowTiles:
     def fold(
         self, tiles: dict[int, Float[Array, "tile tile"]], masked: float
     ) -> list[Float[Array, "tile tile"]]:
-        """One array for each column of the plan, from one for each distance; entries that no query sees are
+        """Returns one array for each column of the plan, from one for each distance; entries that no query sees are
         `masked`."""
         columns = []
         for members, partial in self.plan.columns():
@@ -99,7 +99,7 @@ class WindowTiles:
         return columns
 
     def unfolded(self, columns: list[Float[Array, "tile tile"]]) -> dict[int, Float[Array, "tile tile"]]:
-        """Inverts `fold` for arrays that are zero outside the window: one for each distance."""
+        """Inverts `fold` for arrays that are zero outside the window: returns one for each distance."""
         tiles = {}
         for (members, _), x in zip(self.plan.columns(), columns):
             for d in members:
@@ -109,12 +109,13 @@ class WindowTiles:
     def unfold(self, columns: list[Float[Array, "tile tile"]], dtype) -> Float[Array, "keys tile"]:
         """`unfolded` for weights: the tiles of all distances, one below the other."""
         tiles = self.unfolded(columns)
-        # Tiles that are converted one by one take five vector instructions for two registers on a v5e, and not one.
+        # Converting tile by tile takes five vector instructions for two registers on a v5e instead of one.
         return jnp.concatenate([tiles[d] for d in self.plan.distances()], axis=0).astype(dtype)
 
 
 def key_specs(plan: WindowPlan, width: int, block_of: Callable) -> list[pl.BlockSpec]:
-    """Specs of the blocks at `plan.sides` around block_of(step), of an array (batch, length, tiles * width)."""
+    """Returns the specs of the blocks at `plan.sides` around block_of(step), of an array (batch, length, tiles *
+    width)."""
 
     def spec(side):
         return pl.BlockSpec(
@@ -126,7 +127,7 @@ def key_specs(plan: WindowPlan, width: int, block_of: Callable) -> list[pl.Block
 
 
 def segment_specs(plan: WindowPlan, block_of: Callable) -> list[pl.BlockSpec]:
-    """Specs of the ids (batch, 1, length) of the queries in block_of(step), and of the keys as `key_specs`."""
+    """Returns the specs of the ids (batch, 1, length) of block_of(step)'s queries, and of the keys as `key_specs`."""
 
     def spec(side):
         return pl.BlockSpec(
@@ -139,8 +140,8 @@ def segment_specs(plan: WindowPlan, block_of: Callable) -> list[pl.BlockSpec]:
 
 
 def _key_block(plan: WindowPlan, side: int, block):
-    """The block of keys, in units of the block size of its side, that lies beside a block; at the ends of the sequence
-    one that exists."""
+    """Returns the block of keys next to a block, in units of its side's block size; clipped at the ends of the
+    sequence."""
     if side == 0:
         return block
     ratio, last = plan.block // plan.halo, -(-plan.length // plan.halo) - 1
@@ -148,5 +149,5 @@ def _key_block(plan: WindowPlan, side: int, block):
 
 
 def pairs_computed(plan: WindowPlan, batch: int, heads: int) -> int:
-    """Pairs of a query and a key whose score a pass computes, for the compiler's estimate of its cost."""
+    """Returns how many pairs of a query and a key a pass computes a score for, for the compiler's cost estimate."""
     return plan.blocks * plan.tiles * len(plan.distances()) * plan.tile**2 * batch * heads

@@ -1,4 +1,4 @@
-"""Differential cross-attention from a history into a few tokens on GPUs: the call that can be differentiated."""
+"""Differential cross-attention from a history into a few tokens on GPUs: the differentiable call."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import SCORES, padded, split
+from pallas_kernels.triton.core.sizes import SCORES, adjustable, padded, split
 from pallas_kernels.varying import vary_alike
 
-#: Compressed tokens that one program holds.
+#: Maximum number of compressed tokens in one program.
 MOST_TOKENS = 128
 
 
 class HistoryTile(NamedTuple):
-    """Keys of a block, and Triton's warps and stages."""
+    """Keys in a block, and Triton's warps and stages."""
 
     block_k: int
     num_warps: int
     num_stages: int
 
 
-# Of the forward and the backward kernel, by the least compute capability that they are for. Chosen by the compiler's
-# counts of registers and spills (`python -m eval.gpu_costs`).
+# The forward and the backward kernel's, by minimum compute capability. Chosen by the compiler's counts of registers and
+# spills (`python -m eval.gpu_costs`).
 _TILES = {
     100: (HistoryTile(64, 8, 2), HistoryTile(32, 8, 1)),
     90: (HistoryTile(64, 8, 2), HistoryTile(64, 8, 2)),
@@ -34,13 +34,15 @@ _TILES = {
 }
 _FLOAT32 = HistoryTile(32, 8, 1), HistoryTile(16, 8, 1)
 _INTERPRETED = HistoryTile(16, 4, 1), HistoryTile(16, 4, 1)
-# Of the forward kernel and of both kernels of `tiled_backward`, and the tokens that the second of these takes at once.
+# For the forward kernel and both kernels of `tiled_backward`; the second of these takes _TILED_TOKENS at a time.
+# time.
 _TILED = HistoryTile(32, 8, 2), HistoryTile(32, 8, 2)
 _TILED_TOKENS = 32
 
 
+@adjustable("compress")
 def choose_tiles(query: Any) -> tuple[HistoryTile, HistoryTile]:
-    """The sizes of the forward and the backward kernels for these tokens on the GPU that is compiled for."""
+    """Returns the sizes of the forward and backward kernels for these tokens on the target GPU."""
     if bridge.interprets():
         return _INTERPRETED
     if takes_tiled_backward(query):
@@ -49,12 +51,12 @@ def choose_tiles(query: Any) -> tuple[HistoryTile, HistoryTile]:
 
 
 def takes_tiled_backward(query: Any) -> bool:
-    """Whether the backward pass takes two kernels: an Ampere GPU has no registers left for one."""
+    """Whether the backward pass uses two kernels, because an Ampere GPU has too few registers for one."""
     return bridge.target_capability() < 90 and max(query.shape[1], query.shape[3]) > 64
 
 
 class _CompressCall(NamedTuple):
-    """All that is static about one call."""
+    """Everything static about one call."""
 
     scale: float
     score: str
@@ -63,13 +65,13 @@ class _CompressCall(NamedTuple):
 
 
 def compress_obstacle(query: Any, value: Any) -> str | None:
-    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     if query.shape[1] > MOST_TOKENS:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {query.shape[1]}"
     if takes_tiled_backward(query) and jnp.dtype(query.dtype).itemsize > 2 and not bridge.interprets():
-        # The kernels would spill, and be slower than XLA's.
+        # The kernels would spill and be slower than XLA's.
         return (
-            "below compute capability 9.0 float32 takes at most 64 compressed tokens and a head_dim of at most 64, "
+            "below compute capability 9.0, float32 supports at most 64 compressed tokens and a head_dim of at most 64, "
             f"got {query.shape[1]} and {query.shape[3]}"
         )
     return bridge.array_obstacle(query, value, most_head_dim=128)
@@ -88,13 +90,13 @@ def compress(
 ) -> Float[Array, "B M N H"]:
     """(sigma(c Q K1^T) - gamma sigma(c Q K2^T)) V, BRL-Attention (OpenReview Vpyg3fqXbl), equation 12.
 
-    Both attentions read the history together, once, in as many stretches as fill the GPU; the stretches' sums are
-    merged by their maxima. The backward pass reads it once more, on an A100 with more than 64 tokens or features twice.
-    Differentiable in query, keys, value and gamma.
+    Both attentions read the history together, once. It is cut into enough segments to fill the GPU, whose sums are
+    merged by their maxima. The backward pass reads the history once more, or twice on an A100 with more than 64 tokens
+    or features. Differentiable in query, keys, value and gamma.
 
     Args:
       query: (B, M, N, H), M up to 128 and H up to 128; float32, bfloat16 or float16.
-      key, contrast_key, value: (B, S, N, H) of the same dtype; contrast_key and gamma are both None or neither is.
+      key, contrast_key, value: (B, S, N, H) of the same dtype; contrast_key and gamma are given together or not at all.
       gamma: (N,) float32.
       scale: c.
       score: "softmax", "relu2" or "laplace".
@@ -104,7 +106,7 @@ def compress(
       (B, M, N, H) in query's dtype; rows that see no key give 0.
 
     Raises:
-      NotImplementedError: where `compress_obstacle` names one.
+      NotImplementedError: `compress_obstacle` gives a reason.
     """
     reason = compress_obstacle(query, value)
     if reason is not None:
@@ -235,9 +237,7 @@ def _run_backward(call: _CompressCall):
             )
         else:
             if head_dim > 64 and not bridge.interprets():
-                constants["BM"] = (
-                    MOST_TOKENS  # with 64 rows the kernel spills, with twice as many it does not
-                )
+                constants["BM"] = MOST_TOKENS  # the kernel spills with 64 rows, but not with 128
             full = key.shape[1] % constants["STRETCH"] == 0 and constants["HP"] == head_dim
             constants["EVEN"] = call.every_key and full
             d_query, d_key, d_contrast, d_value = launch(

@@ -1,4 +1,4 @@
-"""The backward kernel of compress: one program a stretch of the history, which it reads once."""
+"""The backward kernel of compress: one program for each segment of the history, which it reads once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def compress_gradient(
     STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_query (SPLITS, B, N, M, H) in parts; d_k1, d_k2 and d_v (B, S, N, H) whole.
+    """Computes d_query (SPLITS, B, N, M, H), in parts, and d_k1, d_k2 and d_v (B, S, N, H).
 
-    EVEN says that every key exists and every block is full, so that nothing is masked. log_sums (base 2, +inf where a
+    EVEN means that every key exists and every block is full, so that nothing needs a mask. log_sums (base 2, +inf if a
     row saw nothing) and deltas are (A, B, N, M); only softmax uses them.
     """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -36,7 +36,9 @@ def compress_gradient(
         at = offsets(b, cols, h, d, S, N, H)
         width = d[None, :] < H
         exists = (cols[:, None] < end) & (cols[:, None] < length) & width
-        seen = ((cols < end) & (cols < length))[None, :]  # rows beyond M have no gradient: they add nothing
+        seen = ((cols < end) & (cols < length))[
+            None, :
+        ]  # rows beyond M have no gradient, so they add nothing
         if EVEN:
             key = tl.load(k1 + at)
             value = tl.load(v + at)

@@ -1,4 +1,4 @@
-"""The forward kernel of compress: each program reads a stretch of the history once, for one or both attentions."""
+"""The forward kernel of compress: each program reads a segment of the history once, for one or both attentions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def compress_forward(
     STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """totals (A, SPLITS, B, N, M, H), tops and sums (A, SPLITS, B, N, M), of each of the A attentions and stretches.
+    """Computes totals (A, SPLITS, B, N, M, H), tops and sums (A, SPLITS, B, N, M) for each attention and segment.
 
-    tops are the maxima of scores times log2(e), -1e30 where no key was seen. Only softmax uses tops and sums.
+    tops are the maxima of scores times log2(e), -1e30 if no key was seen. Only softmax uses tops and sums.
     """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     B = tl.num_programs(2)

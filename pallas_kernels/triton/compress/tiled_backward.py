@@ -1,7 +1,7 @@
-"""The backward pass of compress in two kernels, the second of which takes the compressed tokens tile by tile.
+"""The backward pass of compress in two kernels, for GPUs with too few registers for the single kernel of `backward`.
 
-The kernel of `backward` holds the gradients of all tokens and of a block of the history. Where a GPU has too few
-registers for both, one of these has the tokens' gradients and the other the history's, and each reads the history once.
+That kernel holds the gradients of all tokens and of a block of the history. Here, one kernel computes the tokens'
+gradients and the other the history's, tile by tile of the compressed tokens. Each reads the history once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pallas_kernels.triton.core.functions import elementwise_slopes, elementwise
 
 @triton.jit
 def weights_and_slopes(products, dp, log_sums, deltas, seen, SCALE: tl.constexpr, SCORE: tl.constexpr):
-    """The weights of one attention, and the derivative of sum(weights * dp) by its scores."""
+    """Returns the weights of one attention, and the derivative of sum(weights * dp) with respect to its scores."""
     scores = products * SCALE
     if SCORE == 0:
         weights = tl.where(seen, tl.exp2(scores * 1.4426950408889634 - log_sums[:, None]), 0.0)
@@ -31,9 +31,9 @@ def compress_token_gradient(
     STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, CONTRAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_query (SPLITS, B, N, M, H) in parts: one program has all tokens and a stretch of the history.
+    """Computes d_query (SPLITS, B, N, M, H) in parts; a program handles all tokens and a segment of the history.
 
-    log_sums (base 2, +inf where a row saw nothing) and deltas are (A, B, N, M); only softmax uses them.
+    log_sums (base 2, +inf if a row saw nothing) and deltas are (A, B, N, M); only softmax uses them.
     """
     split, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     B = tl.num_programs(2)
@@ -76,7 +76,7 @@ def compress_history_gradient(
     M: tl.constexpr, S: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SCALE: tl.constexpr,
     SCORE: tl.constexpr, CONTRAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_k1, d_k2 and d_v (B, S, N, H): one program has a block of the history and walks the tiles of tokens."""
+    """Computes d_k1, d_k2 and d_v (B, S, N, H); a program handles a block of the history and loops over tokens."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     B = tl.num_programs(2)
     cols, d = block * BN + tl.arange(0, BN), tl.arange(0, HP)
@@ -100,7 +100,7 @@ def compress_history_gradient(
         query = tl.load(q + at_q, mask=there, other=0.0)
         grad = tl.load(d_out + at_q, mask=there, other=0.0)
         row = (b * N + h) * M + r
-        # Rows beyond M have no query and no gradient: they add nothing.
+        # Rows beyond M have no query and no gradient, so they add nothing.
         z = tl.load(log_sums + row, mask=r < M, other=float("inf"))
         e = tl.load(deltas + row, mask=r < M, other=0.0)
         dp = tl.dot(grad, tl.trans(value), input_precision=PRECISION)

@@ -1,1 +1,1 @@
-"""What the GPU kernels share: the way from JAX to Triton, and its interpreter."""
+"""Shared by the GPU kernels: the bridge from JAX to Triton and to its interpreter."""

@@ -1,12 +1,12 @@
-"""The way from a JAX program to a Triton kernel: jax-triton for CUDA, Triton's interpreter for tests on a CPU.
+"""Runs Triton kernels from JAX programs: through jax-triton on CUDA, or in Triton's interpreter for tests on a CPU.
 
 A kernel is a plain Python function in Triton's language. `launch` compiles it for CUDA through jax-triton, whose
-versions 0.3 and 0.4 differ in the names of their arguments. With TRITON_INTERPRET=1 in the environment before Triton is
-imported, the same call runs the kernel in Triton's interpreter instead, on any machine; float32 and float16 are right
-there and products of bfloat16 are not (Triton's own limitation).
+versions 0.3 and 0.4 name their arguments differently. If TRITON_INTERPRET=1 is set before Triton is imported, the same
+call runs the kernel in Triton's interpreter, on any machine. Float32 and float16 are correct there, but products of
+bfloat16 are not (a limitation of Triton).
 
-Triton is imported with a kernel's own module, when that is first launched: importing this module or any `api.py` costs
-nothing and needs no Triton.
+Triton is imported with a kernel's module, at its first launch. Importing this module or any `api.py` therefore costs
+nothing and works without Triton.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import importlib.util
 import inspect
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,25 +31,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array
 
-#: Compute capability that kernels are compiled for where there is no device to ask.
+#: Compute capability to compile for without a device to ask.
 DEFAULT_CAPABILITY = 90
-#: Below this the kernels are not offered: Triton's matrix products want at least Ampere's.
+#: Minimum compute capability: Triton's matrix products need at least Ampere.
 LEAST_CAPABILITY = 80
-# From this on (GeForce RTX 50, RTX PRO, DGX Spark) a block has 99 KiB of shared memory, where a B200's has 227.
+#: Triton 3.4 to 3.7.0 compile wrong gradients on Hopper where a matrix product's result is transposed into another.
+LEAST_TRITON = (3, 7, 1)
+# From this capability on (GeForce RTX 50, RTX PRO, DGX Spark), a block has 99 KiB of shared memory; a B200's has 227.
 _SMALL_MEMORY = 120
-# Kernels count the numbers of an array in int32.
+# Kernels index an array's elements in int32.
 _ADDRESSABLE = 2**31
-#: What a launch needs.
+#: Packages that a launch needs.
 _PACKAGES = ("triton", "jax_triton")
 
 
 def interprets() -> bool:
-    """Whether kernels run in Triton's interpreter, as TRITON_INTERPRET=1 asks for."""
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_interpretation(wanted: bool) -> None:
-    """Raises NotImplementedError unless this process interprets kernels, or compiles them, as the caller wants."""
+    """Raises NotImplementedError unless this process interprets (or compiles) kernels as `wanted`."""
     if wanted != interprets():
         raise NotImplementedError(
             "Triton's interpreter is chosen for a whole process: TRITON_INTERPRET=1 must be "
@@ -56,19 +60,33 @@ def check_interpretation(wanted: bool) -> None:
 
 
 def obstacle() -> str | None:
-    """Why no Triton kernel can be launched from this installation; None if one can."""
+    """Returns why this installation cannot launch Triton kernels; None if it can."""
     needed = ("triton",) if interprets() else _PACKAGES
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} must be installed (pip install 'brl-jax[gpu]')"
+    if interprets():
+        return None
+    version = triton_version()
+    if version and tuple(int(n) for n in re.findall(r"\d+", version)[:3]) < LEAST_TRITON:
+        return f"Triton must be {'.'.join(map(str, LEAST_TRITON))} or newer, got {version}"
     capability = target_capability()
-    if not interprets() and capability < LEAST_CAPABILITY:
+    if capability < LEAST_CAPABILITY:
         return f"the GPU must have compute capability 8.0 or more, got {capability / 10}"
     return None
 
 
+@functools.cache
+def triton_version() -> str:
+    """The version of the module that is imported, from its source: several packages bring it, and importing is slow."""
+    found = importlib.util.find_spec("triton")
+    source = Path(found.origin).read_text() if found is not None and found.origin else ""
+    version = re.search(r"^__version__ = ['\"](.*?)['\"]", source, re.MULTILINE)
+    return version[1] if version else ""
+
+
 def array_obstacle(query: Any, value: Any, *, most_head_dim: int) -> str | None:
-    """Why no kernel with heads of up to `most_head_dim` features can serve arrays of these shapes and dtypes."""
+    """Returns why kernels with up to `most_head_dim` features do not support these arrays; None if they do."""
     missing = obstacle()
     if missing is not None:
         return missing
@@ -85,10 +103,10 @@ def array_obstacle(query: Any, value: Any, *, most_head_dim: int) -> str | None:
 
 
 def target_capability() -> int:
-    """Ten times the compute capability that kernels are compiled for.
+    """Returns ten times the compute capability to compile kernels for.
 
-    BRL_JAX_GPU_CAPABILITY (80, 90, 100, ...) where it is set, as when compiling for a device that is not there; else
-    that of the first GPU of this process; else Hopper's.
+    It is BRL_JAX_GPU_CAPABILITY (80, 90, 100, ...) if that is set, for example to compile for a device that is not
+    there; otherwise the capability of this process's first GPU, or Hopper's without a GPU.
     """
     given = os.environ.get("BRL_JAX_GPU_CAPABILITY")
     if given and not given.isdigit():
@@ -97,8 +115,8 @@ def target_capability() -> int:
 
 
 def tuned_for(capabilities: Iterable[int]) -> int:
-    """The largest of a table's capabilities that the target has; of GPUs without a data centre's shared memory, which
-    have 12.0 and more, the least."""
+    """Returns the largest of a table's capabilities that the target has; for GPUs with less shared memory than a data
+    centre's (12.0 and above), the smallest."""
     target = max(target_capability(), LEAST_CAPABILITY)
     target = LEAST_CAPABILITY if target >= _SMALL_MEMORY else target
     return max(capability for capability in capabilities if capability <= target)
@@ -124,10 +142,10 @@ def launch(
     num_warps: int,
     num_stages: int,
 ) -> tuple[Array, ...]:
-    """The results of `kernel(*arrays, *results, **constants)` over a grid of programs.
+    """Returns the results of `kernel(*arrays, *results, **constants)` over a grid of programs.
 
     Args:
-      kernel: a function in Triton's language; it is not yet decorated.
+      kernel: a function in Triton's language, not decorated.
       arrays: its inputs, contiguous, in order.
       results: shapes and dtypes of the arrays that it writes; a kernel writes every element.
       grid: number of programs along each axis.
@@ -149,14 +167,14 @@ def launch(
             num_stages=num_stages,
             compute_capability=target_capability(),
         )
-    # Under shard_map results vary over the same mesh axes as the inputs.
+    # Under shard_map, results vary over the same mesh axes as the inputs.
     axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     return tuple(lax.pcast(x, tuple(axes), to="varying") for x in out) if axes else tuple(out)
 
 
-# A launch is a primitive of our own, which becomes jax-triton's when it is lowered for CUDA. jax-triton's own makes
-# a program impossible to lower for several platforms at a time, and with jax-triton 0.4.1 JAX 0.12 fails to drop unused
-# operations from any program that has one.
+# A launch is our own primitive, which is lowered to jax-triton's for CUDA. A program with jax-triton's primitive could
+# not be lowered for several platforms at a time, and with jax-triton 0.4.1, JAX 0.12 fails to drop unused operations
+# from it.
 _launch = Primitive("gpu_kernel_launch")
 _launch.multiple_results = True
 _launch.def_abstract_eval(
@@ -170,10 +188,10 @@ def _lower_for_cuda(context: mlir.LoweringRuleContext, *arrays: Any, **static: A
 
 
 def _lower_elsewhere(context: mlir.LoweringRuleContext, *arrays: Any, **static: Any) -> Any:
-    """In a program for CUDA and others, what the others never run; in any other program an error."""
+    """Returns zeros if the program is for CUDA and others, which never run them; raises an error otherwise."""
     if "cuda" not in context.module_context.platforms:
         raise NotImplementedError(
-            f"the kernel {static['kernel'].__name__} runs on CUDA alone, and this call is lowered for "
+            f"the kernel {static['kernel'].__name__} runs only on CUDA, and this call is lowered for "
             f"{' and '.join(context.module_context.platforms)}"
         )
     zeros = lambda *arrays: tuple(jnp.zeros(x.shape, x.dtype) for x in static["results"])  # noqa: E731
@@ -212,12 +230,12 @@ def _jitted(kernel):
 # --- Triton's interpreter ---
 
 
-# It replaces functions of Triton's language while it runs; JAX calls back from one thread for each device.
+# It replaces functions of Triton's language while it runs, and JAX calls back from one thread per device.
 _INTERPRETER = threading.Lock()
 
 
 class _Tensor:
-    """As much of a tensor as Triton's interpreter asks for, over the memory of a NumPy array."""
+    """The parts of a tensor that Triton's interpreter uses, over the memory of a NumPy array."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype.name
@@ -254,7 +272,7 @@ def _interpret(kernel, grid, results, constants, *arrays):
     from triton.runtime.interpreter import InterpretedFunction
 
     inputs = [_Tensor(np.array(x, copy=True, order="C")) for x in arrays]
-    # NaN, or the largest integer, shows what a kernel leaves unwritten.
+    # NaN, or the largest integer, reveals what a kernel leaves unwritten.
     outputs = [
         np.full(s.shape, np.nan if np.issubdtype(s.dtype, np.floating) else np.iinfo(s.dtype).max, s.dtype)
         for s in results
@@ -266,14 +284,14 @@ def _interpret(kernel, grid, results, constants, *arrays):
 
 # --- Long batches, and vmap ---
 
-# Numbers of one launch's largest input: a result may be larger than it.
+# Maximum number of elements in a launch's largest input; a result may be larger.
 _NUMBERS = 2**30
-# Programs along the third axis of a CUDA grid, which is the batch's.
+# Maximum number of programs along the third axis of a CUDA grid, which is the batch.
 _ROWS = 65_535
 
 
 def in_slices(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """`function` of arrays whose leading axis is the batch, in as many calls as its launches' limits take."""
+    """Wraps `function` of arrays with a leading batch axis so that it is called in slices within a launch's limits."""
 
     def run(*arrays: Array) -> tuple[Array, ...]:
         batch = arrays[0].shape[0]
@@ -288,8 +306,8 @@ def in_slices(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple
 
 
 def fold_vmap(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """`function` of arrays whose leading axis is the batch, mapped by `jax.vmap` as one call on a longer batch, and in
-    several calls where the batch is too long for one (`in_slices`)."""
+    """Wraps `function` of arrays with a leading batch axis so that `jax.vmap` makes one call with a longer batch, or
+    several calls if the batch is too long for one (`in_slices`)."""
     batched = custom_vmap(in_slices(function))
 
     @batched.def_vmap

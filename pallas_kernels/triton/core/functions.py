@@ -1,4 +1,4 @@
-"""Functions in Triton's language that several kernels call; the compiler inlines them."""
+"""Functions in Triton's language that several kernels share; the compiler inlines them."""
 
 # ruff: noqa: E741
 from __future__ import annotations
@@ -9,21 +9,21 @@ import triton.language as tl
 
 @triton.jit
 def offsets(batch, rows, head, features, LENGTH: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr):
-    """Where the rows of one head lie in an array (B, LENGTH, HEADS, H)."""
+    """Returns the offsets of one head's rows in an array (B, LENGTH, HEADS, H)."""
     return ((batch * LENGTH + rows[:, None]) * HEADS + head) * H + features[None, :]
 
 
 @triton.jit
 def inside(rows, stop, features, H: tl.constexpr):
-    """Which elements of a tile exist: rows before `stop`, and the first H features."""
+    """Returns which elements of a tile exist: rows before `stop`, and the first H features."""
     return (rows[:, None] < stop) & (features[None, :] < H)
 
 
 @triton.jit
 def base2_scores(products, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Scaled and (CAP > 0) softly capped scores times log2(e), and the slope of the cap."""
+    """Returns scaled and (CAP > 0) softly capped scores times log2(e), and the slope of the cap."""
     if CAP > 0:
-        # tanh, exact to the rounding of 1; Triton's own is one of a GPU's library and cannot be interpreted.
+        # tanh, exact to the rounding of 1; Triton's tanh comes from a GPU library and cannot be interpreted.
         bend = 1.0 - 2.0 / (tl.exp2(products * (2.8853900817779268 * SCALE / CAP)) + 1.0)
         return bend * (CAP * 1.4426950408889634), 1.0 - bend * bend
     else:
@@ -32,9 +32,10 @@ def base2_scores(products, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, m, l, acc):
-    """The weights of one more block of keys, and the rows' maxima, sums and results so far, relative to the new maxima.
+    """Returns the weights of another block of keys, and the rows' maxima, sums and results so far, relative to the new
+    maxima.
 
-    Scores are times log2(e). The block's values are still to be added to the results.
+    Scores are times log2(e). The caller still has to add the block's values to the results.
     """
     top = tl.maximum(m, tl.max(scores, 1))
     weights = tl.exp2(scores - top[:, None])
@@ -44,7 +45,7 @@ def softmax_step(scores, m, l, acc):
 
 @triton.jit
 def elementwise_weights(scores, SCORE: tl.constexpr):
-    """Squared ReLU (1), or laplace (2), the normal distribution function of mean sqrt(1/2) and variance 1 / (4 pi)."""
+    """Squared ReLU (1) or laplace (2), the normal distribution function of mean sqrt(1/2) and variance 1 / (4 pi)."""
     if SCORE == 1:
         return tl.maximum(scores, 0.0) * tl.maximum(scores, 0.0)
     else:
@@ -53,7 +54,7 @@ def elementwise_weights(scores, SCORE: tl.constexpr):
 
 @triton.jit
 def elementwise_slopes(scores, SCORE: tl.constexpr):
-    """The derivatives of `elementwise_weights`."""
+    """Returns the derivatives of `elementwise_weights`."""
     if SCORE == 1:
         return 2.0 * tl.maximum(scores, 0.0)
     else:

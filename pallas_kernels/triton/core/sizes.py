@@ -1,23 +1,61 @@
-"""Sizes that several kernels choose alike."""
+"""Sizes that several kernels have in common."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import math
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-#: Streaming multiprocessors that a kernel's programs should fill once (H100, H200; A100 has 108, B200 148).
+#: Number of streaming multiprocessors that one wave of programs should fill (H100, H200; A100 has 108, B200 148).
 MULTIPROCESSORS = 132
 
-#: How a score function is named inside the kernels.
+#: The kernels' numbers for the score functions.
 SCORES = {"softmax": 0, "relu2": 1, "laplace": 2}
 
 
 def padded(size: int) -> int:
-    """The next power of two, at least 16: the sizes that Triton's matrix products take."""
+    """Returns the next power of two, at least 16, as Triton's matrix products require."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def split(length: int, others: int, block: int) -> tuple[int, int]:
-    """Cuts a length so that its stretches, times `others` programs, fill the GPU once: their number and length."""
+    """Cuts a length into segments that, times `others` programs, fill the GPU once; returns their number and length."""
     stretch = math.ceil(length / max(1, MULTIPROCESSORS // others))
     stretch = math.ceil(stretch / block) * block
     return math.ceil(length / stretch), stretch
+
+
+_Tiles = TypeVar("_Tiles", bound=tuple)
+_ADJUST: contextvars.ContextVar[Callable[[str, tuple], tuple] | None] = contextvars.ContextVar(
+    "adjust", default=None
+)
+
+
+@contextlib.contextmanager
+def adjusted_tiles(adjust: Callable[[str, tuple], tuple]) -> Iterator[None]:
+    """A context in which kernels are traced with the sizes adjust(operation, sizes), for tuning them.
+
+    JAX keeps traces: call `jax.clear_caches()` first where the same call was traced with other sizes.
+    """
+    token = _ADJUST.set(adjust)
+    try:
+        yield
+    finally:
+        _ADJUST.reset(token)
+
+
+def adjustable(operation: str) -> Callable[[Callable[..., _Tiles]], Callable[..., _Tiles]]:
+    """Makes a function that chooses an operation's sizes heed `adjusted_tiles`."""
+
+    def decorate(choose: Callable[..., _Tiles]) -> Callable[..., _Tiles]:
+        @functools.wraps(choose)
+        def chosen(*arguments: object) -> _Tiles:
+            tiles, adjust = choose(*arguments), _ADJUST.get()
+            return tiles if adjust is None else adjust(operation, tiles)  # type: ignore[return-value]
+
+        return chosen
+
+    return decorate

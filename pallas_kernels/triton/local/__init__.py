@@ -1,1 +1,1 @@
-"""Softmax attention over any pattern of blocks, with lists that are made on the host."""
+"""Softmax attention over any pattern of blocks, with lists that the host makes."""

@@ -1,4 +1,4 @@
-"""Block-sparse softmax attention on GPUs: the call that can be differentiated."""
+"""Block-sparse softmax attention on GPUs: the differentiable call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.absent import mark_absent
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 from pallas_kernels.triton.local.lists import Pattern, make_lists
 from pallas_kernels.varying import vary_alike
 
 
 class LocalTile(NamedTuple):
-    """Sizes of one kernel's program: queries and keys of a block, and Triton's warps and stages."""
+    """Sizes of one kernel's program: queries and keys in a block, and Triton's warps and stages."""
 
     block_q: int
     block_k: int
@@ -34,8 +34,8 @@ class LocalTiles(NamedTuple):
     key_gradient: LocalTile
 
 
-# By the least compute capability and the padded head dimension that they are for. Chosen by the compiler's counts of
-# registers and spills (`python -m eval.gpu_costs`).
+# By minimum compute capability and padded head dimension. Chosen by the compiler's counts of registers and spills
+# (`python -m eval.gpu_costs`).
 _TILES = {
     (100, 64): LocalTiles(LocalTile(128, 64, 4, 3), LocalTile(128, 64, 8, 2), LocalTile(64, 128, 8, 2)),
     (100, 128): LocalTiles(LocalTile(128, 64, 8, 3), LocalTile(64, 64, 4, 2), LocalTile(64, 128, 8, 2)),
@@ -47,19 +47,20 @@ _TILES = {
     (80, 128): LocalTiles(LocalTile(64, 64, 4, 2), LocalTile(64, 64, 8, 1), LocalTile(64, 64, 8, 1)),
     (80, 256): LocalTiles(LocalTile(64, 32, 8, 1), LocalTile(32, 32, 8, 1), LocalTile(32, 32, 8, 1)),
 }
-# Where the derivative of a soft cap takes registers beside.
+# With a soft cap, whose derivative needs additional registers.
 _CAPPED = {
     (90, 128): _TILES[90, 128]._replace(key_gradient=LocalTile(64, 64, 8, 2)),
     (90, 256): _TILES[90, 256]._replace(query_gradient=LocalTile(32, 32, 8, 1)),
 }
-# float32 takes twice the registers and shared memory of a 16-bit type.
+# float32 needs twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = LocalTiles(LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1), LocalTile(32, 32, 4, 1))
-# Small tiles keep Triton's interpreter quick and show every kind of edge.
+# Small tiles keep Triton's interpreter fast and exercise every kind of edge.
 _INTERPRETED = LocalTiles(LocalTile(32, 16, 4, 1), LocalTile(32, 16, 4, 1), LocalTile(16, 32, 4, 1))
 
 
+@adjustable("local")
 def choose_tiles(head_dim: int, dtype: Any, capped: bool) -> LocalTiles:
-    """The sizes for a head dimension and a type, with a soft cap or without, on the GPU that is compiled for."""
+    """Returns the sizes for a head dimension and dtype, with or without a soft cap, on the target GPU."""
     if bridge.interprets():
         return _INTERPRETED
     if jnp.dtype(dtype).itemsize > 2:
@@ -69,7 +70,7 @@ def choose_tiles(head_dim: int, dtype: Any, capped: bool) -> LocalTiles:
 
 
 class _LocalCall(NamedTuple):
-    """All that is static about one call."""
+    """Everything static about one call."""
 
     pattern: Pattern
     scale: float
@@ -80,7 +81,7 @@ class _LocalCall(NamedTuple):
 
 
 def local_obstacle(query: Any, key: Any, value: Any) -> str | None:
-    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     return bridge.array_obstacle(query, value, most_head_dim=256)
 
 
@@ -98,29 +99,32 @@ def local_attention(
     query_lengths: Int[Array, " B"] | None = None,
     key_lengths: Int[Array, " B"] | None = None,
     return_log_sum_exp: bool = False,
+    known: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]] | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Softmax attention over any pattern of pairs, at the cost of the blocks that the pattern touches.
 
-    BRL-Attention (OpenReview Vpyg3fqXbl), equation 1; one launch forward and two backward, none of which needs more
-    memory than its results and one float32 a row. Differentiable in query, key and value.
+    BRL-Attention (OpenReview Vpyg3fqXbl), equation 1. One launch forward and two backward, which need no memory beyond
+    their results and one float32 number per row. Differentiable in query, key and value.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16, H up to 256.
       key, value: (B, S, K, H) of the same dtype; K divides N, and query head g reads key head g // (N / K).
       pattern: which pairs see each other.
       scale: multiplies the scores; 1 / sqrt(H) by default.
-      logits_soft_cap: c > 0, with which the scaled scores s become c tanh(s / c).
-      sinks: (N,) logits without a value, one more in each row's softmax; they get gradients too.
+      logits_soft_cap: c > 0, replaces the scaled scores s by c tanh(s / c).
+      sinks: (N,) logits without values, which join each row's softmax; they get gradients too.
       query_segment_ids, key_segment_ids: ints, both or neither; a query sees the keys of its own segment.
-      query_lengths, key_lengths: (B,) ints, how many tokens exist; what lies beyond is never read into a result.
+      query_lengths, key_lengths: (B,) ints, how many tokens exist; tokens beyond never influence a result.
       return_log_sum_exp: also return the natural logarithm of each row's sum of exponentials.
+      known: the result of an earlier call, with its log-sum-exp. The forward kernel is then skipped, and the gradient
+        is the earlier call's.
 
     Returns:
       (B, T, N, H) in query's dtype, zero where a query sees nothing; with `return_log_sum_exp` also (B, T, N) float32,
       -inf where a query sees nothing.
 
     Raises:
-      NotImplementedError: where Triton is missing, the GPU is too old, or the dtype or head dimension is not served.
+      NotImplementedError: Triton is missing, the GPU is too old, or the dtype or head dimension is not supported.
     """
     reason = local_obstacle(query, key, value)
     if reason is not None:
@@ -151,26 +155,34 @@ def local_attention(
         empty = jnp.zeros((batch, 1), jnp.int32)
         ids = (empty, empty)
     sinks = jnp.zeros((1,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    # One row for each sequence, so that `vmap` may map them.
+    # Repeat the sinks for each sequence, so that `vmap` can map them.
     sinks = jnp.broadcast_to(sinks, (batch, *sinks.shape))
-    out, log_sums = _attend(*vary_alike(query, key, value, *ids, sinks), call)
+    if known is not None:
+        known_out, known_sums = known
+        # In base 2 and inf where a query sees nothing, as the forward kernel writes them.
+        known_sums = jnp.where(jnp.isneginf(known_sums), jnp.inf, known_sums * math.log2(math.e))
+        known = known_out, jnp.moveaxis(known_sums, 2, 1)
+    out, log_sums = _attend(*vary_alike(query, key, value, *ids, sinks), known, call)
     if not return_log_sum_exp:
         return _only(out, exists[0])
     return _only(out, exists[0]), jnp.moveaxis(log_sums, 1, 2)
 
 
 def _only(x: Array, exists: Array | None) -> Array:
-    """x with zeros where there is no token, since NaN times a weight of 0 is NaN."""
+    """Returns x with zeros at absent tokens, since NaN times a weight of 0 is NaN."""
     return x if exists is None else jnp.where(exists[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(query, key, value, query_ids, key_ids, sinks, call: _LocalCall):
-    return _attend_forward(query, key, value, query_ids, key_ids, sinks, call)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _attend(query, key, value, query_ids, key_ids, sinks, known, call: _LocalCall):
+    return _attend_forward(query, key, value, query_ids, key_ids, sinks, known, call)[0]
 
 
-def _attend_forward(query, key, value, query_ids, key_ids, sinks, call: _LocalCall):
-    out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids, sinks)
+def _attend_forward(query, key, value, query_ids, key_ids, sinks, known, call: _LocalCall):
+    if known is None:
+        out, log_sums = _run_forward(call)(query, key, value, query_ids, key_ids, sinks)
+    else:
+        out, log_sums = known
     natural = (
         jnp.where(jnp.isposinf(log_sums), -jnp.inf, log_sums * math.log(2.0))
         if call.with_log_sum
@@ -190,10 +202,10 @@ def _attend_backward(call: _LocalCall, saved, gradients):
         query, key, value, query_ids, key_ids, out, d_out.astype(query.dtype), log_sums, d_log_sums
     )
     d_sinks = jnp.zeros_like(sinks)
-    if call.sinks:  # A sink is one more key, whose value is 0.
+    if call.sinks:  # a sink acts as one more key, whose value is 0
         weights = jnp.exp2(sinks[:, :, None] * math.log2(math.e) - log_sums)
         d_sinks = -jnp.sum(weights * delta, 2)
-    return *gradients, None, None, d_sinks
+    return *gradients, None, None, d_sinks, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

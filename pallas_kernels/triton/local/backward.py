@@ -1,6 +1,6 @@
 """The backward kernels: the queries' gradient by blocks of queries, the keys' and values' by blocks of keys.
 
-Neither uses atomic additions, so results are the same in every run. Probabilities are computed again from the saved
+Neither uses atomic additions, so results are the same in every run. Probabilities are recomputed from the saved
 log-sum-exp (Dao et al. 2022, arXiv:2205.14135).
 """
 
@@ -18,7 +18,7 @@ def local_query_gradient(
     SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, LOG_SUMS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_query (B, T, N, H), and delta (B, N, T): the row sums of out * d_out, less the log-sum-exp's gradient."""
+    """Computes d_query (B, T, N, H), and delta (B, N, T): row sums of out * d_out minus the log-sum-exp's gradient."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     K: tl.constexpr = N // G
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
@@ -71,7 +71,7 @@ def local_key_gradient(
     SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_key and d_value (B, S, K, H): one program a block of keys, over all query heads that share it."""
+    """Computes d_key and d_value (B, S, K, H); a program handles a block of keys and all query heads that share it."""
     j, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     K: tl.constexpr = N // G
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)

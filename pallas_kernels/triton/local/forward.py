@@ -1,4 +1,4 @@
-"""The forward kernel: one program a block of queries and head, over the blocks of keys in its list."""
+"""The forward kernel: one program for each block of queries and head, over the blocks of keys in its list."""
 
 # ruff: noqa: E741
 from __future__ import annotations
@@ -14,7 +14,7 @@ def local_forward(
     SCALE: tl.constexpr, CAP: tl.constexpr, SEGMENTS: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out (B, T, N, H) and the base-2 log-sum-exp (B, N, T) of scores times log2(e); a blind query gets 0 and +inf."""
+    """Computes out (B, T, N, H) and the base-2 log-sum-exp (B, N, T); a query that sees nothing gets 0 and +inf."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     K: tl.constexpr = N // G
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
@@ -32,7 +32,7 @@ def local_forward(
     if SEGMENTS:
         query_id = tl.load(query_ids + b * T + rows, mask=rows < T, other=0)
     first, middle, last = tl.load(starts + i), tl.load(middles + i), tl.load(starts + i + 1)
-    for masked in tl.static_range(2):  # the whole blocks, then those with a mask
+    for masked in tl.static_range(2):  # whole blocks first, then blocks with a mask
         if masked == 0:
             begin, end = middle, last
         else:

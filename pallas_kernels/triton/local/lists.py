@@ -1,7 +1,8 @@
-"""Which blocks of keys each block of queries meets, and the masks of those that it does not see whole.
+"""Which blocks of keys each block of queries reads, and masks for those that it does not see entirely.
 
-The lists are made with NumPy while a call is traced and become constants of the program. Most masks repeat (a sliding
-window has a handful, however long the sequence is), so each distinct one is stored once and stays in the GPU's cache.
+NumPy makes the lists while a call is traced, and they become constants of the program. Most masks repeat (a sliding
+window has only a handful, however long the sequence is), so each distinct mask is stored once and stays in the GPU's
+cache.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from collections.abc import Callable
 
 import numpy as np
 
-#: First query, stop, first key, stop of a stretch in which pairs may see each other.
+#: First query, stop, first key, stop of a rectangle in which pairs may see each other.
 Rectangle = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """What is static about who sees whom; hashable, so that equal calls share their lists.
+    """The static part of who sees whom; hashable, so that equal calls share their lists.
 
     Attributes:
       rectangles: cover every pair that is seen; they may reach beyond the sequences.
-      visible: takes positions of queries and keys, broadcast against each other, and `num_positions`, and says which
-        pairs are seen; None where every pair of the rectangles is.
-      is_causal: besides, no query sees a later key.
+      visible: maps positions of queries and keys, which broadcast against each other, and `num_positions` to which
+        pairs are seen; None if every pair of the rectangles is.
+      is_causal: whether later keys are also hidden from each query.
       num_queries, num_keys: T and S.
-      query_position, key_position: positions of query 0 and key 0, as `visible` counts.
+      query_position, key_position: positions of query 0 and key 0, for `visible`.
     """
 
     rectangles: tuple[Rectangle, ...]
@@ -46,14 +47,15 @@ class Pattern:
 class BlockLists:
     """Block pairs by rows (blocks of queries) or, transposed, by columns (blocks of keys).
 
-    Row i's pairs are starts[i] .. starts[i + 1]; those before middles[i] have a mask, the others see each other whole.
+    Row i's pairs are starts[i] .. starts[i + 1]. Pairs before middles[i] have a mask; the others see each other
+    entirely.
 
     Attributes:
       starts: (rows + 1,) int32.
       middles: (rows,) int32.
-      others: (pairs,) int32, the block at the other side.
-      mask_numbers: (pairs,) int32, which of the masks; 0 where there is none.
-      masks: (distinct, queries of a block, keys of a block) int8.
+      others: (pairs,) int32, the block on the other side.
+      mask_numbers: (pairs,) int32, each pair's mask; 0 if it has no mask.
+      masks: (distinct, queries in a block, keys in a block) int8.
     """
 
     starts: np.ndarray
@@ -72,7 +74,7 @@ class BlockLists:
 
 @functools.lru_cache(maxsize=64)
 def make_lists(pattern: Pattern, block_q: int, block_k: int, by_keys: bool) -> BlockLists:
-    """The lists of a pattern for blocks of these sizes, by blocks of queries or (`by_keys`) by blocks of keys."""
+    """Returns the lists of a pattern for these block sizes, by blocks of queries or (`by_keys`) by blocks of keys."""
     rows, columns = -(-pattern.num_queries // block_q), -(-pattern.num_keys // block_k)
     masks: dict[bytes, int] = {}
     pairs: list[list[tuple[int, int]]] = [[] for _ in range(columns if by_keys else rows)]
@@ -92,7 +94,7 @@ def make_lists(pattern: Pattern, block_q: int, block_k: int, by_keys: bool) -> B
     masked = np.asarray([sum(mask >= 0 for _, mask in line) for line in ordered])
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     if not len(flat):
-        flat = np.zeros((1, 2), np.int32)  # an array without elements cannot be passed to a kernel
+        flat = np.zeros((1, 2), np.int32)  # kernels do not accept arrays without elements
     tiles = [np.frombuffer(mask, np.int8).reshape(block_q, block_k) for mask in masks]
     return BlockLists(
         starts,
@@ -104,7 +106,7 @@ def make_lists(pattern: Pattern, block_q: int, block_k: int, by_keys: bool) -> B
 
 
 def _touched(pattern: Pattern, rows: int, block_q: int, block_k: int) -> list[np.ndarray]:
-    """For each block of queries the blocks of keys that a rectangle touches, in order."""
+    """Returns, for each block of queries, the blocks of keys that a rectangle touches, in order."""
     touched: list[set[int]] = [set() for _ in range(rows)]
     shift = pattern.query_position - pattern.key_position
     for first_query, stop_query, first_key, stop_key in pattern.rectangles:
@@ -121,10 +123,10 @@ def _touched(pattern: Pattern, rows: int, block_q: int, block_k: int) -> list[np
 
 
 def _seen(pattern: Pattern, row: int, touched: np.ndarray, block_q: int, block_k: int) -> np.ndarray:
-    """(pairs, queries, keys) int8 of one block of queries with its blocks of keys."""
+    """Returns (pairs, queries, keys) int8 masks of one block of queries with its blocks of keys."""
     query = row * block_q + np.arange(block_q)[None, :, None]
     key = touched[:, None, None] * block_k + np.arange(block_k)[None, None, :]
-    # Queries beyond the end are written nowhere: whatever they see, they make no block a masked one.
+    # Queries beyond the end are not written, so they should not turn a whole block into a masked one.
     query = np.minimum(query, pattern.num_queries - 1)
     inside = np.broadcast_to(key < pattern.num_keys, (len(touched), block_q, block_k))
     key = np.minimum(key, pattern.num_keys - 1)

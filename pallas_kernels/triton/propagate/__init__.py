@@ -1,1 +1,1 @@
-"""Cross-attention from all tokens to a few compressed ones."""
+"""Cross-attention from all tokens to a few compressed tokens."""

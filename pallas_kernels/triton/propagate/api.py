@@ -1,4 +1,4 @@
-"""Cross-attention from all tokens to a few compressed ones on GPUs: the call that can be differentiated."""
+"""Cross-attention from all tokens to a few compressed tokens on GPUs: the differentiable call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import SCORES, padded, split
+from pallas_kernels.triton.core.sizes import SCORES, adjustable, padded, split
 from pallas_kernels.varying import vary_alike
 
-#: Compressed tokens that one program holds.
+#: Maximum number of compressed tokens in one program.
 MOST_TOKENS = 256
 
 
 class RowTile(NamedTuple):
-    """Rows of a block, compressed tokens of a block (None: all), and Triton's warps and stages."""
+    """Rows in a block, compressed tokens in a block (None: all), and Triton's warps and stages."""
 
     block_t: int
     block_m: int | None
@@ -34,8 +34,8 @@ class RowTiles(NamedTuple):
     key_gradient: RowTile
 
 
-# By the least compute capability that they are for, and whether compressed tokens are more than 128. Chosen by the
-# compiler's counts of registers and spills (`python -m eval.gpu_costs`).
+# By minimum compute capability, and whether there are more than 128 compressed tokens. Chosen by the compiler's counts
+# of registers and spills (`python -m eval.gpu_costs`).
 _TILES = {
     (90, False): RowTiles(RowTile(128, None, 8, 1), RowTile(64, None, 8, 1), RowTile(64, 64, 4, 2)),
     (90, True): RowTiles(RowTile(64, None, 8, 1), RowTile(32, None, 8, 1), RowTile(64, 64, 8, 2)),
@@ -49,8 +49,9 @@ _FLOAT32 = {
 _INTERPRETED = RowTiles(RowTile(32, None, 4, 1), RowTile(32, None, 4, 1), RowTile(16, 16, 4, 1))
 
 
+@adjustable("propagate")
 def choose_tiles(tokens: int, dtype: Any) -> RowTiles:
-    """The sizes for a number of compressed tokens and a type on the GPU that is compiled for."""
+    """Returns the sizes for a number of compressed tokens and a dtype on the target GPU."""
     if bridge.interprets():
         return _INTERPRETED
     many = padded(tokens) > 128
@@ -62,14 +63,14 @@ def choose_tiles(tokens: int, dtype: Any) -> RowTiles:
 
 
 class _PropagateCall(NamedTuple):
-    """All that is static about one call."""
+    """Everything static about one call."""
 
     scale: float
     score: str
 
 
 def propagate_obstacle(query: Any, key: Any, value: Any) -> str | None:
-    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     if key.shape[1] > MOST_TOKENS:
         return f"there must be at most {MOST_TOKENS} compressed tokens, got {key.shape[1]}"
     return bridge.array_obstacle(query, value, most_head_dim=128)
@@ -99,7 +100,7 @@ def propagate(
       (B, T, N, H) in query's dtype.
 
     Raises:
-      NotImplementedError: where `propagate_obstacle` names one.
+      NotImplementedError: `propagate_obstacle` gives a reason.
     """
     reason = propagate_obstacle(query, key, value)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""The backward kernels of propagate: one by rows, one by compressed tokens. Neither adds atomically."""
+"""The backward kernels of propagate: one by rows, one by compressed tokens. Neither uses atomic additions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def propagate_query_gradient(
     T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SCALE: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """d_query (B, T, N, H), log_sums (base 2) and deltas (B, N, T) for the other kernel, d_strength (B, N, blocks)."""
+    """Computes d_query (B, T, N, H), d_strength (B, N, blocks), and for the other kernel log_sums (base 2) and deltas
+    (B, N, T)."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, cols, d = i * BT + tl.arange(0, BT), tl.arange(0, BM), tl.arange(0, HP)
     at_q, at_k = offsets(b, rows, h, d, T, N, H), offsets(b, cols, h, d, M, N, H)
@@ -51,7 +52,8 @@ def propagate_key_gradient(
     STRETCH: tl.constexpr, SCALE: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """d_key and d_value (SPLITS, B, N, M, H) in parts: one program has BM compressed tokens and STRETCH rows."""
+    """Computes d_key and d_value (SPLITS, B, N, M, H) in parts; a program handles BM compressed tokens, STRETCH
+    rows."""
     program, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     split, tile = program // TILES, program % TILES
     cols, d = tile * BM + tl.arange(0, BM), tl.arange(0, HP)

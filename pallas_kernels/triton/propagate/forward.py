@@ -1,4 +1,4 @@
-"""The forward kernel of propagate: all compressed tokens in one tile, so that the softmax needs no loop."""
+"""The forward kernel of propagate: all compressed tokens are in one tile, so that the softmax needs no loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def propagate_forward(
     T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, SCALE: tl.constexpr,
     SCORE: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """out (B, T, N, H); one program has BT rows of one head."""
+    """Computes out (B, T, N, H); a program handles BT rows of one head."""
     i, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, cols, d = i * BT + tl.arange(0, BT), tl.arange(0, BM), tl.arange(0, HP)
     at_q, at_k = offsets(b, rows, h, d, T, N, H), offsets(b, cols, h, d, M, N, H)

@@ -1,1 +1,1 @@
-"""Attention of each query to blocks of keys of its own, listed in an array."""
+"""Attention of each query to its own blocks of keys, listed in an array."""

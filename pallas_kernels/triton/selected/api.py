@@ -1,4 +1,4 @@
-"""Attention to listed blocks of keys on GPUs: the call that can be differentiated, and the transpose of its lists."""
+"""Attention to listed blocks of keys on GPUs: the differentiable call, and the transpose of its lists."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 from pallas_kernels.varying import vary_alike
 
-#: Query heads of a key head, which one program has.
+#: Maximum number of query heads that share a key head; one program handles them all.
 MOST_GROUP = 64
-#: Pairs of a token and a block that one part of a tile's gradient has.
+#: Pairs of a token and a block in one part of a tile's gradient.
 _PAIRS_OF_PART = 2048
 
 
 class SelectedTile(NamedTuple):
-    """Keys of a tile, pairs of a query head and a block that are computed at a time, and Triton's warps and stages."""
+    """Keys in a tile, how many pairs of a query head and a block to compute at a time, and Triton's warps and
+    stages."""
 
     block_k: int
     rows: int
@@ -31,14 +32,13 @@ class SelectedTile(NamedTuple):
 
 
 class SelectedTiles(NamedTuple):
-    """The kernels' sizes; those of `by_query` have no use for `rows`."""
+    """The kernels' sizes; `by_query` does not use `rows`."""
 
     by_query: SelectedTile
     by_key: SelectedTile
 
 
-# By the least compute capability that they are for. Chosen by the compiler's counts of registers and spills
-# (`python -m eval.gpu_costs`).
+# By minimum compute capability. Chosen by the compiler's counts of registers and spills (`python -m eval.gpu_costs`).
 _TILES = {
     90: SelectedTiles(SelectedTile(64, 16, 4, 2), SelectedTile(64, 64, 8, 1)),
     80: SelectedTiles(SelectedTile(64, 16, 4, 1), SelectedTile(64, 32, 8, 1)),
@@ -48,14 +48,14 @@ _INTERPRETED = SelectedTiles(SelectedTile(16, 16, 4, 1), SelectedTile(16, 32, 4,
 
 
 class _SelectedCall(NamedTuple):
-    """All that is static about one call."""
+    """Everything static about one call."""
 
     size: int
     scale: float
 
 
 def selected_obstacle(query: Any, key: Any) -> str | None:
-    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     group = query.shape[2] // key.shape[2]
     if group > MOST_GROUP:
         return f"at most {MOST_GROUP} query heads may share a key head, got {group}"
@@ -72,23 +72,24 @@ def selected_attention(
     size: int,
     scale: float,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention of each token to the keys up to its place in M blocks of its own (arXiv:2502.11089).
+    """Softmax attention of each token to the keys of its own M blocks, up to its position (arXiv:2502.11089).
 
-    One launch forward. Backward, the pairs of token and block are sorted by their blocks, and no kernel adds
-    atomically. Memory is linear in T M. Differentiable in query, key and value.
+    One launch forward. In the backward pass, the pairs of token and block are sorted by their blocks, so no kernel
+    needs atomic additions. Memory is linear in T M. Differentiable in query, key and value.
 
     Args:
       query: (B, T, N, H), float32, bfloat16 or float16, H up to 128.
       key, value: (B, S, K, H) of the same dtype; K divides N.
-      starts: int32, the first keys of the blocks, which must not overlap; S where there is no block.
-      positions: int32, the places of the tokens among the keys.
-      size: keys of a block. scale: that of the scores.
+      starts: int32, the first keys of the blocks, which must not overlap; S marks a missing block.
+      positions: int32, the tokens' positions among the keys.
+      size: keys in a block.
+      scale: multiplies the scores.
 
     Returns:
       (B, T, N, H) in float32, 0 where a token sees nothing.
 
     Raises:
-      NotImplementedError: where `selected_obstacle` names one.
+      NotImplementedError: `selected_obstacle` gives a reason.
     """
     reason = selected_obstacle(query, key)
     if reason is not None:
@@ -121,8 +122,9 @@ def _attend_backward(call: _SelectedCall, saved, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+@adjustable("selected")
 def choose_tiles(dtype: Any) -> SelectedTiles:
-    """The kernels' sizes for a type on the GPU that is compiled for."""
+    """Returns the kernels' sizes for a dtype on the target GPU."""
     if bridge.interprets():
         return _INTERPRETED
     return _FLOAT32 if jnp.dtype(dtype).itemsize > 2 else _TILES[bridge.tuned_for(_TILES)]
@@ -132,9 +134,9 @@ class Transposed(NamedTuple):
     """Which pairs of a token and a block touch each tile of keys; see `backward`.
 
     Attributes:
-      pairs, pair_starts: all pairs by the first keys of their blocks, and those keys.
-      tiles, begins, ends: of each part, its tile and its pairs; parts that are not needed have no pairs.
-      firsts: the first part of each tile, and the number of parts.
+      pairs, pair_starts: all pairs, sorted by the first keys of their blocks, and those keys.
+      tiles, begins, ends: each part's tile and pairs; unneeded parts have no pairs.
+      firsts: the first part of each tile, then the number of parts.
     """
 
     pairs: Int[Array, "B K E"]
@@ -146,7 +148,7 @@ class Transposed(NamedTuple):
 
 
 def transposed_lists(starts: Int[Array, "B T K M"], keys: int, size: int, tile: int) -> Transposed:
-    """The transpose of lists of blocks of `size` keys, for tiles of `tile` keys."""
+    """Transposes lists of blocks of `size` keys, for tiles of `tile` keys."""
     batch, length, kv_heads, blocks = starts.shape
     flat = jnp.moveaxis(starts, 2, 1).reshape(batch, kv_heads, length * blocks)
     pairs = jnp.broadcast_to(jnp.arange(length * blocks, dtype=jnp.int32), flat.shape)
@@ -159,10 +161,10 @@ def transposed_lists(starts: Int[Array, "B T K M"], keys: int, size: int, tile: 
     end = search(pair_starts, jnp.minimum(places + tile, keys)).astype(jnp.int32)
     needed = -(-(end - begin) // _PAIRS_OF_PART)
     firsts = jnp.pad(jnp.cumsum(needed, axis=2, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
-    # A block touches at most this many tiles, and all tiles but for one part each have full ones.
+    # A block touches at most `touched` tiles, and in each tile all parts but one are full.
     touched = (size + tile - 2) // tile + 1
     parts = jnp.arange(tiles + length * blocks * touched // _PAIRS_OF_PART, dtype=jnp.int32)
-    # The tile of a part is the last one that begins at or before it and has parts at all.
+    # A part belongs to the last tile that begins at or before it and has any parts.
     counted = jax.vmap(jax.vmap(functools.partial(find, side="right"), (0, None)), (0, None))
     of_part = jnp.minimum(counted(firsts[:, :, 1:], parts).astype(jnp.int32), tiles - 1)
     pick = functools.partial(jnp.take_along_axis, indices=of_part, axis=2)

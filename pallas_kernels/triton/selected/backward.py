@@ -1,8 +1,8 @@
-"""The backward kernels: the queries' gradient by their lists, that of keys and values by the lists' transpose.
+"""The backward kernels: the queries' gradient from their lists, the keys' and values' from the lists' transpose.
 
-The transpose is the list of all (token, block) pairs in the order of their blocks, so that those that touch a tile of
-keys are contiguous. Many tokens may choose one block, and all choose their sequence's first: a tile's pairs are cut
-into parts of the same size, each of which a program sums, and a last kernel adds the parts of each tile in their order.
+The transpose lists all (token, block) pairs sorted by block, so that the pairs that touch a tile of keys are
+contiguous. Many tokens may choose the same block, and all choose their sequence's first. A tile's pairs are therefore
+cut into parts of equal size. A program sums each part, and a last kernel adds the parts of each tile in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def selected_query_gradient(
     HP: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """d_query (B, T, N, H); log_sums (base 2) and deltas are (B, T, N)."""
+    """Computes d_query (B, T, N, H); log_sums (base 2) and deltas are (B, T, N)."""
     t, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, c, d = tl.arange(0, GP), tl.arange(0, BN), tl.arange(0, HP)
     head = (b * T + t) * (K * G) + kh * G + r
@@ -50,11 +50,11 @@ def selected_key_gradient(
     HP: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """d_keys and d_values (B, K, PARTS, BN, H), the sums of the parts.
+    """Computes d_keys and d_values (B, K, PARTS, BN, H), the sums of the parts.
 
-    pairs (B, K, T * M) are token * M + place in the token's list, by ascending pair_starts, the first keys of their
-    blocks. A part has the pairs begins to ends, which touch the keys of the tile `tiles`; BM / GP pairs, with their G
-    query heads, are computed at a time.
+    pairs (B, K, T * M) are token * M + place in the token's list, sorted by pair_starts, the first keys of their
+    blocks. A part has the pairs begins to ends, which touch the keys of the tile `tiles`. The kernel processes BM / GP
+    pairs at a time, with their G query heads.
     """
     part, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, c, d = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, HP)
@@ -97,7 +97,7 @@ def selected_sum_of_parts(
     S: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """d_key and d_value (B, S, K, H): tile j has the parts firsts[j] to firsts[j + 1] of (B, K, TILES + 1)."""
+    """Computes d_key and d_value (B, S, K, H); tile j has parts firsts[j] to firsts[j + 1] of (B, K, TILES + 1)."""
     j, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     c, d = tl.arange(0, BN), tl.arange(0, HP)
     at_key = tl.zeros([BN, HP], tl.float32)

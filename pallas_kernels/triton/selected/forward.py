@@ -1,4 +1,4 @@
-"""The forward kernel: one program a token and key head, over the blocks of keys in the token's list."""
+"""The forward kernel: one program for each token and key head, over the blocks of keys in the token's list."""
 
 # ruff: noqa: E741
 from __future__ import annotations
@@ -14,9 +14,9 @@ def selected_forward(
     HP: tl.constexpr, M: tl.constexpr, SIZE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """out (B, T, N, H) and the base-2 log-sum-exp (B, T, N) of scores times log2(e).
+    """Computes out (B, T, N, H) and the base-2 log-sum-exp (B, T, N) of scores times log2(e).
 
-    The M blocks of SIZE keys are walked as one row of M * SIZE places, BN at a time, so that any size will do.
+    It treats the M blocks of SIZE keys as one row of M * SIZE places, BN at a time, so that any size works.
     """
     t, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     r, c, d = tl.arange(0, GP), tl.arange(0, BN), tl.arange(0, HP)

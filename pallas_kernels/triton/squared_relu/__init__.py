@@ -1,1 +1,1 @@
-"""Attention with squared ReLU in place of the softmax, over a contiguous range of keys for each query."""
+"""Attention with squared ReLU instead of the softmax, over a contiguous range of keys for each query."""

@@ -1,4 +1,4 @@
-"""Attention with squared ReLU on GPUs: the call that can be differentiated."""
+"""Attention with squared ReLU on GPUs: the differentiable call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.triton.core import bridge
-from pallas_kernels.triton.core.sizes import padded
+from pallas_kernels.triton.core.sizes import adjustable, padded
 from pallas_kernels.varying import vary_alike
 
-#: Features of queries and keys that one program holds.
+#: Maximum number of features of queries and keys in one program.
 MOST_FEATURES = 256
 
 
 class PairTile(NamedTuple):
-    """Queries and keys of a block, and Triton's warps and stages."""
+    """Queries and keys in a block, and Triton's warps and stages."""
 
     block_q: int
     block_k: int
@@ -35,8 +35,8 @@ class PairTiles(NamedTuple):
     value_gradient: PairTile
 
 
-# By the least compute capability and the padded features of queries that they are for. Chosen by the compiler's counts
-# of registers and spills (`python -m eval.gpu_costs`).
+# By minimum compute capability and the padded features of queries. Chosen by the compiler's counts of registers and
+# spills (`python -m eval.gpu_costs`).
 _TILES = {
     (90, 128): PairTiles(
         PairTile(128, 64, 8, 2), PairTile(64, 64, 8, 2), PairTile(64, 64, 8, 2), PairTile(64, 128, 8, 2)
@@ -51,9 +51,9 @@ _TILES = {
         PairTile(64, 32, 8, 1), PairTile(32, 32, 8, 1), PairTile(32, 32, 8, 1), PairTile(32, 32, 8, 1)
     ),
 }
-# float32 takes twice the registers and shared memory of a 16-bit type.
+# float32 needs twice the registers and shared memory of a 16-bit type.
 _FLOAT32 = PairTiles(*(PairTile(32, 32, 8, 1) for _ in range(4)))
-# Small tiles keep Triton's interpreter quick and show every kind of edge.
+# Small tiles keep Triton's interpreter fast and exercise every kind of edge.
 _INTERPRETED = PairTiles(
     *(PairTile(32, 16, 4, 1) for _ in range(2)), *(PairTile(16, 32, 4, 1) for _ in range(2))
 )
@@ -64,7 +64,7 @@ class Ranges(NamedTuple):
 
     Attributes:
       first, stop: query i sees the keys first[i] .. stop[i].
-      begin, end: at least the queries that see key j lie in begin[j] .. end[j].
+      begin, end: begin[j] .. end[j] contains all queries that see key j, and maybe others.
     """
 
     first: Int[Array, "B T"]
@@ -74,7 +74,7 @@ class Ranges(NamedTuple):
 
 
 def squared_relu_obstacle(query: Any, key: Any, value: Any) -> str | None:
-    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    """Returns why the kernels do not support arrays of these shapes and dtypes; None if they do."""
     missing = bridge.obstacle()
     if missing is not None:
         return missing
@@ -93,20 +93,20 @@ def squared_relu_attention(
 ) -> Float[Array, "B T N V"]:
     """out_i = sum_j ReLU(q_i . k_j)^2 v_j over the keys that query i sees: gated attention units (arXiv:2202.10447).
 
-    One launch forward and three backward, none of which needs memory beside its results. Differentiable in query, key
-    and value. Blocks of keys that no query of a block sees are not read.
+    One launch forward and three backward, which need no memory beyond their results. Differentiable in query, key and
+    value. Blocks of keys that no query of a block sees are not read.
 
     Args:
-      query: (B, T, N, H), float32, bfloat16 or float16, H up to 256, scaled. The squares of small float16 numbers
-        would be 0: float16 is computed in TF32, which has as many bits and a wider range.
+      query: (B, T, N, H), float32, bfloat16 or float16, H up to 256, scaled. Float16 is computed in TF32, which has the
+        same precision and a wider range; in float16 the squares of small numbers would be 0.
       key: (B, S, K, H) and value: (B, S, K, V), of the same dtype, V of any size; K divides N.
-      ranges: int32; what lies outside is read, so that it must be finite.
+      ranges: int32; keys outside are read too, so they must be finite.
 
     Returns:
       (B, T, N, V) in query's dtype, zero where a query sees nothing.
 
     Raises:
-      NotImplementedError: where `squared_relu_obstacle` names one.
+      NotImplementedError: `squared_relu_obstacle` gives a reason.
     """
     reason = squared_relu_obstacle(query, key, value)
     if reason is not None:
@@ -136,8 +136,9 @@ def _attend_backward(precision: str, saved, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+@adjustable("squared_relu")
 def choose_tiles(features: int, dtype: Any) -> PairTiles:
-    """The sizes for queries of so many features and a type, on the GPU that is compiled for."""
+    """Returns the sizes for a number of query features and a dtype on the target GPU."""
     if bridge.interprets():
         return _INTERPRETED
     if jnp.dtype(dtype).itemsize > 2:
@@ -163,7 +164,7 @@ def _sizes(query: Array, key: Array, value: Array, precision: str, tile: PairTil
 
 
 def _value_tile(value: Array) -> int:
-    """Features of the values that one program holds."""
+    """Returns how many features of the values one program holds."""
     most = 16 if bridge.interprets() else 64 if value.dtype.itemsize > 2 else 128
     return min(most, padded(value.shape[3]))
 

@@ -1,7 +1,7 @@
-"""The backward kernels: one for the gradient of each operand, none of which adds atomically.
+"""The backward kernels: one for the gradient of each operand, without atomic additions.
 
-Scores are computed anew in each. The gradient of a weight is a product over all features of the values, which is summed
-over tiles of them; the values' own gradient needs no such product.
+Each recomputes the scores. The gradient of a weight is a product over all features of the values, which is summed over
+tiles of them; the values' own gradient does not need it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def squared_relu_query_gradient(
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
     V: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_query (B, T, N, H)."""
+    """Computes d_query (B, T, N, H)."""
     VT: tl.constexpr = (V + VB - 1) // VB
     i, h, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     K: tl.constexpr = N // G
@@ -48,7 +48,7 @@ def squared_relu_key_gradient(
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
     V: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_key (B, S, K, H): one program a block of keys, over all query heads that share it."""
+    """Computes d_key (B, S, K, H); a program handles a block of keys and all query heads that share it."""
     VT: tl.constexpr = (V + VB - 1) // VB
     j, kh, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     K: tl.constexpr = N // G
@@ -84,7 +84,8 @@ def squared_relu_value_gradient(
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
     V: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_value (B, S, K, V): one program a block of keys and a tile of features, over all query heads that share it."""
+    """Computes d_value (B, S, K, V); a program handles a block of keys, a tile of features, and all query heads that
+    share the keys."""
     VT: tl.constexpr = (V + VB - 1) // VB
     j, kh, b = tl.program_id(0), tl.program_id(1) // VT, tl.program_id(2)
     K: tl.constexpr = N // G

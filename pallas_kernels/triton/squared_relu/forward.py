@@ -1,4 +1,4 @@
-"""The forward kernel: one program a block of queries, head and tile of the values' features, over the keys they see."""
+"""The forward kernel: one program for each block of queries, head and tile of the values' features."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def squared_relu_forward(
     T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
     V: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out (B, T, N, V)."""
+    """Computes out (B, T, N, V)."""
     VT: tl.constexpr = (V + VB - 1) // VB
-    # Where attention is causal, the last queries see the most keys: they begin first.
+    # In causal attention the last queries see the most keys, so they start first.
     i, h, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1) // VT, tl.program_id(2)
     K: tl.constexpr = N // G
     c, d, e = tl.arange(0, BN), tl.arange(0, HP), tl.program_id(1) % VT * VB + tl.arange(0, VB)

@@ -13,6 +13,7 @@ import pytest
 from brl_jax import ALiBi, T5Bias, alibi_slopes, compress, compress_blocks, propagate
 from brl_jax.attention.compressed import compress as compress_module
 from brl_jax.attention.compressed import xla
+from brl_jax.attention.core.by_platform import traced_for
 from tests.attention.compressed.cases import SCORES, arrays, check
 from tests.laws.networks import relative_error
 from tests.oracles.compressed import compress as oracle_compress
@@ -63,12 +64,8 @@ def test_gpus_read_long_histories_at_once(monkeypatch):
     on = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu")}
     pieces = [(name, keys) for name in on for keys in (37, 8) if f"tensor<2x3x5x{keys}xf32>" in on[name]]
     assert pieces == [("cuda", 37), ("cpu", 8)]
-    monkeypatch.setattr(
-        jax.lax, "platform_dependent", lambda *operands, cuda, default, **others: cuda(*operands)
-    )
-    compress_module._choose.clear_cache()
-    check(function, lambda *xs: oracle_compress(*xs, 0.7, "softmax"), operands)
-    compress_module._choose.clear_cache()
+    with traced_for("cuda"):
+        check(function, lambda *xs: oracle_compress(*xs, 0.7, "softmax"), operands)
 
 
 @pytest.mark.slow

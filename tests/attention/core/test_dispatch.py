@@ -133,7 +133,7 @@ def test_the_first_backend_that_serves_is_taken(caplog):
 
     def backend(name, obstacle, unsuited=False):
         number = float(len(name))
-        return kernels.Backend(name, lambda x, interpret: x + number, lambda: obstacle, unsuited)
+        return kernels.Backend(name, lambda x, interpret: x + number, lambda x: obstacle, unsuited)
 
     def run(*row, implementation=None):
         kernels._warn_once.cache_clear()

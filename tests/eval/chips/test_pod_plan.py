@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from eval import pod_plan, stages
-from train.errors import RunError, UserError
+from eval.chips import pod_plan, stages
+from train.engine.errors import RunError, UserError
 from train.tasks.lm_config import PRESETS
 
 needs_libtpu = pytest.mark.skipif(

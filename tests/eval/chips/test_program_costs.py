@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from eval.chips.program_costs import collective_bytes
-from train.flops import matrix_flops
+from train.engine.flops import matrix_flops
 
 
 def _flops(function, *shapes, platform="tpu"):

@@ -5,8 +5,8 @@ import importlib.util
 import jax.numpy as jnp
 import pytest
 
-from eval import tpu_compile
-from train.errors import RunError, UserError
+from eval.chips import tpu_compile
+from train.engine.errors import RunError, UserError
 
 
 @pytest.mark.usefixtures("uncached")

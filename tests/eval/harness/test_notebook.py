@@ -1,4 +1,4 @@
-"""eval.notebook: what a picture that grows holds."""
+"""eval.harness.notebook: what a picture that grows holds."""
 
 import pytest
 

@@ -8,7 +8,7 @@ import pytest
 from eval.speed.__main__ import main
 from eval.speed.generation import GenerationOptions, _at, _parameters, _plain_prompt, lines
 from eval.speed.generation_pictures import picture
-from train.errors import UserError
+from train.engine.errors import UserError
 
 SMALL = [
     "--generation",

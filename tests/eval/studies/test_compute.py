@@ -7,7 +7,7 @@ import pytest
 import train.lm
 from eval.studies.compute import _curve, draw, main, markdown
 from tests.train.logs import metrics_lines
-from train.errors import UserError
+from train.engine.errors import UserError
 
 TINY = (
     "--steps 4 --batch 2 --length 16 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --ffn relu --eval_every 2 "

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from eval.studies.coordinates import main
-from train.errors import UserError
+from train.engine.errors import UserError
 
 TINY = "--widths 16 256 --num_heads 2 --num_layers 1 --steps 3 --batch 2 --length 16 --learning_rate 0.01"
 

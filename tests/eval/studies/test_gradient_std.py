@@ -7,7 +7,7 @@ import pytest
 import train.lm
 from eval.studies.gradient_std import main
 from tests.train.logs import metrics_lines
-from train.errors import UserError
+from train.engine.errors import UserError
 
 TINY = (
     "--batch 2 --length 8 --num_layers 1 --d_model 16 --num_heads 2 --d_ff 16 --eval_tokens 20 --mechanism full "

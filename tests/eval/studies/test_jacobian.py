@@ -14,7 +14,7 @@ from brl_jax.models import DecoderConfig, DecoderLM
 from eval.studies.jacobian import by_distance, loss_gradients, main, sensitivities, stack_io
 from eval.tasks.reach import window_reach
 from train.data.recall import RecallDataConfig, draw_rows
-from train.errors import UserError
+from train.engine.errors import UserError
 from train.recall import main as train
 from train.tasks.recall import recall_objective
 

@@ -7,7 +7,7 @@ import pytest
 
 import eval.studies.learning_rates
 from eval.studies.learning_rates import RateOptions, draw, losses, main, measure
-from train.errors import UserError
+from train.engine.errors import UserError
 
 TINY = "--widths 16 32 --num_heads 2 --num_layers 1 --steps 4 --batch 2 --length 16 --rates 0.001 0.01"
 

@@ -13,12 +13,12 @@ from etils import epath
 from brl_jax.layers import FullConfig, LocalConfig
 from brl_jax.models import DecoderConfig, DecoderLM
 from eval.studies.locality import area, layer_weights, locally_accumulated_score, main, uniform_score
-from train.checkpoint import Checkpoints
-from train.config import parse
-from train.config_file import write_json
+from train.cli.options import parse
 from train.data import load
-from train.errors import UserError
-from train.step import init_state
+from train.engine.checkpoint import Checkpoints
+from train.engine.config_file import write_json
+from train.engine.errors import UserError
+from train.engine.step import init_state
 from train.tasks.lm import LM, lm_objective
 from train.tasks.lm_config import PRESETS
 

@@ -1,4 +1,4 @@
-"""eval.operations and eval.tlinformer_operations: counted multiplications against those of the formulas."""
+"""eval.studies.operations and eval.tlinformer_operations: counted multiplications against those of the formulas."""
 
 import json
 
@@ -9,7 +9,7 @@ import pytest
 
 from eval.studies.operations import Unknown, products
 from eval.studies.tlinformer_operations import OperationsOptions, counted, main, pair_slope, paper_cost
-from train.errors import UserError
+from train.engine.errors import UserError
 
 A, B = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 7), jnp.float32)
 

@@ -19,8 +19,8 @@ from eval.studies.survey.options import SIZES, SurveyOptions, survey_run, survey
 from eval.studies.survey.speed import kept_speeds
 from eval.studies.survey.table import collect, draw, markdown
 from eval.tasks.lra import KEPT
-from train.config_file import differences, to_json
-from train.errors import RunError, UserError
+from train.engine.config_file import differences, to_json
+from train.engine.errors import RunError, UserError
 from train.tasks.lra import LRA
 from train.tasks.lra_config import PRESETS
 

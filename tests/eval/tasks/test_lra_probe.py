@@ -3,7 +3,7 @@
 import pytest
 
 import eval.tasks.lra_probe
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 def test_bad_input_is_named():

@@ -134,6 +134,64 @@ def compress(
     close(names[: len(want)], (out, *pull(d_out)), want, dtype)
 
 
+def recurrence(
+    kind, *, length=150, batch=1, heads=(2, 2), features=24, values=20, dtype="float32", decay=0.1, lengths=None,
+    ids=None, stateful=True,
+):  # fmt: skip
+    """One call of a kind, with parts of "sum", "weights", "decay" and "delta" in its name.
+
+    decay: the mean of the logarithms, or "mixed" for some that are very strong, some -inf.
+    """
+    rng = np.random.default_rng(0)
+    query = random(0, batch, length, heads[0], features, dtype=dtype)
+    key, value = (random(i, batch, length, heads[1], n, dtype=dtype) for i, n in ((1, features), (2, values)))
+    key = key / jnp.sqrt(jnp.sum(jnp.square(key), -1, keepdims=True)).astype(dtype)
+    given = {"key_value": random(3, batch, heads[1], features, values, dtype="float32")}
+    if not stateful:
+        given["key_value"] *= 0
+    if "weights" in kind:
+        given["key_sum"] = random(4, batch, heads[1], features, dtype="float32")
+        query, key = (jnp.abs(x) for x in (query, key))
+    if "decay" in kind:
+        logs = rng.exponential(1.0, (batch, length, heads[1]))
+        strengths = [0.01, 1.0, 50.0, np.inf] if decay == "mixed" else [decay]
+        given["log_decay"] = jnp.asarray(-logs * rng.choice(strengths, logs.shape, p=None), jnp.float32)
+    if "delta" in kind:
+        given["beta"] = jnp.asarray(rng.uniform(0, 1.5, key.shape[:3]), jnp.float32)
+    given |= {"query": query, "key": key, "value": value}
+    if ids is not None or lengths is not None:
+        numbers = np.zeros((batch, length), np.int32) if ids is None else np.repeat(range(len(ids)), ids)
+        numbers = np.broadcast_to(numbers, (batch, length))
+        there = (
+            np.arange(length)[None] < np.asarray([length] * batch if lengths is None else lengths)[:, None]
+        )
+        given["segments"] = jnp.asarray(np.where(there, numbers, -1), jnp.int32)
+        for name in ("query", "key", "value", "log_decay", "beta"):
+            if name in given:
+                given[name] = jnp.where(
+                    there.reshape(*there.shape, *(1,) * (given[name].ndim - 2)), given[name], 0
+                )
+    names = [name for name in given if name != "segments"]
+
+    def run(*arrays):
+        operands = dict(zip(names, arrays)) | {n: x for n, x in given.items() if n == "segments"}
+        found = triton.recurrence(triton.Operands(**operands))._asdict()
+        return {name: x for name, x in found.items() if x is not None}
+
+    found, pull = jax.vjp(run, *(given[name] for name in names))
+    gradients = {name: random(10 + i, *x.shape, dtype=x.dtype) for i, (name, x) in enumerate(found.items())}
+    zeros = {"weight": np.zeros(query.shape[:3]), "key": np.zeros((batch, heads[1], features))}
+    cotangents = zeros | gradients
+    if dtype == "float16":
+        # The kernels read the gradient of float16 results in float32.
+        pass
+    want, d_want = oracle.recurrence(given, *(cotangents[n] for n in ("total", "weight", "key_value", "key")))
+    d_found = dict(zip(names, pull(gradients)))
+    order = [*want]
+    close(order, [found[name] for name in order], [want[name] for name in order], dtype)
+    close(names, [d_found[name] for name in names], [d_want[name] for name in names], dtype)
+
+
 def on_ampere(case):
     """The case as an A100 would run it."""
     os.environ["BRL_JAX_GPU_CAPABILITY"] = "80"
@@ -469,6 +527,9 @@ CASES = {
     "gau-bias": lambda: gau(heads=(2, 2), bias=True),
     "gau-bias-after-a-state": lambda: gau(heads=(2, 2), bias=True, length=40, before=27),
     "gau-float16": lambda: gau(dtype="float16"),
+    "sum": lambda: recurrence("sum"),
+    "sum-weights": lambda: recurrence("sum-weights", heads=(4, 2)),
+    "sum-decay": lambda: recurrence("sum-decay", heads=(4, 2), values=40),
     "vmap": mapped,
     "shard-map": sharded,
     "public-window": lambda: public(SLIDING(20, 0), is_causal=True),

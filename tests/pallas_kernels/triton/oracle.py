@@ -118,3 +118,65 @@ def rotated(x, positions):
     angle = positions[..., None, None] * 10000.0 ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
     turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
     return np.stack([turned.real, turned.imag], -1).reshape(*turned.shape[:-1], -1)
+
+
+def recurrence(operands, d_total, d_weight, d_key_value, d_key):
+    """Results and gradients by name of a recurrence, token by token; operands by name as for `triton.Operands`."""
+    given = {name: np.asarray(x, np.float64) for name, x in operands.items() if x is not None}
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    (batch, length, heads, features), kv_heads = query.shape, key.shape[2]
+    groups = heads // kv_heads
+    weighs, log = "key_sum" in given, given.get("log_decay")
+    segments = operands.get("segments")
+    segments = np.zeros((batch, length), int) if segments is None else np.asarray(segments)
+    total, weight = np.zeros((batch, length, heads, value.shape[3])), np.zeros((batch, length, heads))
+    found = {name: np.zeros_like(x) for name, x in given.items() if name != "segments"}
+    last, last_key = np.zeros_like(given["key_value"]), np.zeros((batch, kv_heads, features))
+    d_total, d_weight, d_key_value, d_key = (
+        np.asarray(x, np.float64) for x in (d_total, d_weight, d_key_value, d_key)
+    )
+    for b, h in np.ndindex(batch, kv_heads):
+        mine = slice(h * groups, (h + 1) * groups)
+        state = given["key_value"][b, h]
+        sums = given["key_sum"][b, h] if weighs else np.zeros(features)
+        steps, segment = [], 0
+        for t in range(length):
+            if segments[b, t] < 0:
+                continue
+            fresh, segment = segments[b, t] != segment, segments[b, t]
+            if fresh:
+                state, sums = np.zeros_like(state), np.zeros_like(sums)
+            factor = np.ones(1) if log is None else np.exp(np.atleast_1d(log[b, t, h]))
+            before, k, v = state, key[b, t, h], value[b, t, h]
+            kept = factor[:, None] * before
+            beta = given["beta"][b, t, h] if "beta" in given else 1.0
+            new = v - kept.T @ k if "beta" in given else v
+            state, sums = kept + beta * np.outer(k, new), sums + k
+            total[b, t, mine], weight[b, t, mine] = query[b, t, mine] @ state, query[b, t, mine] @ sums
+            steps.append((t, fresh, factor, before, kept, beta, new, state, sums))
+        last[b, h], last_key[b, h] = state, sums
+        d_state, d_sums = d_key_value[b, h], d_key[b, h] if weighs else np.zeros(features)
+        for t, fresh, factor, before, kept, beta, new, state, sums in reversed(steps):
+            q, k, do, dw = query[b, t, mine], key[b, t, h], d_total[b, t, mine], d_weight[b, t, mine]
+            found["query"][b, t, mine] = do @ state.T
+            d_state = d_state + q.T @ do
+            found["key"][b, t, h] = beta * d_state @ new
+            d_new = beta * d_state.T @ k
+            if weighs:
+                found["query"][b, t, mine] += dw[:, None] * sums
+                d_sums = d_sums + dw @ q
+                found["key"][b, t, h] += d_sums
+            found["value"][b, t, h] = d_new
+            if "beta" in given:
+                found["beta"][b, t, h] = k @ d_state @ new
+                found["key"][b, t, h] -= kept @ d_new
+                d_state = d_state - np.outer(k, d_new)
+            if log is not None:
+                flow = factor * (d_state * before).sum(1)
+                found["log_decay"][b, t, h] = flow if log.ndim == 4 else flow.sum()
+            d_state, d_sums = (0 * d_state, 0 * d_sums) if fresh else (factor[:, None] * d_state, d_sums)
+        found["key_value"][b, h] = d_state
+        if weighs:
+            found["key_sum"][b, h] = d_sums
+    results = {"total": total, "key_value": last} | ({"weight": weight, "key": last_key} if weighs else {})
+    return results, found

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data import DataConfig, EvalStream, forget_unstarted, load, load_tokenizer
 from train.data import corpus as corpus_module
-from train.data.tokenizer import text_pieces
-from train.data.tokenizers import BytesTokenizer
-from train.errors import UserError
+from train.data import load
+from train.data.dataset import DataConfig, forget_unstarted
+from train.data.streams import EvalStream
+from train.data.tokenizers.base import text_pieces
+from train.data.tokenizers.named import BytesTokenizer, load_tokenizer
+from train.engine.errors import UserError
 
 
 @pytest.fixture
@@ -262,7 +264,7 @@ def test_an_empty_split_and_a_damaged_manifest(text, tmp_path):
     load(config(text), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "data.json").read_text())["splits"] == ["train", "valid", "test"]
     (tmp_path / "run" / "data.json").write_text("{")
-    with pytest.raises(UserError, match=r"^--workdir: .*data\.json is damaged"):
+    with pytest.raises(UserError, match=r"^--workdir: .*data\.json is not JSON"):
         load(config(text), tmp_path / "run")
 
 

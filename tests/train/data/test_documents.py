@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data import Corpus, DataConfig, EvalStream, TokenStreams, load
 from train.data import documents as documents_module
+from train.data import load
 from train.data import sources as sources_module
+from train.data.corpus import Corpus
+from train.data.dataset import DataConfig
 from train.data.documents import check_documents, cut_documents
 from train.data.mixture import STRETCH, MixedStreams, Mixture, joined
 from train.data.splits import DocumentStart
+from train.data.streams import EvalStream, TokenStreams
 from train.data.tokenize import main as tokenize
-from train.data.tokenizer import text_pieces
-from train.errors import UserError
+from train.data.tokenizers.base import text_pieces
+from train.engine.errors import UserError
 
 WIKITEXT = Path("../shared/data/wikitext2")
 WIKI = (
@@ -206,7 +209,7 @@ def test_shards_have_the_documents_of_the_text(novels, tmp_path):
     sizes = {"batch": 2, "length": 200, "segments": True}
     for a, b in zip(TokenStreams(shards["train"], **sizes), TokenStreams(whole["train"], **sizes)):
         np.testing.assert_array_equal(a["segment_ids"], b["segment_ids"])
-        if b["reset"] and a["segment_ids"].any():
+        if b.reset and a["segment_ids"].any():
             break
     with pytest.raises(UserError, match=r"no test tokens, only train, valid"):
         load(DataConfig(data=f"tokens:{folder}"), tmp_path / "third", ("test",))

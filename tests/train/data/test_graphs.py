@@ -11,7 +11,7 @@ from train.data.graphs.images import describe
 from train.data.graphs.load import GraphDataConfig, load_graph
 from train.data.graphs.poly_tokens import PolyTokens, metapaths
 from train.data.graphs.subgraphs import Subgraphs
-from train.errors import UserError
+from train.engine.errors import UserError
 
 PAPERS, AUTHORS = 60, 12
 

@@ -7,14 +7,16 @@ import sys
 import numpy as np
 import pytest
 
-from train.data import DataConfig, hf_stream, load, load_tokenizer
+from train.cli.command import command
+from train.data import hf_stream, load
 from train.data.batches import training_batches
 from train.data.corpus import Corpus
+from train.data.dataset import DataConfig
 from train.data.mixture import STRETCH, Mixture, joined, parse_mixture
 from train.data.sources import open_source
 from train.data.tokenize import main as tokenize
-from train.data.tokenizers import train_tokenizer
-from train.errors import UserError, command
+from train.data.tokenizers.named import load_tokenizer, train_tokenizer
+from train.engine.errors import UserError
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "été", "zeta")
 

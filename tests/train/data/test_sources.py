@@ -13,7 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.data.named_sources import _split_rows
 from train.data.sources import open_source
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 def texts(spec, holdout=0.05):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from train.data import Corpus, EvalStream, TokenStreams
-from train.errors import UserError
+from train.data.corpus import Corpus
+from train.data.streams import EvalStream, TokenStreams
+from train.engine.errors import UserError
 
 
 def corpus_of(tokens, digest="d"):
@@ -43,7 +44,7 @@ def test_rows_go_on_and_follow_each_other(size, batch, length):
     starts = []
     for _ in range(3):
         batches = take(stream, steps)
-        assert [bool(b["reset"]) for b in batches] == [True] + [False] * (steps - 1)
+        assert [bool(b.reset) for b in batches] == [True] + [False] * (steps - 1)
         tokens = np.concatenate([b["tokens"] for b in batches], 1)
         targets = np.concatenate([b["targets"] for b in batches], 1)
         # Row after row, position after position: one part of the text, round its end.
@@ -72,8 +73,8 @@ def test_batches_are_plain_int32_arrays(tmp_path):
     batch = next(stream)
     assert type(batch["tokens"]) is np.ndarray
     assert batch["tokens"].dtype == batch["targets"].dtype == np.int32
-    assert batch["reset"].shape == ()
-    assert batch["reset"].dtype == bool
+    assert batch.reset.shape == ()
+    assert batch.reset.dtype == bool
 
 
 def test_the_seed_draws_the_offsets():
@@ -137,7 +138,7 @@ def test_processes_share_the_rows_and_a_state_fits_any_number_of_them(parts):
         for name in ("tokens", "targets"):
             for rows, part in zip(parts, got):
                 np.testing.assert_array_equal(part[name], expected[name][list(rows)])
-        assert {bool(g["reset"]) for g in got} == {bool(expected["reset"])}
+        assert {bool(g.reset) for g in got} == {bool(expected.reset)}
     assert shares[0].get_state() == whole.get_state()
     other = make()
     other.set_state(shares[1].get_state())
@@ -203,7 +204,7 @@ def test_evaluation_counts_every_target_once(size, batch, length):
     stream = EvalStream(counting(size), batch=batch, length=length)
     batches = list(stream)
     assert len(batches) == len(stream)
-    assert [bool(b["reset"]) for b in batches] == [True] + [False] * (len(stream) - 1)
+    assert [bool(b.reset) for b in batches] == [True] + [False] * (len(stream) - 1)
     assert all(
         b["tokens"].shape == b["targets"].shape == b["weights"].shape == (batch, length) for b in batches
     )

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data import load_tokenizer
-from train.data.tokenizer import text_pieces
-from train.data.tokenizers import train_tokenizer
-from train.errors import UserError
+from train.data.tokenizers.base import text_pieces
+from train.data.tokenizers.named import load_tokenizer, train_tokenizer
+from train.engine.errors import UserError
 
 SPECS = ("bytes", "bpe:300", "words", "words:2", "words:max=8", "chars", "chars:max=8")
 TEXT = " the cat sat on the mat , the dog did not \n \n the café was on the mat \n" * 3

@@ -15,11 +15,12 @@ from typing import Literal
 
 import tyro
 
-from train.config import parse_options
+from train.cli.command import command
+from train.cli.options import parse_options
 from train.data.lra import listops, pathfinder
 from train.data.lra.listops import ListOpsSpec
 from train.data.lra.tasks import LraDataConfig, sizes
-from train.errors import UserError, command
+from train.engine.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

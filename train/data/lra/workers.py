@@ -1,4 +1,4 @@
-"""Generators split in chunks, each with a random stream of its own, so that the number of processes changes nothing."""
+"""Generators split in chunks, each with its own random stream, so that the number of processes changes nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-from train.metrics import tracked
+from train.engine.metrics import tracked
 
 T = TypeVar("T")
 

@@ -140,7 +140,7 @@ def test_lists_in_pieces(monkeypatch):
     monkeypatch.setattr(plan, "MAX_PAIRS", 3)
     check(rows, (600, 600), (2, 1, 64), mask=causal)
     monkeypatch.setattr(plan, "MAX_PAIRS", 2)
-    with pytest.raises(ValueError, match="a block of queries meets 3 others, scalar memory holds 2"):
+    with pytest.raises(ValueError, match="a block of queries pairs with 3 others, but scalar memory holds 2"):
         check(rows, (600, 600), (2, 1, 64))
 
 

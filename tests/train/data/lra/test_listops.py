@@ -11,7 +11,7 @@ import train.data.lra.__main__ as generate
 from train.data.lra import listops
 from train.data.lra.listops import ListOpsSpec, generate_trees
 from train.data.lra.tasks import LraDataConfig, load
-from train.errors import UserError
+from train.engine.errors import UserError
 
 SMALL = ListOpsSpec(min_tokens=10, max_tokens=80, max_depth=5, max_args=4)
 

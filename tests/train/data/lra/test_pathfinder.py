@@ -11,7 +11,7 @@ from scipy import ndimage
 from train.data.lra import pathfinder
 from train.data.lra.pathfinder import draw_scene, generate_images, render
 from train.data.lra.tasks import LraDataConfig, load
-from train.errors import UserError
+from train.engine.errors import UserError
 
 
 def is_connected(image, gap):

@@ -10,7 +10,7 @@ import tensorflow_datasets as tfds
 
 from tests.train.data.test_sources import write_info
 from train.data.lra.tasks import LraDataConfig, load
-from train.errors import UserError
+from train.engine.errors import UserError
 
 SHARED = Path(__file__).parents[4].parent / "shared" / "data"
 SPLITS = ("train", "valid", "test")

@@ -1,0 +1,520 @@
+"""Recurrences over chunks on GPUs: the call that can be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import MULTIPROCESSORS, padded
+from pallas_kernels.triton.recurrent import plan
+from pallas_kernels.varying import vary_alike
+
+
+class Operands(NamedTuple):
+    """The arrays of a recurrence.
+
+    Attributes:
+      query, key: features; K divides N.
+      key_value, key_sum: the state before the first token, float32; key_sum is None where weights are not summed.
+      log_decay: the logarithm, at most 0, of the factor by which the state shrinks before each token, 0 for padding;
+        None without decay.
+      beta: the strength of the delta rule; None adds outer products without correcting them.
+      segments: numbers that only grow along a row, 0 for the state's; a token sees those of its own segment. Below 0 is
+        padding, which comes last in a row and holds zeros.
+    """
+
+    query: Float[Array, "B T N F"]
+    key: Float[Array, "B T K F"]
+    value: Float[Array, "B T K V"]
+    key_value: Float[Array, "B K F V"]
+    key_sum: Float[Array, "B K F"] | None = None
+    log_decay: Float[Array, "B T K"] | None = None
+    beta: Float[Array, "B T K"] | None = None
+    segments: Int[Array, "B T"] | None = None
+
+
+class Sums(NamedTuple):
+    """What `recurrence` returns.
+
+    Attributes:
+      total: the weighted sums of the values. weight: those of the weights, or None.
+      key_value, key: the state after the last token.
+    """
+
+    total: Float[Array, "B T N V"]
+    weight: Float[Array, "B T N"] | None
+    key_value: Float[Array, "B K F V"]
+    key: Float[Array, "B K F"] | None
+
+
+class Call(NamedTuple):
+    """What is static about a call: the operands that it has by name, and types."""
+
+    names: tuple[str, ...]
+    precision: str
+    out_dtype: str
+
+    def has(self, name: str) -> bool:
+        """Whether an operand is there."""
+        return name in self.names
+
+    def flags(self) -> dict[str, Any]:
+        """What all kernels are told."""
+        return {
+            "DECAY": self.has("log_decay"),
+            "SEGMENTS": self.has("segments"),
+            "PRECISION": self.precision,
+        }
+
+
+#: Of the operands of a call by name, of what `forward` kept, and of the gradients of its results.
+Named = dict[str, Array]
+
+
+def recurrence(operands: Operands, *, out_dtype: Any = jnp.float32) -> Sums:
+    """Causal linear attention, or the delta rule, chunk by chunk.
+
+    With D the decay between two tokens and a, e that from a chunk's beginning and to its end, M = tril(Q K^T * D)::
+
+        total  = a (Q S) + M U
+        weight = a (Q z) + M 1
+        S      = factor S + (e K)^T U
+        z      = factor z + (e K)^T 1
+
+    U is V; with beta it is (I + A)^-1 diag(beta) (V - a K S), A the strictly lower part of diag(beta) (K K^T * D)
+    (arXiv:2406.06484, section 3.2; with decay arXiv:2412.06464, section 3.3). Three launches forward, with or without
+    beta. Every run gives the same bits.
+
+    Args:
+      operands: query, key and value of one dtype, float32, bfloat16 or float16. Products are computed in this dtype,
+        those of float16 in TF32, whose states do not overflow, and summed in float32.
+      out_dtype: of total.
+
+    Returns:
+      `Sums`, float32 but for total.
+
+    Raises:
+      NotImplementedError: where `recurrence_obstacle` names a reason.
+    """
+    reason = plan.recurrence_obstacle(operands.query, operands.key, operands.value)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    precision = "ieee" if operands.query.dtype == jnp.float32 else "tf32"
+    wide = jnp.float32 if operands.query.dtype == jnp.float16 else operands.query.dtype
+    dtypes = dict.fromkeys(("query", "key", "value"), wide) | {"segments": jnp.int32}
+    arrays = vary_alike(*(x.astype(dtypes.get(name, jnp.float32)) for name, x in given.items()))
+    call = Call(tuple(given), precision, jnp.dtype(out_dtype).name)
+    found = dict(zip(_result_names(call), _recur(tuple(arrays), call)))
+    return Sums(found["total"], found.get("weight"), found["key_value"], found.get("key"))
+
+
+def _result_names(call: Call) -> tuple[str, ...]:
+    return ("total", "key_value", *(("weight", "key") if call.has("key_sum") else ()))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _recur(arrays: tuple[Array, ...], call: Call) -> tuple[Array, ...]:
+    return _run_forward(call, False)(*arrays)
+
+
+def _recur_forward(arrays, call: Call):
+    found = _run_forward(call, True)(*arrays)
+    count = len(_result_names(call))
+    return found[:count], (arrays, found[count:])
+
+
+def _recur_backward(call: Call, saved, gradients):
+    arrays, kept = saved
+    gradients = (gradients[0].astype(arrays[0].dtype), *gradients[1:])
+    found = _run_backward(call)(*arrays, *kept, *gradients)
+    return ((*found, None) if call.has("segments") else found,)
+
+
+_recur.defvjp(_recur_forward, _recur_backward)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_forward(call: Call, keep: bool) -> Callable[..., tuple[Array, ...]]:
+    def run(*arrays):
+        results, kept = forward(dict(zip(call.names, arrays)), call, keep)
+        return *(results[name] for name in _result_names(call)), *kept.values()
+
+    return bridge.fold_vmap(run)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_backward(call: Call) -> Callable[..., tuple[Array, ...]]:
+    names = call.names + kept_names(call) + tuple(f"d_{name}" for name in _result_names(call))
+
+    def run(*arrays):
+        found = backward(dict(zip(names, arrays)), call)
+        return tuple(found[name] for name in call.names if name != "segments")
+
+    return bridge.fold_vmap(run)
+
+
+def kept_names(call: Call) -> tuple[str, ...]:
+    """What the backward pass reads of the forward pass."""
+    return ("states", "corrected", "inverse", "w", "maps") if call.has("beta") else ("states",)
+
+
+def forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
+    """The results by name, and what the backward pass reads by `kept_names`; without `keep` nothing."""
+    return (_delta_forward if call.has("beta") else _sum_forward)(arrays, call, keep)
+
+
+def backward(arrays: Named, call: Call) -> Named:
+    """The gradients by operand. arrays: operands, what was kept, and the gradients of the results as d_total, ..."""
+    return (_delta_backward if call.has("beta") else _sum_backward)(arrays, call)
+
+
+class _Shape(NamedTuple):
+    """Sizes of a call."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    features: int
+    values: int
+    dtype: Any
+
+    @classmethod
+    def of(cls, arrays: Named) -> _Shape:
+        query, value = arrays["query"], arrays["value"]
+        return cls(*query.shape[:3], value.shape[2], query.shape[3], value.shape[3], query.dtype)
+
+    def tokens(self, *rest: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, self.length, *rest), dtype)
+
+    def state(self, *rest: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, self.kv_heads, *rest), dtype)
+
+    @property
+    def none(self) -> jax.ShapeDtypeStruct:
+        """In the place of a result that is not written."""
+        return jax.ShapeDtypeStruct((self.batch, 1), jnp.float32)
+
+    def value_tile(self, launch: plan.Launch) -> int:
+        return min(launch.values, padded(self.values))
+
+    def value_tiles(self, launch: plan.Launch) -> int:
+        return -(-self.values // self.value_tile(launch))
+
+    def constants(self, call: Call, launch: plan.Launch, chunk: int, **more: Any) -> dict[str, Any]:
+        sizes = {
+            "T": self.length, "F": self.features, "FP": padded(self.features), "V": self.values,
+            "VB": self.value_tile(launch), "CHUNK": chunk,
+        }  # fmt: skip
+        return sizes | call.flags() | more
+
+
+def _start(kernel: Any, launch: plan.Launch, arrays: Any, results: Any, grid: Any, constants: Any) -> Any:
+    return bridge.launch(
+        kernel, arrays, results, grid, constants,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+
+
+# --- Sums of outer products ---
+
+
+def _chunk_sums(arrays: Named, call: Call, x: str, y: str, weights: str, reads: bool) -> Array:
+    from pallas_kernels.triton.recurrent import forward as kernels
+
+    shape = _Shape.of(arrays)
+    sizes = plan.sum_sizes(shape.features, shape.dtype)
+    none = arrays["key_value"]
+    weighs = call.has("key_sum")
+    numbers = shape.features * (shape.values + weighs)
+    heads = shape.heads if reads else shape.kv_heads
+    chunks = -(-shape.length // sizes.chunk)
+    constants = shape.constants(
+        call, sizes.sums, sizes.chunk, HEADS=heads, G=heads // shape.kv_heads, BN=sizes.block, WEIGHS=weighs,
+        READS=reads,
+    )  # fmt: skip
+    operands = (arrays[x], arrays[y], *(arrays.get(n, none) for n in ("log_decay", "segments", weights)))
+    grid = (chunks, shape.kv_heads * shape.value_tiles(sizes.sums), shape.batch)
+    result = shape.state(chunks, numbers)
+    return _start(kernels.recurrent_sums, sizes.sums, operands, (result,), grid, constants)[0]
+
+
+def _scan(arrays: Named, call: Call, sums: Array, first: tuple[str, str], before: Array | None) -> Any:
+    """The states between the chunks, those at the end and, backward, the gradients of the chunks' decays."""
+    from pallas_kernels.triton.recurrent import forward as kernels
+
+    shape = _Shape.of(arrays)
+    sizes = plan.sum_sizes(shape.features, shape.dtype)
+    none = arrays["key_value"]
+    weighs, gradient = call.has("key_sum"), before is not None and call.has("log_decay")
+    numbers, chunks = sums.shape[3], sums.shape[2]
+    parts = -(-numbers // sizes.scan)
+    constants = {
+        "T": shape.length, "K": shape.kv_heads, "SIZE": shape.features * shape.values, "E": numbers,
+        "CHUNK": sizes.chunk, "BLOCK": sizes.scan, "STAGES": sizes.scan_stages, "DECAY": call.has("log_decay"),
+        "SEGMENTS": call.has("segments"), "WEIGHS": weighs, "BACKWARD": before is not None,
+    }  # fmt: skip
+    operands = (
+        sums, arrays.get("log_decay", none), arrays.get("segments", none), arrays[first[0]],
+        arrays.get(first[1], none), none if before is None else before,
+    )  # fmt: skip
+    results = (
+        shape.state(chunks, numbers, dtype=shape.dtype),
+        shape.state(shape.features, shape.values),
+        shape.state(shape.features) if weighs else shape.none,
+        shape.state(chunks, parts) if gradient else shape.none,
+    )
+    launch = plan.Launch(0, 4, 1)
+    grid = (parts, shape.kv_heads, shape.batch)
+    return _start(kernels.recurrent_scan, launch, operands, results, grid, constants)
+
+
+def _sum_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
+    from pallas_kernels.triton.recurrent import forward as kernels
+
+    shape = _Shape.of(arrays)
+    sizes = plan.sum_sizes(shape.features, shape.dtype)
+    none, weighs = arrays["key_value"], call.has("key_sum")
+    sums = _chunk_sums(arrays, call, "key", "value", "", False)
+    states, key_value, key, _ = _scan(arrays, call, sums, ("key_value", "key_sum"), None)
+    constants = shape.constants(
+        call, sizes.outputs, sizes.chunk, N=shape.heads, G=shape.heads // shape.kv_heads, BM=sizes.rows,
+        BN=sizes.block, WEIGHS=weighs,
+    )  # fmt: skip
+    operands = (
+        arrays["query"], arrays["key"], arrays["value"], arrays.get("log_decay", none),
+        arrays.get("segments", none), states,
+    )  # fmt: skip
+    results = (
+        shape.tokens(shape.heads, shape.values, dtype=call.out_dtype),
+        shape.tokens(shape.heads) if weighs else shape.none,
+    )
+    grid = (-(-shape.length // sizes.rows), shape.heads * shape.value_tiles(sizes.outputs), shape.batch)
+    total, weight = _start(kernels.recurrent_outputs, sizes.outputs, operands, results, grid, constants)
+    found = {"total": total, "key_value": key_value}
+    if weighs:
+        found |= {"weight": weight, "key": key}
+    return found, {"states": states} if keep else {}
+
+
+def _sum_backward(arrays: Named, call: Call) -> Named:
+    from pallas_kernels.triton.recurrent import backward as kernels
+
+    shape = _Shape.of(arrays)
+    sizes = plan.sum_sizes(shape.features, shape.dtype)
+    none, weighs, decay = arrays["key_value"], call.has("key_sum"), call.has("log_decay")
+    states = arrays["states"]
+    sums = _chunk_sums(arrays, call, "query", "d_total", "d_weight", True)
+    d_states, d_key_value, d_key_sum, totals = _scan(arrays, call, sums, ("d_key_value", "d_key"), states)
+    operands = [arrays["query"], arrays["key"], arrays["value"]]
+    operands += [arrays.get(name, none) for name in ("log_decay", "segments")]
+    gradients = [arrays["d_total"], arrays.get("d_weight", none)]
+
+    def run(kernel, launch, states, rows, heads, results, **more):
+        constants = shape.constants(
+            call, launch, sizes.chunk, N=shape.heads, G=shape.heads // shape.kv_heads, BN=sizes.block,
+            WEIGHS=weighs, **more,
+        )  # fmt: skip
+        grid = (-(-shape.length // rows), heads * shape.value_tiles(launch), shape.batch)
+        return _start(kernel, launch, (*operands, states, *gradients), results, grid, constants)
+
+    def parts(launch, heads):
+        """The gradients of queries or keys and what flows to or from them, in parts where values have several tiles."""
+        tiles = shape.value_tiles(launch)
+        dtype = shape.dtype if tiles == 1 else jnp.float32
+        wide = jax.ShapeDtypeStruct((shape.batch, tiles, shape.length, heads, shape.features), dtype)
+        flow = jax.ShapeDtypeStruct(wide.shape[:-1], jnp.float32) if decay else shape.none
+        return wide, flow
+
+    def whole(parts):
+        return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1).astype(shape.dtype)
+
+    launch = sizes.query_gradient
+    d_query, query_flow = run(
+        kernels.recurrent_query_gradient, launch, states, sizes.rows, shape.heads, parts(launch, shape.heads),
+        BM=sizes.rows,
+    )  # fmt: skip
+    launch = sizes.key_gradient
+    wide, flow = parts(launch, shape.kv_heads)
+    d_key, d_value, key_flow, ends = run(
+        kernels.recurrent_key_gradient, launch, d_states, sizes.block, shape.kv_heads,
+        (wide, shape.tokens(shape.kv_heads, shape.values, dtype=shape.dtype), flow, flow),
+    )  # fmt: skip
+    found = {"query": whole(d_query), "key": whole(d_key), "value": d_value, "key_value": d_key_value}
+    if weighs:
+        found["key_sum"] = d_key_sum
+    if decay:
+        constants = {
+            "T": shape.length, "N": shape.heads, "G": shape.heads // shape.kv_heads,
+            "QUERY_TILES": query_flow.shape[1], "KEY_TILES": key_flow.shape[1], "PARTS": totals.shape[3],
+            "PARTS_PADDED": padded(totals.shape[3]), "CHUNK": sizes.chunk,
+        }  # fmt: skip
+        grid = (totals.shape[2], shape.kv_heads, shape.batch)
+        operands = (arrays["log_decay"], query_flow, key_flow, ends, totals)
+        (found["log_decay"],) = _start(
+            kernels.recurrent_decay_gradient, plan.Launch(0, 4, 1), operands,
+            (shape.tokens(shape.kv_heads),), grid, constants,
+        )  # fmt: skip
+    return found
+
+
+# --- The delta rule ---
+
+
+class _Delta(NamedTuple):
+    """The launches of a call of the delta rule."""
+
+    arrays: Named
+    call: Call
+    shape: _Shape
+    sizes: plan.DeltaSizes
+
+    @classmethod
+    def of(cls, arrays: Named, call: Call) -> _Delta:
+        shape = _Shape.of(arrays)
+        return cls(arrays, call, shape, plan.delta_sizes(shape.features, shape.dtype))
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.shape.length // self.sizes.chunk)
+
+    def take(self, *names: str) -> list[Array]:
+        """Operands by name, with some other array in the place of one that the call lacks."""
+        return [self.arrays.get(name, self.arrays["key_value"]) for name in names]
+
+    def by_chunk(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, heads: int, tiled: bool,
+                 grouped: bool, **more: Any) -> Any:  # fmt: skip
+        """Starts a program for each chunk, head and, where tiled, tile of the values."""
+        shape = self.shape
+        grid = (self.chunks, heads * (shape.value_tiles(launch) if tiled else 1), shape.batch)
+        return self._start(kernel, launch, names, results, grid, grouped, more)
+
+    def by_span(self, kernel: Any, launch: plan.Launch, names: str, results: Any, *, tiles: int | None = None,
+                grouped: bool, **more: Any) -> Any:  # fmt: skip
+        """Starts a program for each tile of the values, head and span, which walks the span's chunks."""
+        spans, chunks = self.spans
+        tiles = self.shape.value_tiles(launch) if tiles is None else tiles
+        grid = (tiles, self.shape.kv_heads * spans, self.shape.batch)
+        more |= {"SPAN": chunks, "SPANS": spans}
+        return self._start(kernel, launch, names, results, grid, grouped, more)
+
+    @property
+    def spans(self) -> tuple[int, int]:
+        """How many spans the chunks of a row are cut into, so that their programs fill the GPU, and their chunks."""
+        programs = self.shape.batch * self.shape.kv_heads * self.shape.value_tiles(self.sizes.states)
+        most = self.sizes.spans if padded(self.shape.features) <= 128 else 1
+        spans = min(most, 2 * MULTIPROCESSORS // programs, self.chunks // self.sizes.least_span)
+        span = -(-self.chunks // max(1, spans))
+        return -(-self.chunks // span), span
+
+    def _start(self, kernel, launch, names, results, grid, grouped, more):
+        shape = self.shape
+        heads = {"N": shape.heads, "G": shape.heads // shape.kv_heads} if grouped else {"K": shape.kv_heads}
+        constants = shape.constants(self.call, launch, self.sizes.chunk, **heads, **more)
+        return _start(kernel, launch, self.take(*names.split()), results, grid, constants)
+
+
+def _delta_forward(arrays: Named, call: Call, keep: bool) -> tuple[Named, Named]:
+    from pallas_kernels.triton.recurrent import delta_forward as kernels
+
+    arrays = dict(arrays)
+    delta = _Delta.of(arrays, call)
+    shape, sizes, kv_heads = delta.shape, delta.sizes, delta.shape.kv_heads
+    values = shape.tokens(kv_heads, shape.values, dtype=shape.dtype)
+    arrays["inverse"], arrays["w"], arrays["u"] = delta.by_chunk(
+        kernels.delta_chunks, sizes.chunks, "key value beta log_decay segments",
+        (
+            shape.tokens(kv_heads, sizes.chunk, dtype=shape.dtype),
+            shape.tokens(kv_heads, shape.features, dtype=shape.dtype),
+            values,
+        ),
+        heads=kv_heads, tiled=False, grouped=False, INVERSE_PRECISION=call.precision,
+    )  # fmt: skip
+    spans, _ = delta.spans
+    arrays["maps"] = arrays["key_value"]
+    if spans > 1:
+        features = -(-shape.features // shape.value_tile(sizes.states))
+        (arrays["maps"],) = delta.by_span(
+            kernels.delta_maps, sizes.states, "key w u log_decay segments",
+            (shape.state(spans, shape.features, shape.features + shape.values),),
+            tiles=features + shape.value_tiles(sizes.states), grouped=False,
+        )  # fmt: skip
+    arrays["states"], last = delta.by_span(
+        kernels.delta_states, sizes.states, "key w u log_decay segments key_value maps",
+        (
+            shape.state(delta.chunks, shape.features, shape.values, dtype=shape.dtype),
+            shape.state(shape.features, shape.values),
+        ),
+        grouped=False,
+    )  # fmt: skip
+    total, arrays["corrected"] = delta.by_chunk(
+        kernels.delta_outputs, sizes.outputs, "query key w u log_decay segments states",
+        (shape.tokens(shape.heads, shape.values, dtype=call.out_dtype), values if keep else shape.none),
+        heads=shape.heads, tiled=True, grouped=True, KEEP=keep,
+    )  # fmt: skip
+    kept = {name: arrays[name] for name in kept_names(call)} if keep else {}
+    return {"total": total, "key_value": last}, kept
+
+
+def _delta_backward(arrays: Named, call: Call) -> Named:
+    from pallas_kernels.triton.recurrent import delta_backward as kernels
+
+    arrays = dict(arrays)
+    delta = _Delta.of(arrays, call)
+    shape, sizes, kv_heads = delta.shape, delta.sizes, delta.shape.kv_heads
+    values = shape.tokens(kv_heads, shape.values, dtype=shape.dtype)
+    numbers = shape.tokens(kv_heads)
+    decay = call.has("log_decay")
+    found = {}
+    (arrays["d_corrected"],) = delta.by_chunk(
+        kernels.delta_local_gradient, sizes.local_gradient, "query key log_decay segments d_total", (values,),
+        heads=kv_heads, tiled=True, grouped=True,
+    )  # fmt: skip
+    spans, _ = delta.spans
+    if spans > 1:
+        (arrays["added"],) = delta.by_span(
+            kernels.delta_gradient_maps, sizes.state_gradient,
+            "query key w log_decay segments d_total d_corrected",
+            (shape.state(spans, shape.features, shape.values),), grouped=True,
+        )  # fmt: skip
+    arrays["d_states"], found["key_value"] = delta.by_span(
+        kernels.delta_state_gradient, sizes.state_gradient,
+        "query key w log_decay segments d_total d_corrected d_key_value maps added",
+        (
+            shape.state(delta.chunks, shape.features, shape.values, dtype=shape.dtype),
+            shape.state(shape.features, shape.values),
+        ),
+        grouped=True,
+    )  # fmt: skip
+    found["value"], arrays["z"] = delta.by_chunk(
+        kernels.delta_value_gradient, sizes.value_gradient,
+        "key beta log_decay segments inverse d_corrected d_states", (values, values),
+        heads=kv_heads, tiled=True, grouped=False,
+    )  # fmt: skip
+    found["query"], arrays["flow"] = delta.by_chunk(
+        kernels.delta_query_gradient, sizes.query_gradient,
+        "query key log_decay segments states corrected d_total",
+        (
+            shape.tokens(shape.heads, shape.features, dtype=shape.dtype),
+            shape.tokens(shape.heads) if decay else shape.none,
+        ),
+        heads=shape.heads, tiled=False, grouped=True,
+    )  # fmt: skip
+    found["key"], found["beta"], found["log_decay"] = delta.by_chunk(
+        kernels.delta_key_gradient, sizes.key_gradient,
+        "query key value beta log_decay segments states corrected d_total d_states z flow",
+        (
+            shape.tokens(kv_heads, shape.features, dtype=shape.dtype),
+            numbers,
+            numbers if decay else shape.none,
+        ),
+        heads=kv_heads, tiled=False, grouped=True,
+    )  # fmt: skip
+    return found

@@ -1,0 +1,130 @@
+"""What the kernels of all recurrences share; the compiler inlines it.
+
+Tokens are counted from the first of a tile, which begins at token `first` of row `b`. That place is computed in int64
+once, so that long rows can be addressed, and the tile's own offsets in int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(b, first, head, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    """Where token `first` of a head begins in an array (B, LENGTH, HEADS, SIZE)."""
+    return ((b.to(tl.int64) * LENGTH + first) * HEADS + head) * SIZE
+
+
+@triton.jit
+def tokens_by_features(
+    x, b, first, rows, head, columns, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr
+):
+    """A tile of an array (B, LENGTH, HEADS, SIZE), one token a row."""
+    there = (first + rows < LENGTH)[:, None] & (columns < SIZE)[None, :]
+    at = rows[:, None] * (HEADS * SIZE) + columns[None, :]
+    return tl.load(x + place(b, first, head, LENGTH, HEADS, SIZE) + at, mask=there, other=0.0)
+
+
+@triton.jit
+def features_by_tokens(
+    x, b, first, rows, head, columns, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr
+):
+    """The same with one token a column."""
+    there = (columns < SIZE)[:, None] & (first + rows < LENGTH)[None, :]
+    at = columns[:, None] + rows[None, :] * (HEADS * SIZE)
+    return tl.load(x + place(b, first, head, LENGTH, HEADS, SIZE) + at, mask=there, other=0.0)
+
+
+@triton.jit
+def store_tokens(
+    x, tile, b, first, rows, head, columns, LENGTH: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Writes a tile with one token a row."""
+    there = (first + rows < LENGTH)[:, None] & (columns < SIZE)[None, :]
+    at = rows[:, None] * (HEADS * SIZE) + columns[None, :]
+    tl.store(x + place(b, first, head, LENGTH, HEADS, SIZE) + at, tile.to(x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def token_numbers(x, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.constexpr):
+    """One number a token of an array (B, LENGTH, HEADS), in float32."""
+    at = place(b, first, head, LENGTH, HEADS, 1)
+    return tl.load(x + at + rows * HEADS, mask=first + rows < LENGTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_numbers(x, numbers, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.constexpr):
+    """Writes one number a token."""
+    at = place(b, first, head, LENGTH, HEADS, 1)
+    tl.store(x + at + rows * HEADS, numbers, mask=first + rows < LENGTH)
+
+
+@triton.jit
+def log_decays(log, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.constexpr):
+    """The logarithms of the decays: finite, because exp(-200) is 0 in float32 and 0 times -inf is not."""
+    return tl.maximum(token_numbers(log, b, first, rows, head, LENGTH, HEADS), -200.0)
+
+
+@triton.jit
+def logs_after(log, b, first, rows, head, LENGTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """For each token of a block, the sum of the logarithms of the later tokens of that block.
+
+    The sum is over those tokens alone: a difference of sums from the block's first token would lose a weak decay behind
+    a strong one.
+    """
+    at = place(b, first, head, LENGTH, HEADS, 1)
+    there = (rows + 1 < BLOCK) & (first + rows + 1 < LENGTH)
+    later = tl.load(log + at + (rows + 1) * HEADS, mask=there, other=0.0).to(tl.float32)
+    return tl.cumsum(tl.maximum(later, -200.0), 0, reverse=True)
+
+
+@triton.jit
+def logs_between(logs, rows, columns):
+    """For the token of each row and that of each column, the sum of the logarithms after the column's up to the row's.
+
+    logs: of the rows' tokens.
+    """
+    return tl.cumsum(tl.where(rows[:, None] > columns[None, :], logs[:, None], 0.0), 0)
+
+
+@triton.jit
+def logs_between_transposed(logs, rows, columns):
+    """The same with the earlier tokens in the rows. logs: of the columns' tokens."""
+    return tl.cumsum(tl.where(columns[None, :] > rows[:, None], logs[None, :], 0.0), 1)
+
+
+@triton.jit
+def segment_numbers(segments, b, first, rows, LENGTH: tl.constexpr):
+    """The numbers of the tokens' segments, -1 for padding."""
+    return tl.load(segments + b.to(tl.int64) * LENGTH + first + rows, mask=first + rows < LENGTH, other=-1)
+
+
+@triton.jit
+def segment_before(segments, b, chunk, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The segment of the state before a chunk that has tokens: padding comes last in a row."""
+    at = b.to(tl.int64) * LENGTH + chunk * CHUNK - 1
+    return tl.load(segments + at, mask=chunk > 0, other=0)
+
+
+@triton.jit
+def segment_after(segments, b, chunk, LENGTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The segment of the state after a chunk that has tokens, and -1 after one that has none."""
+    return tl.max(segment_numbers(segments, b, chunk * CHUNK, tl.arange(0, CHUNK), LENGTH), 0)
+
+
+@triton.jit
+def chunk_factor(
+    log, segments, b, chunk, head, LENGTH: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
+    DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """By which the state shrinks over a chunk; 0 where another segment begins in it."""
+    factor = 1.0
+    if DECAY:
+        rows = tl.arange(0, CHUNK)
+        factor = tl.exp(tl.sum(log_decays(log, b, chunk * CHUNK, rows, head, LENGTH, HEADS), 0))
+    if SEGMENTS:
+        after = segment_after(segments, b, chunk, LENGTH, CHUNK)
+        kept = (after < 0) | (after == segment_before(segments, b, chunk, LENGTH, CHUNK))
+        factor = tl.where(kept, factor, 0.0)
+    return factor

@@ -1,0 +1,142 @@
+"""The sizes that the kernels of recurrences are compiled with, and what they cannot run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.triton.core import bridge
+from pallas_kernels.triton.core.sizes import padded
+
+#: Features of queries and keys that one program holds.
+MOST_FEATURES = 256
+#: Features of the values, which are cut into tiles.
+MOST_VALUES = 512
+
+
+class Launch(NamedTuple):
+    """Features of the values in a program, and Triton's warps and stages."""
+
+    values: int
+    num_warps: int
+    num_stages: int
+
+
+class SumSizes(NamedTuple):
+    """Sizes of the sums of outer products.
+
+    Attributes:
+      chunk: tokens between two states that are kept. block: keys that a kernel reads at once.
+      rows: queries of a program, a multiple of `block`, of which `chunk` is a multiple.
+      scan, scan_stages: numbers of a state in a program of the scan, and the chunks that it loads ahead.
+    """
+
+    chunk: int
+    block: int
+    rows: int
+    scan: int
+    scan_stages: int
+    sums: Launch
+    outputs: Launch
+    query_gradient: Launch
+    key_gradient: Launch
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes of the delta rule.
+
+    Attributes:
+      chunk: tokens between two states, and of a triangular inverse.
+      spans: the most parts of a row that are walked at the same time. least_span: the fewest chunks of one.
+    """
+
+    chunk: int
+    spans: int
+    least_span: int
+    chunks: Launch
+    states: Launch
+    outputs: Launch
+    local_gradient: Launch
+    state_gradient: Launch
+    value_gradient: Launch
+    query_gradient: Launch
+    key_gradient: Launch
+
+
+# By the least compute capability and the most padded features of a query that they are for. Chosen by the compiler's
+# counts of registers and spills (`python -m eval.gpu_costs`).
+_SUMS = {
+    (90, 128): SumSizes(
+        256, 64, 64, 512, 4, Launch(128, 8, 2), Launch(128, 4, 2), Launch(128, 8, 2), Launch(128, 8, 2)
+    ),
+    (90, 256): SumSizes(
+        256, 64, 64, 512, 4, Launch(64, 8, 2), Launch(128, 8, 2), Launch(128, 8, 1), Launch(128, 8, 1)
+    ),
+    (80, 128): SumSizes(
+        256, 64, 64, 512, 4, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1)
+    ),
+    (80, 256): SumSizes(
+        256, 32, 32, 512, 4, Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1)
+    ),
+}
+_DELTAS = {
+    (90, 128): DeltaSizes(
+        64, 16, 8, Launch(128, 4, 1), Launch(32, 4, 2), Launch(128, 8, 1), Launch(128, 8, 1), Launch(32, 4, 2),
+        Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+    ),
+    (90, 256): DeltaSizes(
+        64, 16, 8, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+        Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+    ),
+    (80, 128): DeltaSizes(
+        64, 16, 8, Launch(64, 8, 1), Launch(32, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1),
+        Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+    ),
+    (80, 256): DeltaSizes(
+        32, 16, 8, Launch(64, 8, 1), Launch(32, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1), Launch(32, 8, 1),
+        Launch(64, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1),
+    ),
+}  # fmt: skip
+# float32 takes twice the registers and shared memory of a 16-bit type.
+_FLOAT32 = (
+    SumSizes(64, 32, 32, 512, 4, *4 * [Launch(32, 8, 1)]),
+    DeltaSizes(32, 16, 8, *8 * [Launch(32, 8, 1)]),
+)
+# Small tiles keep Triton's interpreter quick and show every kind of edge.
+_INTERPRETED = (
+    SumSizes(64, 16, 32, 128, 1, *4 * [Launch(16, 4, 1)]),
+    DeltaSizes(32, 3, 2, *8 * [Launch(16, 4, 1)]),
+)
+
+
+def sum_sizes(features: int, dtype: Any) -> SumSizes:
+    """The sizes for queries of so many features and a type, on the GPU that is compiled for."""
+    if bridge.interprets():
+        return _INTERPRETED[0]
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32[0]
+    return _SUMS[bridge.tuned_for(c for c, _ in _SUMS), max(128, padded(features))]
+
+
+def delta_sizes(features: int, dtype: Any) -> DeltaSizes:
+    """The same for the delta rule."""
+    if bridge.interprets():
+        return _INTERPRETED[1]
+    if jnp.dtype(dtype).itemsize > 2:
+        return _FLOAT32[1]
+    return _DELTAS[bridge.tuned_for(c for c, _ in _DELTAS), max(128, padded(features))]
+
+
+def recurrence_obstacle(query: Any, key: Any, value: Any) -> str | None:
+    """Why the kernels cannot serve arrays of these shapes and dtypes; None if they can."""
+    missing = bridge.obstacle()
+    if missing is not None:
+        return missing
+    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"query must be float32, bfloat16 or float16, got {query.dtype}"
+    if query.shape[3] > MOST_FEATURES:
+        return f"queries must have at most {MOST_FEATURES} features, got {query.shape[3]}"
+    if value.shape[3] > MOST_VALUES:
+        return f"values must have at most {MOST_VALUES} features, got {value.shape[3]}"
+    return None

@@ -1,0 +1,74 @@
+"""The first screen of a training command's help, and the list of its presets."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from train.cli.summary import mechanism_names
+from train.engine.fields import Mark, marked
+
+
+def first_screen(presets: Mapping[str, Any], default: str, name: str, *, prog: str, about: str) -> str:
+    """What a command does, its most used options, and examples: at most 24 lines of at most 80 characters.
+
+    Args:
+      presets: configurations by name. default: the one that is used when none is named.
+      name: the one whose values are shown.
+      prog, about: the command, and a line about it.
+    """
+    config = presets[name]
+    chooses = "model" not in marked(type(config), Mark.DECIDED)
+    shown = [
+        ("--mechanism NAME", f"the attention of the layers ({_mechanisms(config)})")
+        if chooses
+        else ("--seed N", f"of the order of the data and of the new parameters ({config.loop.seed})"),
+        ("--steps N", f"training steps ({config.loop.steps})"),
+        ("--batch N", f"rows of a step ({config.loop.batch})"),
+        ("--learning_rate X", f"the highest learning rate ({config.optimizer.learning_rate:g})"),
+        ("--workdir DIR", "the run's folder (runs/PRESET); the same again resumes"),
+    ]
+    other = next((preset for preset in presets if preset != default), default)
+    needed = [path.rpartition(".")[2] for path in marked(type(presets[default]), Mark.NEEDED)]
+    data = "".join(f" --{field} {'FILE' if field == 'data' else 'DIR'}" for field in needed)
+    unnamed = f"PRESET is {default} where none is named"
+    unnamed += "." if name == default else f"; the values below are from {name}."
+    lines = [
+        f"usage: {prog} [PRESET] [OPTIONS]",
+        "",
+        *textwrap.wrap(f"{about} {unnamed}", 80),
+        "",
+        *(f"  {option:<19}{meaning}" for option, meaning in shown),
+        "",
+        "examples:",
+        f"  {prog}{f' {default}{data}' if data else ''}",
+        f"  {prog} {other}{data} --workdir runs/mine",
+        f"  {prog} {default}{data}{' --mechanism local' if chooses else ''} --steps 200",
+        "",
+        f"  {'--presets':<19}lists the {len(presets)} presets",
+        f"  {'--help-all':<19}lists all options, with their defaults",
+    ]
+    return "\n".join(lines)
+
+
+def preset_list(presets: Mapping[str, Any]) -> str:
+    """A line for each preset: its name, layers x width, mechanism, and how long it trains."""
+    width = max(map(len, presets))
+    attention = max(len(_mechanisms(config)) for config in presets.values())
+    header = f"{'preset':<{width}}  {'layers x width':>14}  {'attention':<{attention}}      training"
+    return "\n".join(
+        [
+            header,
+            *(
+                f"{name:<{width}}  {f'{config.model.num_layers} x {config.model.d_model}':>14}  "
+                f"{_mechanisms(config):<{attention}} {config.loop.steps:>9,} steps of {config.loop.batch} rows"
+                for name, config in presets.items()
+            ),
+        ]
+    )
+
+
+def _mechanisms(config: Any) -> str:
+
+    return mechanism_names(config.model)

@@ -1,0 +1,176 @@
+"""The one training command behind `python -m train.lm`, `train.lra` and the others."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from train.cli.options import parse
+from train.cli.summary import beginning, ending, num_parameters
+from train.data.dataset import forget_unstarted
+from train.engine.batch import HeldOut, Stream, num_tokens
+from train.engine.checkpoint import Checkpoints
+from train.engine.config_file import read_values
+from train.engine.errors import UserError
+from train.engine.folder import alone_in
+from train.engine.hosts import check_shared, gather, is_lead, join, lead_first
+from train.engine.loop import another_configuration, train
+from train.engine.mesh import open_mesh
+from train.engine.metrics import RunReport, announce, log
+from train.engine.storage import as_os_errors, check_client, user_cache
+from train.engine.throughput import in_words
+from train.tasks.task import Task, read_config
+
+
+def train_main(tasks: Sequence[Task[Any, Any]], argv: Sequence[str], *, name: str) -> None:
+    """Trains what a command line asks for; see `--help`.
+
+    Args:
+      tasks: those whose presets the command knows; the first one's default preset is the command's.
+      argv: the arguments, without the program's name.
+      name: the command's module, "train.lm".
+
+    Raises:
+      UserError, RunError, Stopped: see `train.engine.loop.train`.
+    """
+    presets = {preset: config for task in tasks for preset, config in task.presets.items()}
+    workdir = _only_workdir(argv)
+    if workdir and is_started(workdir):
+        run_task(*read_config(tasks, epath.Path(workdir) / "config.json"))
+        return
+    config = parse(presets, tasks[0].default_preset, argv, prog=f"python -m {name}", about=tasks[0].about)
+    run_task(next(task for task in tasks if task.config_class is type(config)), config)
+
+
+def _only_workdir(argv: Sequence[str]) -> str | None:
+    """The folder, if the command line is `--workdir DIR` and nothing else."""
+    words = argv[0].split("=", 1) if len(argv) == 1 else argv
+    return words[1] if len(words) == 2 and words[0] == "--workdir" else None
+
+
+def is_started(workdir: str) -> bool:
+    """Whether a folder has a run with checkpoints."""
+    folder = epath.Path(workdir)
+    with contextlib.suppress(OSError, UserError), as_os_errors():
+        return (folder / "config.json").exists() and bool(Checkpoints(folder / "checkpoints").steps())
+    return False
+
+
+def run_task(task: Task[Any, Any], config: Any, report: RunReport | None = None) -> None:
+    """Trains what a configuration asks for, from the newest checkpoint in its folder, and logs what comes of it.
+
+    Args:
+      task: the task of the configuration.
+      config: the configuration; its folder is `config.loop.workdir`.
+      report: what shows the progress, see `train.engine.loop.train`.
+
+    Raises:
+      UserError, RunError, Stopped: see `train.engine.loop.train`.
+    """
+    check_client("--workdir", config.loop.workdir)
+    announce(f"{task.name}: starting in {config.loop.workdir}")
+    join(config.hosts)
+    keep_programs(config.loop.compilation_cache)
+    with alone_in(config.loop.workdir):
+        _run_task(task, config, report)
+
+
+def _run_task(task: Task[Any, Any], config: Any, report: RunReport | None) -> None:
+    check_shared(config.loop.workdir, task.to_json(config))
+    _check_task(task, config.loop.workdir)
+    mesh = open_mesh(config.mesh, config.loop, config.model, length=task.row_length(config))
+    if task.is_sized_by_data:
+        data = _load(task, config)
+        config = task.sized(config, data)
+        model = task.build(config)
+    else:  # checked first: to make the data may take minutes
+        config = task.sized(config)
+        model = task.build(config)
+        data = _load(task, config)
+    streams = task.streams(config, data, mesh)
+    check_alike(streams.training, streams.held_out)
+    objective = task.objective(model, config)
+    introduction = beginning(
+        config.loop,
+        config.model,
+        parameters=num_parameters(jax.eval_shape(objective.init, jax.random.key(0))),
+        mesh=mesh,
+        data=task.describe_data(config, data),
+        tokens=num_tokens(task.batch_shapes(config, config.loop.batch)),
+    )
+    began = time.monotonic()
+    state, measured, rates = train(
+        objective,
+        config.loop,
+        config.optimizer,
+        config={"network": type(model).__name__, **task.to_json(config)},
+        differences=lambda old: task.differences(old, config),
+        stream=streams.training,
+        held_out=streams.held_out,
+        full_held_out=streams.full_held_out,
+        mesh=mesh,
+        introduction=introduction,
+        report=report,
+    )
+    seconds = time.monotonic() - began
+    if rates:
+        log(in_words(rates))
+    log(ending(config.loop, step=int(state.step), seconds=seconds, measured=measured))
+    task.finish(config, data, model, state.params, mesh)
+    for words in task.next_commands(config, data):
+        log(f"next: python -m {shlex.join(words)}")
+
+
+def keep_programs(folder: str) -> None:
+    """Keeps compiled programs for the next start in a folder: the given one, else the one that JAX has been given, else
+    the user's; "none" keeps none."""
+    if folder == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif folder or jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", folder or str(user_cache() / "xla"))
+
+
+def check_alike(stream: Stream, held_out: HeldOut) -> None:
+    """Refuses processes that do not have the same data, such as files of one name with other texts on their hosts.
+
+    Raises:
+      UserError: some have another state of input than the first, or other held-out data; raised by all processes.
+    """
+    first, *others = gather({**stream.get_state(), "held_out": held_out.digest})
+    differing = [number for number, state in enumerate(others, 1) if state != first]
+    if differing:
+        numbers = ", ".join(map(str, differing))
+        raise UserError(
+            f"--data: process {numbers} of {len(others) + 1} has other data than the first; expected the same "
+            "on all hosts"
+        )
+
+
+def _check_task(task: Task[Any, Any], workdir: str) -> None:
+    """Refuses the folder of another task's run before anything is written into it, such as a tokenizer.
+
+    Raises:
+      UserError: the folder has checkpoints of another task.
+    """
+    folder = epath.Path(workdir)
+    try:
+        values = read_values(folder / "config.json")
+    except UserError:  # no run, or one whose damage is reported when it is opened
+        return
+    other = values["task"]
+    if other != task.name and Checkpoints(folder / "checkpoints").steps():
+        raise another_configuration(workdir, [f"task {other} -> {task.name}"])
+
+
+def _load(task: Task[Any, Any], config: Any) -> Any:
+    """The data of a run. The first process makes what is missing; the others wait and find it."""
+    with lead_first("data"):
+        if is_lead():
+            forget_unstarted(config.loop.workdir)
+        return task.load(config, ("train", "valid"))

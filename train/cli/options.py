@@ -1,0 +1,237 @@
+"""Configurations of runs, and the command line that sets them.
+
+A configuration is a frozen dataclass of parts. The command line shows the fields of its main parts side by side
+(`--steps`, `--d_model`, `--learning_rate`); the fields of the mechanism, the mesh and the processes keep their prefix
+(`--mechanism.window`). `--mechanism NAME` replaces the mechanism's whole dataclass, so it is read before the other
+options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+import brl_jax
+from brl_jax.layers import MECHANISMS
+from brl_jax.models import StackConfig
+from train.cli.help import first_screen, preset_list
+from train.cli.hints import hint_for
+from train.engine.config_file import flatten, option_name, to_json
+from train.engine.errors import UserError
+from train.engine.fields import Mark, marked
+
+T = TypeVar("T")
+R = TypeVar("R", bound="RunConfig")
+M = TypeVar("M", bound=StackConfig)
+
+# Command-line options that take the name of a mechanism; each is also the model's field that it sets. The first one is
+# for models with an encoder and a decoder, and is set first: by default the encoder has the decoder's mechanism.
+_MECHANISM_FIELDS = ("encoder_mechanism", "mechanism", "late_mechanism")
+# An error about an unknown preset names this many; --presets lists all of them.
+_PRESETS_SHOWN = 30
+
+
+def parse(presets: Mapping[str, R], default_preset: str, argv: Sequence[str], *, prog: str, about: str) -> R:
+    """The configuration that a command line `[PRESET] [--mechanism NAME] [OPTIONS]` asks for.
+
+    Without `--workdir` the run's folder is runs/PRESET. `--help` prints the most used options, `--help-all` all of
+    them, both with the values of the preset that is named, and `--presets` the presets; each exits.
+
+    Args:
+      presets: configurations by name.
+      default_preset: the preset used when none is named.
+      argv: the arguments, without the program's name.
+      prog, about: the program's name and a line about it, for the help.
+
+    Raises:
+      UserError: an unknown preset, mechanism or option (with the nearest name), or a value out of range.
+    """
+    rest = list(argv)
+    if "--presets" in argv:
+        print(preset_list(presets))
+        raise SystemExit(0)
+    _check_version(argv)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else default_preset
+    if name not in presets:
+        raise UserError(f"PRESET: {_unknown(name, presets, _PRESETS_SHOWN)}")
+    if {"-h", "--help"} & set(argv):
+        print(first_screen(presets, default_preset, name, prog=prog, about=about))
+        raise SystemExit(0)
+    config: Any = presets[name]
+    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, workdir=f"runs/{name}"))
+    for field in _mechanism_fields(config):
+        config = dataclasses.replace(config, model=_swap_mechanism(config.model, field, rest))
+    description = (
+        f"{about}\n\nPRESET is one of {', '.join(presets)}; the default is {default_preset}. "
+        f"--mechanism NAME and --late_mechanism NAME choose another mechanism: {', '.join(MECHANISMS)}. "
+        f"The defaults below come from {name} (and from the mechanism that is named)."
+    )
+    return parse_options(config, rest, prog=f"{prog} [PRESET]", about=description)
+
+
+def parse_options(default: T, argv: Sequence[str], *, prog: str, about: str) -> T:
+    """`default` (a dataclass) with the options of argv set; `--help` and `--help-all` print them and exit.
+
+    Raises:
+      UserError: an unknown option (with the nearest one) or an invalid value, in one line.
+    """
+    _check_version(argv)
+    complaint, screen = io.StringIO(), io.StringIO()
+    options = option_names(default)
+    _check_repeated(argv, options)
+    # tyro colours what it prints on a terminal, whatever NO_COLOR says, but not into a buffer.
+    plain = contextlib.redirect_stdout(screen) if os.environ.get("NO_COLOR") else contextlib.nullcontext()
+    try:
+        with contextlib.redirect_stderr(complaint), plain:
+            config, unknown = tyro.cli(
+                type(default),
+                prog=prog,
+                description=about,
+                args=["--help" if word == "--help-all" else word for word in argv],
+                default=default,
+                return_unknown_args=True,
+                use_underscores=True,
+                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            print(screen.getvalue(), end="")
+            raise
+        raise UserError(_with_option(_one_line(complaint.getvalue()), options)) from None
+    except ValueError as error:  # raised by a part whose fields have no prefix
+        raise UserError(_with_option(str(error), options)) from error
+    if unknown:
+        option = unknown[0].split("=")[0]
+        if not option.startswith("-"):
+            raise UserError(
+                f"unexpected argument {option!r}; expected options (--NAME VALUE), the preset first"
+            )
+        name = _name_of(option)
+        if name in options:  # a mechanism's name, which was taken out of argv when it was first named
+            raise UserError(f"--{name} is given twice; expected it once")
+        raise UserError(
+            f"unknown option {option}: {hint_for(name, options, _decided_options(default), default)}"
+        )
+    return config
+
+
+def _name_of(word: str) -> str:
+    return word.split("=")[0].lstrip("-").replace("-", "_")
+
+
+def _check_version(argv: Sequence[str]) -> None:
+    """Prints the version and exits if it is asked for."""
+    if "--version" in argv:
+        print(f"brl-jax {brl_jax.__version__}")
+        raise SystemExit(0)
+
+
+def _check_repeated(argv: Sequence[str], options: Sequence[str]) -> None:
+    """Raises UserError if an option is given twice: tyro would silently take the last one."""
+    given = [_name_of(word) for word in argv if word.startswith("--")]
+    for name in dict.fromkeys(given):
+        if name in options and given.count(name) > 1:
+            raise UserError(f"--{name} is given twice; expected it once")
+
+
+def _with_option(message: str, options: Sequence[str]) -> str:
+    """A message with its first word, where that is a field's name, replaced by the field's option."""
+    return f"--{message}" if message.split(" ", 1)[0].rstrip(",") in options else message
+
+
+def _mechanism_fields(config: Any) -> tuple[str, ...]:
+    """The options that take the name of a mechanism in this configuration."""
+    if "model" in marked(type(config), Mark.DECIDED):
+        return ()
+    model = getattr(config, "model", None)
+    return _MECHANISM_FIELDS if hasattr(model, "encoder_mechanism") else _MECHANISM_FIELDS[1:]
+
+
+def _swap_mechanism(model: M, field: str, rest: list[str]) -> M:
+    """Takes `--field NAME` out of `rest` and gives the model's field the named mechanism, at its defaults."""
+    spellings = (f"--{field}", f"--{field.replace('_', '-')}")
+    at = next((i for i, word in enumerate(rest) if word.split("=")[0] in spellings), None)
+    if at is None:
+        return model
+    _, equals, name = rest.pop(at).partition("=")
+    if not equals:
+        if at == len(rest) or rest[at].startswith("-"):
+            raise UserError(f"--{field}: expected one of {', '.join(MECHANISMS)}")
+        name = rest.pop(at)
+    if field != "mechanism" and name == "none":
+        return _replace(model, field, None)
+    if name not in MECHANISMS:
+        raise UserError(f"--{field}: {_unknown(name, MECHANISMS, len(MECHANISMS))}")
+    if type(getattr(model, field)) is MECHANISMS[name]:
+        return model
+    mechanism = MECHANISMS[name]()
+    if field == "encoder_mechanism":  # the encoder has its own layers
+        return _replace(model, field, mechanism)
+    # --num_layers is not read yet: the preset's number of layers, rounded up to whole blocks of the mechanism.
+    layers = -(-model.num_layers // mechanism.group) * mechanism.group
+    return _replace(model, field, mechanism, num_layers=layers)
+
+
+def _replace(part: Any, field: str, value: Any, **others: Any) -> Any:
+    try:
+        return dataclasses.replace(part, **{field: value, **others})
+    except ValueError as error:
+        raise UserError(f"--{field}: {error}") from error
+
+
+def _unknown(name: str, known: Mapping[str, Any], num_shown: int) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    shown = ", ".join(list(known)[:num_shown])
+    more = f" and {len(known) - num_shown} more (see --presets)" if len(known) > num_shown else ""
+    return f"got {name!r}; {hint}expected one of {shown}{more}"
+
+
+def _one_line(complaint: str) -> str:
+    """The error that tyro prints in a box, as one line: what is wrong, and what the option expects.
+
+    tyro has errors as objects too, but only in a private module (`tyro._errors`) that it may change in any release.
+    """
+    text = "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", complaint).splitlines())
+    # The top of the frame holds a title; on a terminal that knows ASCII only, the frame is a line and a rule.
+    body = text.partition("╮\n" if "╮" in text else "-\n")[2]
+    lines = [line.strip("│╰╯ \t") for line in body.splitlines()]
+    rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")]
+    message = " ".join(lines[: rules[0]] if rules else lines)
+    message = re.sub(r"^Error parsing (loop|data|model|optimizer|[A-Z]\w*): ", "", message)
+    message = re.sub(
+        r"^Error parsing (?:model\.)?(mesh|hosts|(?:late_|encoder_)?mechanism): ", r"\1.", message
+    )
+    message = message.removeprefix("Error parsing ")
+    message = re.sub(r"invalid choice '(.*?)' .*Expected one of \((.*?)\)\.?", _with_nearest, message)
+    usage = [lines[i + 1] for i, line in enumerate(lines[:-1]) if line == "Argument helptext:"]
+    return message + (f"; expected {usage[0]}" if usage else "")
+
+
+def _with_nearest(choice: re.Match[str]) -> str:
+    near = difflib.get_close_matches(choice[1], re.findall(r"'(.*?)'", choice[2]), n=1)
+    return choice[0].removesuffix(".") + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def option_names(config: Any) -> list[str]:
+    """Names of the options that set the fields of a configuration."""
+    paths = [path for path in flatten(to_json(config)) if not _is_decided(config, path)]
+    return [*_mechanism_fields(config), *(option_name(path) for path in paths if not path.endswith(".name"))]
+
+
+def _decided_options(config: Any) -> set[str]:
+    """Names of the fields that are not options, because the task or its data set them."""
+    return {option_name(path) for path in flatten(to_json(config)) if _is_decided(config, path)}
+
+
+def _is_decided(config: Any, path: str) -> bool:
+    decided = marked(type(config), Mark.DECIDED)
+    return any(path == name or path.startswith(f"{name}.") for name in decided)

@@ -1,0 +1,67 @@
+"""What a command prints about a run: what is about to be trained, and what came out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from brl_jax.layers import mechanism_name
+from brl_jax.models import EncoderDecoderConfig, StackConfig
+from train.engine.config import LoopConfig
+from train.engine.metrics import clock
+from train.engine.step import perplexity
+
+
+def num_parameters(params: Any) -> int:
+    """The number of parameters in a pytree of arrays or of their shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def mechanism_names(config: StackConfig) -> str:
+    """The names of a network's mechanisms, for people: "diag+norm", and "linformer to full" where an encoder has
+    another than its decoder."""
+    used = (config.mechanism, config.late_mechanism)
+    names = "+".join(dict.fromkeys(mechanism_name(mechanism) for mechanism in used if mechanism is not None))
+    encoder = config.encoder_mechanism if isinstance(config, EncoderDecoderConfig) else None
+    return names if encoder is None else f"{mechanism_name(encoder)} to {names}"
+
+
+def beginning(
+    loop: LoopConfig, model: StackConfig, *, parameters: int, mesh: Mesh, data: str, tokens: int
+) -> list[str]:
+    """Lines about a run that is about to be trained.
+
+    Args:
+      loop, model: its settings. parameters: their number. mesh: the devices.
+      data: the data in a few words. tokens: tokens of a step, with padding.
+    """
+    devices = mesh.devices.size
+    divided = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "not divided"
+    kind = mesh.devices.flat[0].device_kind
+    return [
+        f"model: {mechanism_names(model)}, layers {model.num_layers} x {model.d_model}, {parameters:,} parameters",
+        f"devices: {devices} ({kind}), mesh: {divided}",
+        f"data: {data}",
+        f"training: {loop.steps:,} steps of {tokens:,} tokens ({loop.batch} rows), in {loop.workdir}",
+    ]
+
+
+def ending(loop: LoopConfig, *, step: int, seconds: float, measured: Mapping[str, float]) -> str:
+    """The line about a run that is done.
+
+    Args:
+      step: its last step. seconds: how long this process trained. measured: the last evaluation
+        (`train.engine.evaluation.held_out_metrics`); a text's has bits per byte, and the perplexity is shown too.
+    """
+    values = {name.removeprefix("val_").replace("_", " "): value for name, value in measured.items()}
+    if "bits per byte" in values:
+        values = {"perplexity": perplexity(measured["val_loss"]), **values}
+    if "loss" in values:
+        values = {"loss": values.pop("loss"), **values}
+    shown = "".join(f", {name} {value:.4f}" for name, value in values.items())
+    held_out = f"; held-out{shown[1:]}" if shown else ""
+    return f"done: {step:,} steps in {loop.workdir}, {clock(seconds)}{held_out}"

@@ -1,0 +1,160 @@
+"""What every tokenizer is: the interface, and text in pieces as tokenizers read it."""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+from jaxtyping import Int
+
+from train.data.splits import DocumentStart
+from train.engine.errors import UserError
+from train.engine.storage import write_whole
+
+PIECE = 1 << 20
+_SMALL_PIECE, _BATCH_BYTES, _BATCH_PIECES = 1 << 16, 1 << 22, 4096
+NO_EXTRA = np.zeros((0, 2), np.int64)
+
+
+class Encoded(NamedTuple):
+    """Tokens of a piece of text, and the places where a token encodes another number of bytes than `token_bytes` says.
+
+    ids: (n,) integers. extra: (k, 2) int64, rows (index in ids, bytes of the text beyond token_bytes[id]).
+    starts: whether a document starts with this piece.
+    """
+
+    ids: np.ndarray
+    extra: np.ndarray
+    starts: bool
+
+
+class Tokenizer(abc.ABC):
+    """Text to integers in [0, vocab_size) and back.
+
+    spec: its name on the command line. token_bytes: (vocab_size,) int64, the bytes of text that each token usually
+    encodes.
+    """
+
+    spec: str
+    token_bytes: Int[np.ndarray, " vocab"]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return len(self.token_bytes)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest of uint8, uint16 and int32 that holds every token."""
+        size = self.vocab_size
+        return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32)
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that the encoding of a text depends on."""
+        return hashlib.sha256(json.dumps([self.spec, self._payload()]).encode()).hexdigest()
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> Int[np.ndarray, " length"]:
+        """Tokens of `text`, (length,) int32. Raises UserError where a part of the text has no token."""
+
+    def encode_example(self, text: str) -> Int[np.ndarray, " length"]:
+        """Tokens of a text of a data set, (length,) int32: unknown words and characters have a token too.
+
+        Raises UserError where a part of the text has no token and the tokenizer has none for unknown ones.
+        """
+        return self.encode(text)
+
+    @abc.abstractmethod
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
+        """Text of the tokens; bytes that are not UTF-8 become U+FFFD."""
+
+    @abc.abstractmethod
+    def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
+        """Tokens of a long text given as `text_pieces`, a piece at a time; unknown words have a token too. No token has
+        text of two documents.
+
+        Raises UserError where the text is not UTF-8 (bytes: never).
+        """
+
+    def _payload(self) -> dict[str, str]:
+        """Files, by name, that `load_tokenizer` needs in addition to the spec."""
+        return {}
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes tokenizer_config.json and the files that it needs (bpe: tokenizer.json, words: vocab.txt, chars:
+        characters.json).
+
+        Each file is written under another name and renamed; the configuration comes last, so that a folder that has it
+        is whole.
+        """
+        folder = epath.Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"tokenizer": self.spec, "digest": self.digest, "vocab_size": self.vocab_size}
+        files = self._payload() | {"tokenizer_config.json": json.dumps(config) + "\n"}
+        for name, text in files.items():
+            write_whole(folder / name, text)
+
+
+def decode_piece(piece: bytes) -> str:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--data: the text is not UTF-8 ({piece[error.start : error.start + 8]!r}); "
+            "convert it, or use --tokenizer bytes"
+        ) from error
+
+
+def check_utf8(text: str) -> None:
+    """Raises UserError for a text with bytes that the command line could not decode, or with half a surrogate pair."""
+    if not text.isascii() and text.encode(errors="replace").decode() != text:
+        raise UserError(
+            f"text is not UTF-8: {text!r}; expected text that is, or a model with --tokenizer bytes"
+        )
+
+
+def text_pieces(blocks: Iterable[bytes], size: int = PIECE) -> Iterator[bytes]:
+    """The blocks' text in pieces of up to `size` bytes, each cut after a line if possible, else after a blank, else
+    after a character, and where a document ends. The first piece of a document is a `DocumentStart`."""
+    pending, kind = bytearray(), bytes
+    for block in blocks:
+        if isinstance(block, DocumentStart):
+            if pending:
+                yield kind(pending)
+            pending, kind = bytearray(), DocumentStart
+        pending += block
+        start = 0
+        while len(pending) - start > size:
+            stop = start + size
+            cut = pending.rfind(b"\n", start, stop) + 1 or pending.rfind(b" ", start, stop) + 1
+            if not cut:
+                cut = stop
+                while cut > stop - 3 and pending[cut] & 0xC0 == 0x80:
+                    cut -= 1
+            yield kind(pending[start:cut])
+            start, kind = cut, bytes
+        del pending[:start]
+    if pending:
+        yield kind(pending)
+
+
+def piece_batches(pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """The pieces in smaller ones, a batch at a time, for a library that spreads a batch over the cores and keeps some
+    hundred bytes a token until it is done."""
+    batch: list[bytes] = []
+    size = 0
+    for piece in text_pieces(pieces, _SMALL_PIECE):
+        batch.append(piece)
+        size += len(piece)
+        if len(batch) == _BATCH_PIECES or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

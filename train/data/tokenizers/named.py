@@ -1,0 +1,225 @@
+"""Tokenizers by name: bytes, characters, byte-level BPE and words, behind one interface that also counts
+the text's bytes."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+from jaxtyping import Int
+
+from brl_jax.fields import MOST
+from brl_jax.json_files import read_json
+from train.data.splits import DocumentStart
+from train.data.tokenizers.base import NO_EXTRA, Encoded, Tokenizer, check_utf8, decode_piece, piece_batches
+from train.data.tokenizers.published import PretrainedTokenizer, is_pretrained
+from train.data.tokenizers.vocabularies import CharactersTokenizer, WordsTokenizer
+from train.engine.errors import UserError
+
+_UNCASED = "bpe-uncased"
+_EXPECTED = (
+    "bytes, chars, chars:MIN_COUNT, chars:max=SIZE, bpe:SIZE, bpe-uncased:SIZE, words, words:MIN_COUNT, "
+    "words:max=SIZE, a tokenizer.json or .model file, or hf:NAME (as hf:gpt2)"
+)
+# BPE learns from this much text at most: its merges settle long before, and the trainer keeps every
+# distinct word in memory.
+_TRAINING_BYTES = 1 << 29
+_LARGEST = 1 << 24
+
+
+class BytesTokenizer(Tokenizer):
+    """The bytes of the text in UTF-8: 256 symbols, none unknown."""
+
+    spec = "bytes"
+    token_bytes = np.ones(256, np.int64)
+
+    def encode(self, text: str) -> Int[np.ndarray, " length"]:
+        # Bytes that the command line could not decode arrive as surrogates, one for each byte.
+        return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
+        return np.asarray(ids).astype(np.uint8).tobytes().decode(errors="replace")
+
+    def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
+        for piece in pieces:
+            yield Encoded(np.frombuffer(piece, np.uint8), NO_EXTRA, isinstance(piece, DocumentStart))
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level byte-pair encoding, by the tokenizers library.
+
+    Sennrich et al. 2016 (arXiv:1508.07909, algorithm 1) on bytes instead of characters, as in GPT-2. Every text can be
+    encoded, and decoding restores it exactly.
+    """
+
+    def __init__(self, spec: str, model: Any):
+        self.spec = spec
+        self._model = model
+        # In the byte-level alphabet each byte is one character.
+        tokens = [model.id_to_token(i) for i in range(model.get_vocab_size())]
+        self.token_bytes = np.array([len(t) for t in tokens], np.int64)
+
+    @classmethod
+    def train(cls, size: int, pieces: Iterable[bytes]) -> BPETokenizer:
+        """Learns up to `size` tokens from the text."""
+        import tokenizers
+
+        model = tokenizers.Tokenizer(tokenizers.models.BPE())
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        model.train_from_iterator(map(decode_piece, _head(pieces, _TRAINING_BYTES)), _bpe_trainer(size))
+        return cls(f"bpe:{size}", model)
+
+    def encode(self, text: str) -> Int[np.ndarray, " length"]:
+        check_utf8(text)
+        return np.array(self._model.encode(text).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " length"]) -> str:
+        return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def encode_corpus(self, pieces: Iterable[bytes]) -> Iterator[Encoded]:
+        for batch in piece_batches(pieces):
+            encodings = self._model.encode_batch_fast([decode_piece(piece) for piece in batch])
+            for piece, encoding in zip(batch, encodings, strict=True):
+                ids = np.array(encoding.ids, self.dtype)
+                yield Encoded(ids, NO_EXTRA, isinstance(piece, DocumentStart))
+
+    def _payload(self) -> dict[str, str]:
+        return {"tokenizer.json": self._model.to_str()}
+
+
+def _train_uncased(size: int, pieces: Iterable[bytes]) -> PretrainedTokenizer:
+    """Up to `size` byte pairs of words, as in uncased BERT (arXiv:1810.04805): the text loses its case,
+    its accents and the kinds of its blanks, and each punctuation mark is a word. A word so has one form at the start of
+    a sentence and inside it, in running text and in text whose marks stand between blanks.
+
+    The pieces are byte pairs and not WordPiece's because the library's trainer of those gives another vocabulary each
+    time, and has no token for a character that it has not seen.
+    """
+    import tokenizers
+
+    words = tokenizers.pre_tokenizers.BertPreTokenizer()
+    # A blank in front of every word distinguishes its start from a piece inside.
+    bytes_of_words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.normalizer = tokenizers.normalizers.BertNormalizer()
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, bytes_of_words])
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.train_from_iterator(map(decode_piece, _head(pieces, _TRAINING_BYTES)), _bpe_trainer(size))
+    return PretrainedTokenizer(f"{_UNCASED}:{size}", {"tokenizer.json": model.to_str()})
+
+
+def _bpe_trainer(size: int) -> Any:
+    import tokenizers
+
+    return tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+
+def _head(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """The first pieces, until they have `size` bytes."""
+    for piece in pieces:
+        yield piece
+        size -= len(piece)
+        if size <= 0:
+            return
+
+
+def check_tokenizer(spec: str) -> None:
+    """Raises UserError unless `spec` is a tokenizer that `train_tokenizer` can make."""
+    _parse(spec)
+
+
+def _parse(spec: str) -> Callable[[Callable[[], Iterable[bytes]]], Tokenizer]:
+    kind, colon, rest = spec.partition(":")
+    if spec == "bytes":
+        return lambda pieces: BytesTokenizer()
+    if is_pretrained(spec):
+        return lambda pieces: PretrainedTokenizer.open(spec)
+    if kind in ("bpe", _UNCASED):
+        if not rest.isdecimal() or not 256 < int(rest) <= _LARGEST:
+            raise UserError(
+                f"--tokenizer: {kind}:SIZE needs a whole number from 257 to {_LARGEST}, got {spec!r}"
+            )
+        learn = BPETokenizer.train if kind == "bpe" else _train_uncased
+        return lambda pieces: learn(int(rest), pieces())
+    if kind in ("words", "chars"):
+        learner, least = (WordsTokenizer, 3) if kind == "words" else (CharactersTokenizer, 2)
+        match = re.fullmatch(r"(max=)?(\d+)", rest) if colon else None
+        if colon and (match is None or not (least if match[1] else 1) <= int(match[2]) <= MOST):
+            raise UserError(
+                f"--tokenizer: {kind} takes a count of at least 1 ({kind}:3) "
+                f"or a size of at least {least} ({kind}:max=50000), got {spec!r}"
+            )
+        number = int(match[2]) if match else 1
+        limits = (
+            {"min_count": 1, "size": number} if match and match[1] else {"min_count": number, "size": None}
+        )
+        return lambda pieces: learner.train(spec, pieces(), **limits)
+    near = difflib.get_close_matches(kind.lower(), ["bytes", "chars", "bpe", _UNCASED, "words"], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"--tokenizer: unknown tokenizer {spec!r}, expected {_EXPECTED}{hint}")
+
+
+def train_tokenizer(spec: str, pieces: Callable[[], Iterable[bytes]]) -> Tokenizer:
+    """Makes the tokenizer that `spec` names; all but bytes learn their vocabulary from the pieces.
+
+    Args:
+      spec: bytes, bpe:SIZE, bpe-uncased:SIZE, words[:MIN_COUNT] or words:max=SIZE, the same with chars, or one that
+      exists
+        already (`train.data.tokenizers.published`).
+      pieces: returns the training text as `text_pieces`; called only where a vocabulary is learnt.
+
+    Raises:
+      UserError: an unknown or ill-formed spec, or text that is not UTF-8.
+    """
+    return _parse(spec)(pieces)
+
+
+def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
+    """Reads what `Tokenizer.save` wrote.
+
+    Raises:
+      UserError: no tokenizer there, or one that cannot be read.
+    """
+    folder = epath.Path(directory)
+    fields = {"tokenizer": str, "digest": str, "vocab_size": int}
+    try:
+        config = read_json(folder / "tokenizer_config.json", fields)
+        tokenizer = _read(config["tokenizer"], folder)
+        if tokenizer.digest != config["digest"]:
+            raise ValueError(
+                f"its files are not those that were saved: the vocabulary had {config['vocab_size']} tokens, now it "
+                f"has {tokenizer.vocab_size}"
+            )
+        return tokenizer
+    except FileNotFoundError as error:
+        raise UserError(
+            f"no tokenizer in {directory}: {error.filename or 'tokenizer_config.json'} is missing"
+        ) from error
+    except Exception as error:  # the parsers of damaged files raise all kinds of errors
+        raise UserError(f"the tokenizer in {directory} cannot be read: {error}") from error
+
+
+def _read(spec: str, folder: epath.Path) -> Tokenizer:
+    if spec == "bytes":
+        return BytesTokenizer()
+    if spec.startswith("bpe:"):
+        import tokenizers
+
+        return BPETokenizer(
+            spec, tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_bytes().decode())
+        )
+    if is_pretrained(spec) or spec.startswith(f"{_UNCASED}:"):
+        return PretrainedTokenizer.load(spec, folder)
+    if spec.startswith("chars"):
+        return CharactersTokenizer(spec, read_json(folder / "characters.json", list[str]))
+    return WordsTokenizer(spec, (folder / "vocab.txt").read_bytes().decode().split("\n")[:-1])

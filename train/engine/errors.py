@@ -1,0 +1,63 @@
+"""Errors of a command, and how its user sees them: one line on stderr and an exit status."""
+
+from __future__ import annotations
+
+import errno
+import zlib
+
+#: What reading a file raises that is missing, cut off or damaged, compressed or not.
+UNREADABLE = (OSError, EOFError, zlib.error)
+
+
+class UserError(ValueError):
+    """Input that a user can correct: one line that names the option, what it got and what is expected."""
+
+
+class RunError(RuntimeError):
+    """A run that started and cannot continue: one line that says why and names the last good checkpoint."""
+
+
+def is_memory_shortage(error: BaseException) -> bool:
+    """Whether an exception says that the process or its devices are out of memory."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = (
+        "RESOURCE_EXHAUSTED",
+        "Out of memory",
+        "bad_alloc",
+        "can't start new thread",
+        "Cannot allocate memory",
+    )
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+# The clients of object stores raise their own exceptions as well as OSError.
+_CLIENTS = ("aiohttp", "botocore", "fsspec", "gcsfs", "google", "requests", "s3fs")
+
+
+def is_client_error(error: BaseException) -> bool:
+    """Whether an exception comes from the client of an object store."""
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+class Stopped(Exception):
+    """A run that a signal stopped, after saving; the line says how to resume it.
+
+    signum: the signal's number.
+    """
+
+    def __init__(self, message: str, signum: int):
+        super().__init__(message)
+        self.signum = signum
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """An exception's first cause in one line of at most `limit` characters: its beginning and its end, or its
+    class's name if it has no message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    half = (limit - 5) // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"

@@ -1,0 +1,48 @@
+"""What a configuration's field says about itself, as part of its type.
+
+steps: Free[int] = 1000              a run that is resumed may have another value
+vocab_size: Decided[int] = 256       the task or its data set it: there is no such option
+pretrained: Needed[str] = ""         no run begins without it, so that the examples of --help name it
+model: Annotated[ModelConfig, Flat]  its fields are options without a prefix (--d_model, not --model.d_model)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import typing
+from collections.abc import Iterator
+from typing import Annotated, TypeVar
+
+import tyro
+
+from brl_jax.configuration import part_of
+
+T = TypeVar("T")
+
+
+class Mark(enum.Enum):
+    """What a field may say."""
+
+    FREE = "a run that is resumed may change it"
+    DECIDED = "the task or its data set it"
+    NEEDED = "no run begins without it"
+
+
+Free = Annotated[T, Mark.FREE]
+Decided = Annotated[T, Mark.DECIDED, tyro.conf.Fixed, tyro.conf.Suppress]
+Needed = Annotated[T, Mark.NEEDED]
+Flat = tyro.conf.arg(name="")
+
+
+def marked(kind: type, mark: Mark, prefix: str = "") -> Iterator[str]:
+    """The dotted names of the fields with a mark, in a dataclass and its parts; a marked part counts for all of its
+    fields."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    plain = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        part = part_of(plain[field.name])
+        if mark in getattr(hints[field.name], "__metadata__", ()):
+            yield prefix + field.name
+        elif part is not None:
+            yield from marked(part, mark, f"{prefix}{field.name}.")

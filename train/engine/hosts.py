@@ -1,0 +1,214 @@
+"""Several processes as one run: how they find each other, what only one of them does, and what happens when one is
+lost.
+
+`jax.distributed` does the work. Every process runs the same program on the same numbers, so that all of them make the
+same decisions; what only one may see (a signal) is agreed upon first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import importlib.util
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from brl_jax.fields import Checked, Count, Natural
+from train.engine.config_file import differences
+from train.engine.errors import UserError, one_line
+from train.engine.storage import as_os_errors
+from train.engine.watchdog import WATCHDOG
+
+# A process that is silent for this long counts as lost. Gloo and the TPU's runtime mostly notice sooner.
+_HEARTBEAT_SECONDS = 30
+_MEETING_SECONDS = 300
+# How long a file that one process has written may take to be seen by the others, over a network file system.
+_SHARING_SECONDS = 15
+# Dotted names of a configuration's fields that may differ between processes: the paths of one folder, and their places.
+_OWN = ("loop.workdir", "hosts")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsConfig(Checked):
+    """The processes of a run. On one host, on TPU slices and under SLURM the defaults work."""
+
+    coordinator: str | None = None
+    """HOST:PORT at which the first process waits for the others; the same for all."""
+    processes: Count | None = None
+    """Number of processes."""
+    process: Natural | None = None
+    """Which of them this is, counted from 0."""
+
+    def __post_init__(self):
+        given = (self.coordinator, self.processes, self.process)
+        if any(value is None for value in given) and any(value is not None for value in given):
+            raise ValueError(
+                "coordinator, processes and process must be given together, "
+                f"got {self.coordinator}, {self.processes} and {self.process}"
+            )
+        if self.coordinator is None or self.processes is None or self.process is None:
+            return
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"coordinator must be HOST:PORT, got {self.coordinator!r}")
+        if self.process >= self.processes:
+            raise ValueError(f"process must be at least 0 and below {self.processes}, got {self.process}")
+
+
+def join(config: HostsConfig) -> None:
+    """Connects to the other processes, before anything uses devices; with one process it does nothing.
+
+    Raises:
+      UserError: they did not connect within five minutes.
+    """
+    if jax.distributed.is_initialized() or not (config.coordinator is not None or _in_a_cluster()):
+        return
+    try:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.processes,
+            config.process,
+            initialization_timeout=_MEETING_SECONDS,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and config.coordinator is None and "SLURM_PROCID" not in os.environ:
+            return  # TPUs outside a cluster, where this is the only process
+        raise UserError(f"--hosts: the processes did not meet: {one_line(error)}") from error
+    if jax.process_count() > 1:
+        WATCHDOG.start()
+
+
+def check_shared(workdir: str, config: Mapping[str, Any]) -> None:
+    """Makes sure that all processes see one folder and were given the same options, without which they would wait for
+    each other for ever; with one process it does nothing.
+
+    The first process writes its options under a new name in the folder, and the others must read them there.
+
+    Args:
+      workdir: the folder as this process names it.
+      config: the configuration as JSON.
+
+    Raises:
+      UserError: some process does not find the file or has other options; raised by all processes.
+    """
+    if jax.process_count() == 1:
+        return
+    folder = epath.Path(workdir)
+    token = np.frombuffer(secrets.token_bytes(8), np.uint8)
+    is_new, problem = True, ""
+    if is_lead():
+        with contextlib.suppress(OSError), as_os_errors():  # the others do not find it, then
+            is_new = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            _shared_file(folder, token).write_text(json.dumps(config))
+    token = multihost_utils.broadcast_one_to_all(token)
+    path = _shared_file(folder, token)
+    given_up = time.monotonic() + _SHARING_SECONDS
+    try:
+        with as_os_errors():
+            while not path.exists() and time.monotonic() < given_up and not is_lead():
+                time.sleep(0.1)
+            others = differences(json.loads(path.read_text()), json.loads(json.dumps(config)), _OWN)
+        problem = f"has other options than the first process: {', '.join(others)}" if others else ""
+    except (OSError, ValueError):
+        problem = f"does not find in {workdir} what the first process wrote there"
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem)))
+    if is_lead():
+        with contextlib.suppress(OSError), as_os_errors():  # it could not be written
+            path.unlink(missing_ok=True)
+        if is_new and len(failed):
+            with contextlib.suppress(OSError), as_os_errors():  # it is not empty
+                folder.rmdir()
+    if len(failed):
+        count = jax.process_count()
+        problem = problem or f"does not see the same folder {workdir} or has other options (see its own line)"
+        who = jax.process_index() if jax.process_index() in failed else failed[0]
+        raise UserError(
+            f"--workdir: process {who} of {count} {problem}; expected one folder that all processes see, and the "
+            "same options"
+        )
+
+
+def _shared_file(folder: epath.Path, token: np.ndarray) -> epath.Path:
+    return folder / f".shared-by-all-processes-{bytes(token).hex()}"
+
+
+def _in_a_cluster() -> bool:
+    """Whether the environment says that there are other processes, or may know of some, as on a TPU slice."""
+    # A batch script that has not called srun has the number of its tasks too, and is alone.
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_NODELIST" in os.environ:
+        return True
+    if len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
+        return True
+    chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+    return bool(chips) and importlib.util.find_spec("libtpu") is not None
+
+
+def is_lead() -> bool:
+    """Whether this process is the one that writes files and prints."""
+    return jax.process_index() == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """A JSON value of each process, in the order of the processes; all of them must call this together."""
+    if jax.process_count() == 1:
+        return [value]
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(content)))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(content)] = content
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist())]
+
+
+@contextlib.contextmanager
+def lead_first(name: str) -> Iterator[None]:
+    """A context that the first process leaves before the others enter it: they find what it made."""
+    many = jax.process_count() > 1
+    if many and not is_lead():
+        multihost_utils.sync_global_devices(name)
+    yield
+    if many and is_lead():
+        multihost_utils.sync_global_devices(name)
+
+
+def preempted(step: int) -> bool:
+    """Whether all processes must stop after this step because one of them got SIGTERM; all return True at the same
+    step.
+
+    Called by every process once a step; False where there is one process, which handles its signals itself.
+    """
+    return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
+
+
+@contextlib.contextmanager
+def ending_together(workdir: str) -> Iterator[None]:
+    """A context in which the loss of another process ends this one at once, with a line and exit status 1.
+
+    An orderly exit would wait for the lost process. Where JAX notices the loss first, because the other process is
+    silent, it ends this process with its own message.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(
+            f"process {jax.process_index()} of {jax.process_count()} has lost another one, or cannot continue itself: "
+            f"{one_line(error)}; started again, all resume from the last checkpoint in {workdir}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)

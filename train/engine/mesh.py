@@ -1,0 +1,178 @@
+"""How a run's arrays are sharded over the mesh: its state, its batches, and the rows each process reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from brl_jax.models import StackConfig
+from brl_jax.sharding import MeshConfig, make_mesh, parameter_shardings, partition_spec, row_shards
+from train.engine.batch import Batch
+from train.engine.config import LoopConfig
+from train.engine.errors import UserError
+from train.engine.optimizer import OptimizerConfig, optimizer_of
+from train.engine.step import Objective, TrainState, init_state, make_train_step
+
+
+def open_mesh(
+    config: MeshConfig,
+    loop: LoopConfig,
+    model: StackConfig,
+    devices: Sequence[Any] | None = None,
+    *,
+    length: int | None = None,
+) -> Mesh:
+    """The mesh of a run; it divides the run's rows, tokens, heads and widths evenly.
+
+    Args:
+      config, loop, model: the run's settings.
+      devices: by default of all processes.
+      length: tokens of a row, where all rows have the same length.
+
+    Raises:
+      UserError: sizes that don't multiply to the number of devices, or don't divide what is sharded over them.
+    """
+    try:
+        mesh = make_mesh(config, devices)
+    except ValueError as error:
+        raise UserError(f"--{error}") from error
+    rows, shards = loop.microbatch, row_shards(mesh)
+    if rows % shards:
+        each = f" / --accumulation {loop.accumulation} = {rows} rows" if loop.accumulation > 1 else " rows"
+        raise UserError(
+            f"--batch: expected a multiple of {shards * loop.accumulation}, so that mesh.data {mesh.shape['data']} x "
+            f"mesh.fsdp {mesh.shape['fsdp']} share the rows of a step evenly, got {loop.batch}{each}"
+        )
+    sequence = mesh.shape["sequence"]
+    if length is not None and sequence > 1:
+        if length % sequence:
+            raise UserError(f"--length: expected a multiple of --mesh.sequence {sequence}, got {length}")
+        for mechanism in model.mechanisms:
+            try:
+                mechanism.check_stretches(length, sequence)
+            except ValueError as error:
+                raise UserError(f"--mesh.sequence {sequence}: --mechanism.{error}") from error
+    tensor = mesh.shape["tensor"]
+    key_heads = model.num_heads if model.num_kv_heads is None else model.num_kv_heads
+    for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", key_heads)):
+        if heads % tensor:
+            raise UserError(f"--mesh.tensor: expected a divisor of --{name} {heads}, got {tensor}")
+    return mesh
+
+
+class TrainingPrograms(NamedTuple):
+    """The jitted programs of a run on a mesh.
+
+    Attributes:
+      fresh: makes the first state.
+      step: (state, batch) -> (state, metrics), see `make_train_step`; the state that it is given is donated.
+      shardings: of the state's arrays.
+    """
+
+    fresh: Callable[[], TrainState]
+    step: Any
+    shardings: Any
+
+
+def training_programs(
+    mesh: Mesh, objective: Objective, config: OptimizerConfig, loop: LoopConfig
+) -> TrainingPrograms:
+    """The programs of a run, to be called or lowered under `jax.set_mesh(mesh)`.
+
+    The optimiser's moments are sharded like their parameters, the memory by its rows; the rest is replicated.
+
+    Raises:
+      UserError: a parameter that the mesh doesn't divide.
+    """
+    rows = loop.microbatch
+    boxed = jax.eval_shape(objective.init, jax.random.key(0))
+    optimizer, schedule = optimizer_of(config, loop.steps, boxed, objective.rates(boxed))
+
+    def fresh() -> TrainState:
+        params_key, run_key = jax.random.split(jax.random.key(loop.seed))
+        return init_state(
+            objective,
+            nn.unbox(objective.init(params_key)),
+            optimizer,
+            key=run_key,
+            rows=rows,
+            accumulation=loop.accumulation,
+            log_gradient_std=loop.log_gradient_std,
+        )
+
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def stacked(array: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec((None, *names), array.shape, dict(mesh.shape)))
+
+    state = jax.eval_shape(fresh)
+    try:
+        params = parameter_shardings(mesh, boxed)
+    except ValueError as error:
+        raise UserError(f"--{error}") from error
+    shardings = state.replace(
+        step=whole,
+        params=params,
+        opt_state=optax.tree.map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            state.opt_state,
+            params,
+            transform_non_params=lambda _: whole,
+        ),
+        key=whole,
+        memory=objective.memory_names(state.memory, rows, stacked),
+        moments=jax.tree.map(lambda _: whole, state.moments),
+    )
+    step = make_train_step(objective, optimizer, schedule, loop.accumulation)
+    return TrainingPrograms(
+        jax.jit(fresh, out_shardings=shardings),
+        jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
+        shardings,
+    )
+
+
+def host_rows(mesh: Mesh, rows: int) -> Int[np.ndarray, " own"]:
+    """The indices of the batch's rows that this process's devices need, ascending; all of them where they are
+    replicated."""
+    parts = rows_sharding(mesh, rows, 1).addressable_devices_indices_map((rows,)).values()
+    return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
+
+
+def place_batch(mesh: Mesh, batch: Batch, rows: int) -> Batch:
+    """The arrays of a batch, sharded over the mesh by rows.
+
+    Args:
+      batch: those rows that `host_rows` names. rows: the number of rows of all processes together.
+    """
+    own = host_rows(mesh, rows)
+
+    def place(value: Any) -> jax.Array:
+        value = np.asarray(value)
+
+        def shard(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(rows)
+            first = int(np.searchsorted(own, start))
+            return value[first : first + stop - start]
+
+        sharding = rows_sharding(mesh, rows, value.ndim)
+        return jax.make_array_from_callback((rows, *value.shape[1:]), sharding, shard)
+
+    reset, whole = np.asarray(batch.reset), NamedSharding(mesh, PartitionSpec())
+    return Batch(
+        {name: place(value) for name, value in batch.arrays.items()},
+        jax.make_array_from_callback((), whole, lambda _: reset),
+    )
+
+
+def rows_sharding(mesh: Mesh, rows: int, dims: int) -> NamedSharding:
+    """The sharding of an array of a batch with this many rows and dimensions."""
+    names = ("batch", *(None for _ in range(dims - 1)))
+    return NamedSharding(mesh, partition_spec(names, (rows,) + (1,) * (dims - 1), dict(mesh.shape)))

@@ -1,0 +1,288 @@
+"""The reports of a run: metrics.jsonl, TensorBoard events, and progress bars or plain lines."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from etils import epath
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from brl_jax.json_files import parse_json
+from train.engine.errors import UserError, one_line
+from train.engine.hosts import is_lead
+from train.engine.storage import Mirror, as_os_errors, is_remote, user_cache, write_whole
+from train.engine.tensorboard_log import TensorboardLog
+from train.engine.wandb_log import WandbLog
+
+T = TypeVar("T")
+
+# Without a terminal, a line is printed at the first step and then at this interval.
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+# soft_wrap: the terminal breaks long lines.
+_CONSOLE = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def announce(message: str) -> None:
+    """Prints a line on stderr where that is a terminal, whose user waits while the data and the network are made. It
+    prints nothing elsewhere, where a command that ends with an error prints that line alone."""
+    if _CONSOLE.is_terminal:
+        _CONSOLE.print(message, markup=False)
+
+
+def log(message: str) -> None:
+    """Prints a line on stderr, above the progress bar if there is one; of several processes only the first prints."""
+    if is_lead():
+        _CONSOLE.print(message, markup=False)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """A context in which nothing is logged."""
+    before, _CONSOLE.quiet = _CONSOLE.quiet, True
+    try:
+        yield
+    finally:
+        _CONSOLE.quiet = before
+
+
+def tracked(pieces: Iterable[T], sizes: Sequence[int], title: str) -> Iterator[T]:
+    """The pieces as they are made, with progress on stderr: a bar on a terminal, otherwise a line now and then.
+
+    Args:
+      sizes: the number of examples of each piece. title: what is made.
+    """
+    began = last_line = time.monotonic()
+    done, total = 0, sum(sizes)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not (_CONSOLE.is_terminal and is_lead())
+    with Progress(*columns, console=_CONSOLE, transient=True, disable=hidden) as progress:
+        task = progress.add_task(title, total=total)
+        for piece, size in zip(pieces, sizes, strict=True):
+            done += size
+            progress.update(task, completed=done)
+            now = time.monotonic()
+            if hidden and now - last_line >= _SECONDS_BETWEEN_LINES:
+                last_line = now
+                log(f"{title}: {done:,} of {total:,}  {clock((now - began) / done * (total - done))} left")
+            yield piece
+
+
+class MetricsLog:
+    """metrics.jsonl, one JSON object a line and one line a step, and TensorBoard events.
+
+    A run that is resumed after step s first drops the lines after s, so that no step appears twice. Of several
+    processes the first one writes. In object storage the files are copies of local ones (`storage.Mirror`).
+
+    Args:
+      workdir: the run's folder.
+      last_step: the last step whose line stays; -1 starts an empty file.
+      tensorboard: whether to write event files.
+      wandb_config: sends the metrics to Weights & Biases, with this configuration.
+
+    Raises:
+      OSError: the folder cannot be written.
+      UserError: Weights & Biases cannot be used.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        last_step: int,
+        tensorboard: bool,
+        wandb_config: Mapping[str, Any] | None = None,
+    ):
+        self._file = self._events = self._mirror = self._wandb = None
+        if not is_lead():
+            return
+        folder = Path(workdir)
+        if wandb_config is not None:
+            where = user_cache() if is_remote(workdir) else folder
+            self._wandb = WandbLog(os.fspath(workdir), where, wandb_config)
+        written = [epath.Path(workdir) / "metrics.jsonl"]
+        if is_remote(workdir):
+            self._mirror = Mirror(epath.Path(workdir), log)
+            folder = self._mirror.folder
+            written.append(
+                epath.Path(folder / "metrics.jsonl")
+            )  # what the store did not take from the last process
+        path = folder / "metrics.jsonl"
+        with as_os_errors():
+            kept = [
+                [(line, values["step"]) for line, values in _whole_lines(each) if values["step"] <= last_step]
+                for each in written
+            ]
+        lines = max(kept, key=len)
+        missing = last_step - len({step for _, step in lines if step > 0})
+        if missing > 0:
+            log(f"{path} has no line of {missing} of the {last_step} steps before; they stay missing")
+        write_whole(epath.Path(path), "".join(f"{line}\n" for line, _ in lines))
+        # Unbuffered and in append mode, each line is one write; one that a crash cut off is dropped at the next start.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._events = TensorboardLog(folder, last_step) if tensorboard else None
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Adds a line; it must have "step", and finite numbers otherwise. Raises OSError where it cannot be written."""
+        if self._file is None:
+            return
+        _write_all(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
+        if self._wandb is not None:
+            self._wandb.write(line)
+        if self._events is not None:
+            self._events.write(line)
+
+    def sync(self) -> bool:
+        """Copies the files to object storage, if that is where the run is; returns whether it has them."""
+        if self._mirror is None:
+            return True
+        if self._events is not None:
+            self._events.flush()
+        return self._mirror.sync()
+
+    def close(self) -> None:
+        """Closes the files, and copies them to object storage."""
+        if self._file is not None:
+            self._file.close()
+        if self._events is not None:
+            self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
+        if self._mirror is not None:
+            self._mirror.close()
+
+
+def _write_all(file: BinaryIO, content: bytes) -> None:
+    """Writes to a file without a buffer, where a disk that becomes full takes a part without an error.
+
+    Raises:
+      OSError: not all of it could be written.
+    """
+    if file.write(content) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without one that a crash cut off.
+
+    Raises:
+      UserError: there is no such file, or it cannot be read.
+    """
+    path = epath.Path(workdir) / "metrics.jsonl"
+    try:
+        with as_os_errors():
+            if not path.exists():
+                raise UserError(f"--workdir: no run there: {path} is missing")
+            return [values for _, values in _whole_lines(path)]
+    except OSError as error:
+        raise UserError(f"--workdir: {path} cannot be read: {error.strerror or one_line(error)}") from error
+
+
+def _whole_lines(path: epath.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a metrics.jsonl and what they hold, without those that a crash cut off."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            yield line, parse_json(line, {"step": int})
+
+
+class RunReport(Protocol):
+    """A context manager that shows a run's progress."""
+
+    def __enter__(self) -> RunReport: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Shows a step that is done; `line` is its line in metrics.jsonl."""
+
+    def busy(self, note: str) -> None:
+        """Shows what the run does between steps."""
+
+
+class Reporter:
+    """A context manager that shows a run's progress: a bar on a terminal, otherwise a line now and then.
+
+    Args:
+      steps: steps of the whole run. start: steps done before.
+    """
+
+    def __init__(self, steps: int, start: int):
+        self._steps = steps
+        self._start = start
+        self._began = self._last_line = time.monotonic()
+        self._first = True
+        self._progress: Progress | None = None
+        if _CONSOLE.is_terminal and is_lead():
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=_CONSOLE,
+            )
+            self._task = self._progress.add_task("training", total=steps, completed=start, note="compiling")
+
+    def __enter__(self) -> Reporter:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Shows a step that is done; `line` is its line in metrics.jsonl."""
+        step, rate = line["step"], line["tokens_per_second"]
+        note = f"loss {line['loss']:.4f}  {_thousands(rate)} tokens/s"
+        note += f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
+        if "val_loss" in line:
+            note += f"  held-out loss {line['val_loss']:.4f}"
+            note += f", accuracy {line['val_accuracy']:.1%}" if "val_accuracy" in line else ""
+        now = time.monotonic()
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, note=note)
+            if "val_loss" in line:
+                log(f"step {step}: {note}")
+        elif self._first or "val_loss" in line or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            left = (
+                (now - self._began) / (step - self._start) * (self._steps - step) if step > self._start else 0
+            )
+            log(f"step {step}/{self._steps}  {note}  {clock(left)} left")
+        self._first = False
+
+    def busy(self, note: str) -> None:
+        """Shows what the run does between steps."""
+        if self._progress is not None:
+            self._progress.update(self._task, note=note)
+
+
+def _thousands(rate: float) -> str:
+    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """A time as hours, minutes and seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,152 @@
+"""AdamW with a warm-up, a decaying learning rate, clipping, and weight decay on matrices only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from brl_jax.fields import Checked, NonNegative, Positive, Range
+
+Schedule = Callable[[Any], Any]
+
+# Axes that do not turn a vector into a matrix: the one that stacks equal layers, those without a name, and the cores of
+# structured weights, whose size is limited where they are used. Nor does "head_dim" next to one of _HEADS, whose
+# features it divides.
+_NO_FEATURES = ("layers", "block_in", None)
+_HEADS = ("heads", "kv_heads", "groups")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(Checked):
+    """AdamW (Loshchilov & Hutter 2019) and its learning rate."""
+
+    learning_rate: Positive = 5e-4
+    """The highest learning rate, reached at the end of the warm-up."""
+    warmup_steps: Annotated[int, Range(0, 2**31 - 1)] = 100
+    """Steps in which the learning rate grows from nearly 0 to its highest value."""
+    decay: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
+    """How it falls after that: "cosine" or "linear" to final_share of the highest rate at the last step, "inverse_sqrt"
+    by sqrt(warmup_steps / step)."""
+    final_share: Annotated[float, Range(0, 1)] = 0.1
+    """Share of the highest learning rate that "cosine" and "linear" end with."""
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Decay of the running mean of gradients."""
+    beta2: Annotated[float, Range(0, below=1)] = 0.95
+    """Decay of the running mean of their squares."""
+    epsilon: Positive = 1e-8
+    """Added to the square root of that mean."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay of matrices; biases, norms and other vectors are not decayed."""
+    clip_norm: NonNegative = 1.0
+    """Gradients with a larger global norm are scaled down to this norm; 0 switches clipping off."""
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
+    """The learning rate as a function of the number of steps done (int or int32 scalar) -> float32 scalar.
+
+    Linear warm-up: step s (from 0) of `warmup_steps` has the share (s + 1) / warmup_steps, so that the first step
+    moves the parameters too. Then, after k steps: cosine, final + (1 - final) (1 + cos(pi (k - warmup) / (steps -
+    warmup))) / 2 (Loshchilov & Hutter 2017, eq. 5), linear between the same ends, or inverse square root,
+    sqrt(warmup / k) (Vaswani et al. 2017, section 5.3).
+
+    Args:
+      config: the optimiser's settings.
+      steps: the number of steps of the whole run, where "cosine" and "linear" end.
+    """
+    highest, warmup = config.learning_rate, config.warmup_steps
+    match config.decay:
+        case "cosine":
+            decay = optax.cosine_decay_schedule(highest, max(steps - warmup, 1), config.final_share)
+        case "linear":
+            # As a float, because optax computes with it in int32, where the largest counts do not fit.
+            decay = optax.linear_schedule(
+                highest, config.final_share * highest, float(max(steps - warmup, 1))
+            )
+        case "inverse_sqrt":
+            first = max(warmup, 1)
+
+            def decay(count):
+                return highest * jnp.sqrt(first / jnp.maximum(count + warmup, first))
+        case _:
+            decay = optax.constant_schedule(highest)
+    if warmup:
+        # optax counts the steps of each schedule from its own start.
+        rise = optax.linear_schedule(highest / warmup, highest, warmup - 1)
+        decay = optax.join_schedules([rise, decay], [warmup])
+    # As a float, because optax mixes the count with floats, which strict promotion (the tests') refuses.
+    return lambda count: jnp.asarray(decay(jnp.asarray(count, jnp.float32)), jnp.float32)
+
+
+def decayed(boxed_params: Any) -> Any:
+    """Which parameters are matrices: a pytree of bools like the unboxed parameters.
+
+    A parameter's logical axis names distinguish a stack of vectors (one a layer) from a matrix; its shape does not.
+    Biases never count as matrices.
+
+    Args:
+      boxed_params: the parameters as `model.init` returns them, with their logical axis names, or their
+      shapes.
+    """
+    specs = nn.get_partition_spec(boxed_params)
+
+    def is_matrix(path: Any, leaf: Any, spec: PartitionSpec) -> bool:
+        if is_bias(path):
+            return False
+        if not spec:
+            return leaf.ndim >= 2
+        without = (*_NO_FEATURES, "head_dim") if any(axis in _HEADS for axis in spec) else _NO_FEATURES
+        return sum(axis not in without for axis in spec) >= 2
+
+    return jax.tree_util.tree_map_with_path(is_matrix, nn.unbox(boxed_params), specs)
+
+
+def is_bias(path: Any) -> bool:
+    """Whether the parameter at a path of jax.tree_util is a bias, by its name."""
+    last = jax.tree_util.keystr(path[-1:], simple=True)
+    return last == "bias" or last.endswith("_bias")
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: Schedule, decay_mask: Any, rates: Any = None
+) -> optax.GradientTransformation:
+    """Clipping, then AdamW with `schedule` and weight decay where `decay_mask` (see `decayed`) is True.
+
+    `rates`: the factor on the learning rate of each parameter (`mup`), a pytree of floats like the parameters;
+    None for one rate. The weight decay keeps the schedule's rate: the smaller rates of a wide model do not weaken it.
+    """
+    adamw = optax.chain(
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
+        *([] if rates is None else [_scale_each(rates)]),
+        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+    chain = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm else adamw
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # optax raises floats to integer powers, which strict promotion (the tests') refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return chain.update(updates, state, params)
+
+    return optax.GradientTransformation(chain.init, update)
+
+
+def optimizer_of(
+    config: OptimizerConfig, steps: int, boxed_params: Any, rates: Any
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The optimiser of a run with this number of steps, and its schedule; see `decayed` and `make_optimizer`."""
+    schedule = make_schedule(config, steps)
+    return make_optimizer(config, schedule, decayed(boxed_params), rates), schedule
+
+
+def _scale_each(rates: Any) -> optax.GradientTransformation:
+    """Multiplies each update by its float in `rates`."""
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(lambda u, rate: u * jnp.asarray(rate, u.dtype), updates, rates)
+    )

@@ -1,0 +1,54 @@
+"""A trace of some steps, for TensorBoard or XProf: --profile 10:20."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import jax
+
+from train.engine.metrics import log
+from train.engine.storage import is_remote, user_cache
+
+
+def parse_steps(spec: str) -> range:
+    """The steps of "10:20", both included; empty for "". Raises ValueError for anything else."""
+    if not spec:
+        return range(0)
+    match = re.fullmatch(r"(\d+):(\d+)", spec)
+    steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if not steps or steps.start < 1:
+        raise ValueError(f"profile must be FIRST:LAST, two steps in ascending order, got {spec!r}")
+    return steps
+
+
+class Profiler:
+    """Traces the steps of a run that `spec` names, on every process, in workdir/profile. A run in object storage writes
+    to the user's cache, as the profiler writes to local folders only."""
+
+    def __init__(self, spec: str, workdir: str):
+        self._steps = parse_steps(spec)
+        self._folder = os.path.join(user_cache() if is_remote(workdir) else workdir, "profile")
+        self._running = False
+
+    def before(self, step: int) -> None:
+        """Called before a step begins."""
+        if step in self._steps and not self._running:
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def after(self, step: int, metrics: Any) -> None:
+        """Called when a step was handed to the device."""
+        if self._running and step >= self._steps[-1]:
+            jax.block_until_ready(metrics)
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is running."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+            log(
+                f"profile of steps {self._steps[0]} to {self._steps[-1]}: tensorboard --logdir {self._folder}"
+            )

@@ -1,0 +1,246 @@
+"""One step of training and one of evaluation: pure functions of (state, batch), for any task.
+
+The task is given as an `Objective`. What is carried from batch to batch (`memory`) is a pytree that only the task
+interprets. The caller jits the step, with the shardings it wants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, UInt32
+
+from brl_jax.sharding import constrain
+from train.engine.batch import Arrays, Batch, num_rows
+from train.engine.moments import GradientMoments, add_gradient, fresh_moments, relative_deviations
+from train.engine.optimizer import Schedule
+
+
+def random_streams(key: Array | None) -> dict[str, Array]:
+    """The random streams of a network's call in training: "dropout", and "sample" for mechanisms that sample tokens.
+    In evaluation, where key is None, there are no streams."""
+    return {} if key is None else {"dropout": key, "sample": jax.random.fold_in(key, 1)}
+
+
+class Loss(Protocol):
+    """(params, memory, batch, key) -> loss summed over the batch's targets, their weight, the new memory; and,
+    where the objective has `averages`, a mapping from their names to sums over the targets.
+
+    In evaluation key is None: there is no dropout, and samples are always the same.
+    """
+
+    def __call__(self, params: Any, memory: Any, batch: Arrays, key: Array | None) -> tuple[Any, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a task defines for the loop.
+
+    Attributes:
+      init: key -> parameters, boxed with their logical axis names.
+      loss: see `Loss`.
+      init_memory: number of rows -> the empty memory, a pytree or None.
+      averages: names of what is reported with the loss, also averaged over the targets ("accuracy").
+      best: what decides which of two checkpoints did better on held-out data: "loss" (the lower one), or one of the
+        averages (the higher one).
+      rates: boxed parameters -> the factor on the learning rate of each, or None for one rate (`train.engine.mup`).
+      start: the parameters of `init`, unboxed and on their devices -> those that a new run starts from.
+    """
+
+    init: Callable[[Array], Any]
+    loss: Loss
+    init_memory: Callable[[int], Any]
+    averages: tuple[str, ...] = ()
+    best: str = "loss"
+    rates: Callable[[Any], Any] = lambda boxed: None
+    start: Callable[[Any], Any] = lambda params: params
+
+    def sums(
+        self, params: Any, memory: Any, batch: Arrays, key: Array | None
+    ) -> tuple[dict[str, Array], Any]:
+        """The sums over a batch's targets by name, "loss" and "weight" among them, and the new memory."""
+        total, weight, memory, *averages = self.loss(params, memory, batch, key)
+        memory = self.shard_memory(memory, num_rows(batch))
+        return {"loss": total, "weight": weight, **(averages[0] if averages else {})}, memory
+
+    def memory_names(self, memory: Any, rows: int, name: Callable[[Any, tuple[str | None, ...]], Any]) -> Any:
+        """name(array, names of its dimensions) for each array of a memory with this number of rows.
+
+        Only the task interprets its memory; the dimension called "batch" is the one that grows with the number of rows.
+        """
+
+        def one(array: Any, shape: Any, larger: Any) -> Any:
+            pairs = zip(shape.shape, larger.shape)
+            return name(array, tuple(None if size == more else "batch" for size, more in pairs))
+
+        shapes = (jax.eval_shape(lambda n=n: self.init_memory(n)) for n in (rows, rows + 1))
+        return jax.tree.map(one, memory, *shapes)
+
+    def shard_memory(self, memory: Any, rows: int) -> Any:
+        """The memory, sharded over the mesh by its rows."""
+        return self.memory_names(memory, rows, constrain)
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """Everything that a step changes; all of it is saved.
+
+    Attributes:
+      step: () int32, steps done.
+      params: the parameters, unboxed.
+      opt_state: optax's state.
+      key: (2,) uint32, the run's random key; the key of a step is derived from it with `fold_in`.
+      memory: what the rows of each microbatch carry, stacked: leaves (accumulation, ...).
+      moments: of the gradients so far (`train.engine.moments`), or None if they are not logged.
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    opt_state: Any
+    key: UInt32[Array, " key"]
+    memory: Any
+    moments: GradientMoments | None = None
+
+
+def fresh_memory(objective: Objective, rows: int, accumulation: int) -> Any:
+    """The empty memory of `accumulation` microbatches of `rows` rows: leaves (accumulation, ...)."""
+    return jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (accumulation, *leaf.shape)), objective.init_memory(rows)
+    )
+
+
+def init_state(
+    objective: Objective,
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Array,
+    rows: int,
+    accumulation: int,
+    log_gradient_std: bool = False,
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+      params: unboxed parameters; key: the run's typed random key; rows: rows of a microbatch.
+      log_gradient_std: whether steps keep and report the moments of the gradients.
+    """
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optimizer.init(params),
+        key=jax.random.key_data(key),
+        memory=fresh_memory(objective, rows, accumulation),
+        moments=fresh_moments(params) if log_gradient_std else None,
+    )
+
+
+def classification(
+    logits: Float[Array, "*B C"], targets: Int[Array, "*B"]
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+    """The cross-entropy of each target in nats, and 1 where it is the likeliest class, else 0."""
+    right = (logits.argmax(axis=-1).astype(targets.dtype) == targets).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets), right
+
+
+def means(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Sums over targets (see `Objective.sums`) divided by the targets' weight."""
+    return {name: total / sums["weight"] for name, total in sums.items() if name != "weight"}
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats; inf where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def make_train_step(
+    objective: Objective, optimizer: optax.GradientTransformation, schedule: Schedule, accumulation: int
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """(state, batch) -> (state, metrics), to be jitted with the state donated.
+
+    batch: its arrays are (accumulation * rows, ...). Rows [a * rows, (a + 1) * rows) are microbatch a, which carries
+    its own memory. Gradients are summed over the microbatches and divided by the weight of all targets, so that they
+    equal the gradients of one large batch.
+    metrics: float32 scalars "loss" and the objective's averages (means over the targets), "grad_norm" (before
+    clipping), "learning_rate", and where the state has moments "grad_rsd" and "grad_rsd_tensors" of all steps so far
+    (`train.engine.moments`).
+
+    Raises:
+      ValueError: when traced with a number of rows that is not a multiple of accumulation.
+    """
+
+    def train_step(state: TrainState, batch: Batch):
+        total_rows = num_rows(batch.arrays)
+        if total_rows % accumulation:
+            raise ValueError(
+                f"batch rows must be a multiple of accumulation={accumulation}, got {total_rows}"
+            )
+        rows = total_rows // accumulation
+        micro = {
+            name: constrain(
+                x.reshape(accumulation, rows, *x.shape[1:]), (None, "batch", *(None for _ in x.shape[1:]))
+            )
+            for name, x in batch.arrays.items()
+        }
+        memory = jax.tree.map(
+            lambda fresh, old: jnp.where(batch.reset, fresh, old),
+            fresh_memory(objective, rows, accumulation),
+            state.memory,
+        )
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+        def loss(params, memory, batch, key):
+            sums, memory = objective.sums(params, memory, batch, key)
+            return sums["loss"], (sums, memory)
+
+        def microbatch(total, xs):
+            index, batch, memory = xs
+            key = jax.random.fold_in(step_key, index)
+            (_, (sums, memory)), grads = jax.value_and_grad(loss, has_aux=True)(
+                state.params, memory, batch, key
+            )
+            return jax.tree.map(jnp.add, total, (sums, grads)), memory
+
+        names = ("loss", "weight", *objective.averages)
+        zeros = (dict.fromkeys(names, jnp.float32(0.0)), jax.tree.map(jnp.zeros_like, state.params))
+        indices = jnp.arange(accumulation, dtype=jnp.int32)
+        (sums, grads), memory = jax.lax.scan(microbatch, zeros, (indices, micro, memory))
+        grads = jax.tree.map(lambda g: g / sums["weight"].astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            **means(sums),
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+        }
+        moments = state.moments
+        if moments is not None:
+            moments = add_gradient(moments, grads)
+            metrics |= relative_deviations(moments)
+        state = state.replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            memory=memory,
+            moments=moments,
+        )
+        return state, metrics
+
+    return train_step
+
+
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], tuple[dict[str, Array], Any]]:
+    """(params, memory, arrays of a batch) -> (sums over the targets, memory), see `Objective.sums`; no dropout."""
+
+    def eval_step(params, memory, arrays: Arrays):
+        return objective.sums(params, memory, arrays, None)
+
+    return eval_step

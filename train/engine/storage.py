@@ -1,0 +1,203 @@
+"""Folders in object storage (gs://BUCKET/FOLDER): what differs from local ones.
+
+An object appears whole or not at all, but it cannot be appended to or renamed, and a request may fail or take long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from etils import epath
+
+from train.engine.errors import UserError, is_client_error, one_line
+
+# Orbax writes checkpoints to these, and etils reads and writes their files. It knows s3:// only half.
+SCHEMES = ("gs",)
+# How often files that grow are copied to object storage, which takes at most one write of an object a second.
+_SECONDS_BETWEEN_COPIES = 30.0
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an address, SCHEME://..., and not a local one."""
+    return "://" in os.fspath(path)
+
+
+def check_address(name: str, path: str) -> None:
+    """Raises ValueError for a folder's address that runs cannot be kept at; local paths always work.
+
+    Args:
+      name: the option, for the message.
+    """
+    scheme, mark, rest = path.partition("://")
+    if mark and (scheme not in SCHEMES or "/" not in rest.strip("/")):
+        raise ValueError(f"{name} must be a local folder or gs://BUCKET/FOLDER, got {path!r}")
+
+
+def check_local(name: str, path: str | None) -> None:
+    """Raises ValueError for an address of object storage, where only a local folder works.
+
+    Args:
+      name: the option, for the message.
+    """
+    if path is not None and is_remote(path):
+        raise ValueError(f"{name} must be a local folder, got {path!r}")
+
+
+def check_client(option: str, path: str | os.PathLike[str]) -> None:
+    """Makes sure that object storage can be reached at all; called before a run's folder is used.
+
+    Raises:
+      UserError: the path is remote, and is of another store or the package that reads it is not installed.
+    """
+    if not is_remote(path):
+        return
+    try:
+        check_address(option, os.fspath(path))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if importlib.util.find_spec("gcsfs") is None:
+        raise UserError(f"{option}: {os.fspath(path)} needs gcsfs: pip install -e '.[gcs]'")
+    import fsspec
+
+    # What the client reports, with tracebacks, is reported again in one line when it gives up.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # A listing that was remembered would hide what other processes write.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+
+
+@contextlib.contextmanager
+def as_os_errors() -> Iterator[None]:
+    """A context in which what the client of an object store raises is an OSError, as with local files."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or not is_client_error(error):
+            raise
+        raise OSError(one_line(error)) from error
+
+
+def absolute(path: epath.Path) -> epath.Path:
+    """The path from the root; epath.Path.resolve would take gs://... for a name in the working directory."""
+    return path if is_remote(path) else path.resolve()
+
+
+def move(source: epath.Path, target: epath.Path) -> None:
+    """Renames a folder whose new parent need not exist: in object storage an empty folder does not."""
+    if not is_remote(target):
+        source.rename(target)
+        return
+    import fsspec
+
+    files, _ = fsspec.core.url_to_fs(os.fspath(source))
+    files.mv(os.fspath(source), os.fspath(target), recursive=True)
+
+
+def beside(path: epath.Path) -> epath.Path:
+    """A name in the folder of `path` that no other process uses, to write to before renaming."""
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}"
+
+
+def write_whole(path: epath.Path, content: str | bytes) -> None:
+    """Writes `path`, text in UTF-8, under another name that is then renamed; the folder must exist. In object storage a
+    file is whole as soon as it appears."""
+    content = content.encode() if isinstance(content, str) else content
+    if is_remote(path):
+        path.write_bytes(content)
+        return
+    aside = beside(path)
+    try:
+        aside.write_bytes(content)
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def copy_files(source: epath.Path | Path, target: epath.Path | Path, names: Iterable[str]) -> None:
+    """Copies files from folder to folder, in order; each is whole or does not exist.
+
+    Raises:
+      OSError: one is missing or cannot be written.
+    """
+    with as_os_errors():
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            final = epath.Path(target / name)
+            aside = final if is_remote(target) else beside(final)
+            epath.Path(source / name).copy(aside, overwrite=True)
+            if aside != final:
+                aside.replace(final)
+
+
+def user_cache() -> Path:
+    """The user's folder for what can be made again."""
+    return Path.home() / ".cache" / "brl-jax"
+
+
+class Mirror:
+    """A local folder whose files are copied to a remote one: now and then in the background, and when `sync` is called.
+
+    Object storage cannot append to a file. A store that fails for a while stops nothing: the files stay in the local
+    folder, and are copied as soon as it answers.
+
+    Args:
+      remote: the remote folder.
+      log: called with a line when the store begins to fail, and when it answers again.
+      seconds: the time between two copies in the background.
+    """
+
+    def __init__(
+        self, remote: epath.Path, log: Callable[[str], None], seconds: float = _SECONDS_BETWEEN_COPIES
+    ):
+        name = hashlib.sha256(os.fspath(remote).encode()).hexdigest()[:16]
+        self.folder = user_cache() / "unsent" / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remote, self._log, self._seconds = remote, log, seconds
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._failing = False
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._copy_now_and_then, name="mirror", daemon=True)
+        self._thread.start()
+
+    def sync(self) -> bool:
+        """Copies the files that have changed; returns whether the remote folder has all of them."""
+        with self._lock:
+            try:
+                for path in sorted(self.folder.iterdir()):
+                    stat = path.stat()
+                    version = stat.st_size, stat.st_mtime_ns
+                    if self._sent.get(path.name) != version:
+                        copy_files(self.folder, self._remote, [path.name])
+                        self._sent[path.name] = version
+            except OSError as error:
+                if not self._failing:
+                    self._log(
+                        f"cannot write under {self._remote}: {one_line(error)}; its metrics stay in {self.folder} "
+                        "until it answers"
+                    )
+                self._failing = True
+                return False
+            if self._failing:
+                self._failing = False
+                self._log(f"{self._remote} answers again and has all metrics")
+            return True
+
+    def close(self) -> None:
+        """Copies what is left, and empties the local folder unless the store did not take all of it."""
+        self._closed.set()
+        self._thread.join()
+        if self.sync():
+            for path in self.folder.iterdir():
+                path.unlink()
+
+    def _copy_now_and_then(self) -> None:
+        while not self._closed.wait(self._seconds):
+            self.sync()

@@ -1,0 +1,220 @@
+"""A task: everything that is particular to one kind of run. Training and evaluation work with any task.
+
+A new task is one file in train/tasks (or anywhere else) with a configuration class, a subclass of `Task`, and a command
+of two lines:
+
+    def main(argv):
+        train_main([TASK], argv, name="train.copy")
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from train.engine.batch import HeldOut, Stream
+from train.engine.config import RunConfig
+from train.engine.config_file import differences, from_json, read_values, to_json
+from train.engine.errors import UserError
+from train.engine.evaluation import evaluate
+from train.engine.fields import Mark, marked
+from train.engine.metrics import log
+from train.engine.step import Objective, make_eval_step, means
+
+C = TypeVar("C", bound=RunConfig)
+D = TypeVar("D")
+
+
+class Streams(NamedTuple):
+    """The batches of a run: for training, for the evaluations on the way, and for the one at the end."""
+
+    training: Stream
+    held_out: HeldOut
+    full_held_out: HeldOut
+
+
+class Task(abc.ABC, Generic[C, D]):
+    """One kind of run.
+
+    C is the class of its configuration, D what `load` returns: the data of a run.
+
+    Attributes:
+      name: recorded in config.json as "task"; no other task has it.
+      about: a line for --help.
+      config_class: the class of its configuration; no other task has it.
+      presets: named configurations; default_preset: the one used when the command line names none.
+      is_sized_by_data: whether `sized` needs the data; if not, the model is checked before the data are read.
+    """
+
+    name: str
+    about: str
+    config_class: type[C]
+    presets: Mapping[str, C]
+    default_preset: str
+    is_sized_by_data: bool = False
+
+    @abc.abstractmethod
+    def sized(self, config: C, data: D | None = None) -> C:
+        """The configuration with the sizes of the model that the task and its data decide.
+
+        Args:
+          data: None where they are not read, as when a run is only planned.
+
+        Raises:
+          UserError: without the data, the sizes cannot be known.
+        """
+
+    @abc.abstractmethod
+    def model(self, config: C) -> Any:
+        """The network of a configuration (from `sized`). Raises ValueError where its parts don't fit each other."""
+
+    @abc.abstractmethod
+    def objective(self, model: Any, config: C) -> Objective:
+        """What the model is trained on, and how."""
+
+    @abc.abstractmethod
+    def batch_shapes(self, config: C, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a batch with this number of rows (the longest, where lengths differ)."""
+
+    @abc.abstractmethod
+    def load(self, config: C, splits: Sequence[str]) -> D:
+        """Reads or makes the data of some of the splits train, valid and test.
+
+        Raises:
+          UserError: the data cannot be read.
+        """
+
+    @abc.abstractmethod
+    def training_stream(self, config: C, data: D, mesh: Mesh) -> Stream:
+        """The training batches; those rows that belong to this process (`train.engine.mesh.host_rows`)."""
+
+    @abc.abstractmethod
+    def held_out(self, config: C, data: D, split: str, mesh: Mesh | None = None) -> HeldOut:
+        """One pass over the valid or test split; on a mesh, those rows that belong to this process."""
+
+    def streams(self, config: C, data: D, mesh: Mesh) -> Streams:
+        """All batches of a training run."""
+        held_out = self.held_out(config, data, "valid", mesh)
+        return Streams(self.training_stream(config, data, mesh), held_out, held_out)
+
+    def row_length(self, config: C) -> int | None:
+        """Tokens of a row, where a mesh may share them among devices; None where it may not."""
+        return None
+
+    def measures(self, config: C, data: D, split: str, held_out: HeldOut, sums: Mapping[str, float]) -> dict:
+        """What an evaluation reports of the sums over a split (see `train.engine.evaluation.evaluate`)."""
+        return means(sums)
+
+    def describe_data(self, config: C, data: D) -> str:
+        """The data of a run in a few words, for people."""
+        return self.name
+
+    def next_commands(self, config: C, data: D) -> Sequence[Sequence[str]]:
+        """What to run when training is done, each a module and its arguments: how to measure the run, and how to see
+        what it learnt."""
+        return ()
+
+    def finish(self, config: C, data: D, model: Any, params: Any, mesh: Mesh) -> None:
+        """Called at the end of training."""
+
+    # What every task does alike.
+
+    def build(self, config: C) -> Any:
+        """The model of a configuration (from `sized`), checked on a batch's shapes.
+
+        Raises:
+          UserError: its parts don't fit each other or the batch.
+        """
+        rows = config.loop.microbatch
+        try:
+            model = self.model(config)
+            objective = self.objective(model, config)
+            jax.eval_shape(
+                lambda key, batch: objective.sums(
+                    objective.init(key), objective.init_memory(rows), batch, key
+                ),
+                jax.random.key(0),
+                self.batch_shapes(config, rows),
+            )
+        except ValueError as error:
+            raise UserError(f"the model's options do not fit: {error}") from error
+        return model
+
+    def measure(self, config: C, model: Any, params: Any, data: D, split: str) -> dict[str, Any]:
+        """The measures of trained parameters on a split."""
+        objective = self.objective(model, config)
+        held_out = self.held_out(config, data, split)
+        sums = evaluate(jax.jit(make_eval_step(objective)), objective, params, held_out)
+        assert sums is not None
+        return self.measures(config, data, split, held_out, sums)
+
+    def to_json(self, config: C) -> dict[str, Any]:
+        """What config.json holds: the task's name and the configuration."""
+        return {"task": self.name, **to_json(config)}
+
+    def differences(
+        self, old: Mapping[str, Any], config: C, free: Collection[str] | None = None
+    ) -> list[str]:
+        """Fields, as "name old -> new", that keep a run of `old` from being resumed with a configuration; of a run of
+        another task the task alone.
+
+        Args:
+          old: from config.json or a checkpoint. Fields that its version did not have yet have their defaults.
+          free: dotted names of the fields that may differ, by default `free_fields`.
+        """
+        task = old.get("task", self.name)
+        if task != self.name:
+            return [f"task {task} -> {self.name}"]
+        try:
+            values = {name: value for name, value in old.items() if name not in ("task", "network")}
+            old = {"task": task, **to_json(from_json(self.config_class, values, "config.json"))}
+        except UserError:  # it is of another version, which has fields that this one lacks
+            pass
+        free = self.free_fields() if free is None else free
+        return differences(old, self.to_json(config), {"network", *free})
+
+    def free_fields(self) -> frozenset[str]:
+        """Dotted names of the configuration's fields that a resumed run may change."""
+        return frozenset(marked(self.config_class, Mark.FREE))
+
+
+def read_config(tasks: Sequence[Task[Any, Any]], path: str | os.PathLike[str]) -> tuple[Task[Any, Any], Any]:
+    """The task and the configuration of a run, from its config.json.
+
+    Args:
+      tasks: those that the run may be of.
+
+    Raises:
+      UserError: there is no such file, it is damaged, or the run is of another task.
+    """
+    values = read_values(path)
+    name = values.pop("task")
+    values.pop("network", None)
+    known = {task.name: task for task in tasks}
+    if name not in known:
+        raise UserError(
+            f"--workdir: {os.fspath(path)} is of the task {name!r}; expected {' or '.join(known)}"
+        )
+    return known[name], from_json(known[name].config_class, values, os.fspath(path))
+
+
+def find_runs(tasks: Sequence[Task[Any, Any]], folder: Path) -> list[Path]:
+    """The folders of the runs of these tasks under `folder`, at any depth. A config.json that cannot be read is left
+    out, with a line that says so."""
+    known = {task.name for task in tasks}
+    found = []
+    for path in sorted(folder.rglob("config.json")):
+        try:
+            values = read_values(path)
+        except UserError as error:
+            log(f"{path.parent} is left out: {error}")
+            continue
+        if values["task"] in known:
+            found.append(path.parent)
+    return found
