@@ -590,7 +590,7 @@ def test_help_is_one_screen_whose_examples_parse(name, monkeypatch, capsys):
         "train.graph": "--data_dir DIR",
     }
     assert all(needed.get(name, "") in example for example in examples)
-    module = importlib.import_module("train.cli.main" if name.startswith("train") else name)
+    module = importlib.import_module("train.cli.main" if name.startswith("train") else main.__module__)
 
     def stop_there(*args, **kwargs):
         raise InterruptedError(parse(*args, **kwargs).loop.workdir)
