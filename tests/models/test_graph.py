@@ -190,7 +190,7 @@ def test_tokens_of_one_kind_have_no_order():
     ("options", "message"),
     [
         ({"network": "gnc"}, "network must be one of .*, got 'gnc'"),
-        ({"input_dropout": 1.0}, "input_dropout must be below 1, got 1.0"),
+        ({"input_dropout": 1.0}, "input_dropout must be at least 0 and below 1, got 1.0"),
         ({"kinds": ()}, "kinds must not be empty"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ],
