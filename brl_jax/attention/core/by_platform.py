@@ -73,11 +73,13 @@ def by_platform(
         on all its devices.
       needs_devices: whether a form uses cuDNN or calls back to Python, whose lowering asks JAX for the devices.
     """
-    operands = vary_like(operands, operands)
+    operands = vary_like(operands, operands, but=axis_name)
     leaves, structure = jax.tree.flatten(operands)
-    first = jax.typeof(leaves[0])
-    if axis_name is not None:
-        (first,) = jax.make_jaxpr(lambda x: lax.psum(x, axis_name))(leaves[0]).out_avals
+    # The axes that results vary over: those of all operands, but for the one that is summed over.
+    first = next(
+        (x for x in map(jax.typeof, leaves) if axis_name not in x.manual_axis_type.varying),
+        jax.typeof(leaves[0]),
+    )
     results, kept = jax.tree.map(functools.partial(_like, first), (results, kept))
     function = _Function(choose, plain, structure, results, kept, _Context.current())
     asks = _asks_for_devices() if needs_devices else None
